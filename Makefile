@@ -1,0 +1,82 @@
+# Everything a developer or an operator does here, one target each. `make` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+GPU    ?= 0
+IMAGES ?=
+MODEL  ?=
+N      ?= 3
+
+# A CUDA build takes torch from the default index with its CUDA packages and the flash-attn extra;
+# a CPU build takes the version pinned in constraints.txt first, so that nothing pulls in CUDA.
+ifeq ($(GPU),1)
+EXTRAS := dev,dali-cuda13,flash-attn
+else
+EXTRAS := dev,dali-cuda13
+endif
+
+export PYTHONUNBUFFERED = 1
+export TOKENIZERS_PARALLELISM = false
+# glibc maps and unmaps every block of 32 MiB or more afresh (seven times slower) unless told not to.
+export MALLOC_MMAP_THRESHOLD_ = 1073741824
+export MALLOC_TRIM_THRESHOLD_ = 4294967296
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}'
+
+$(VENV)/.done-$(GPU): pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+ifneq ($(GPU),1)
+	@$(PY) -m pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" 2> >(grep -v 'is ignored: it is' >&2)
+endif
+	@echo "installing encoder-service[$(EXTRAS)] into $(VENV) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(if $(filter 1,$(GPU)),,-c constraints.txt) -e '.[$(EXTRAS)]' 2> >(grep -v 'is ignored: it is' >&2)
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.done-$(GPU) ## Install everything into .venv (GPU=1 for a CUDA build)
+
+.PHONY: demo
+demo: setup ## A two-turn chat over 8 images, end to end (IMAGES=folder for yours)
+	@$(PY) -m bench.demo $(if $(IMAGES),--images '$(IMAGES)')
+
+.PHONY: test
+test: setup ## The test suite: no GPU, Redis or network needed
+	@$(PY) -m pytest -m 'not gpu and not fleet'
+
+.PHONY: check
+check: setup ## Lint, types, contract: what CI runs before the tests
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(PY) -m bench.contract --check
+
+.PHONY: format
+format: setup ## Format and mend what a machine can
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+.PHONY: proto
+proto: setup ## Generate the gRPC stubs from proto/
+	@$(PY) -m bench.contract --write
+
+.PHONY: serve
+serve: setup ## Run a server (MODEL=folder of a Hugging Face checkpoint)
+	@test -n '$(MODEL)' || { echo "make serve MODEL=path/to/checkpoint"; exit 2; }
+	@$(VENV)/bin/encoder-service serve --model '$(MODEL)'
+
+.PHONY: bench
+bench: setup ## Print the benchmark tables this machine can run
+	@$(PY) -m bench
+
+.PHONY: gpu-check
+gpu-check: ## On a CUDA machine: correctness of every GPU path, then the GPU benchmark
+	@PY=$${GPU_PYTHON:-$(PY)}; $$PY -m pytest -m gpu tests && $$PY -m bench.gpu
+
+.PHONY: clean
+clean: ## Remove what the other targets made
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

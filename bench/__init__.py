@@ -1,0 +1,1 @@
+"""Seeded loads, the demo, and the tables they print."""

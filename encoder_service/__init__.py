@@ -1,0 +1,1 @@
+"""The server: one file per room, imports only downward (docs/architecture.md has the map)."""

@@ -1,0 +1,1 @@
+"""What an LLM server imports: layout, plan, client. Never imports the server."""

@@ -1,0 +1,132 @@
+"""The family of errors: what can happen to an image or a call, its status, and whether trying again helps.
+
+`Status` names the gRPC canonical codes without importing gRPC; the edge of the server turns an error into a
+status in one place, and the client turns a status back into an error with `from_status`.
+"""
+
+from enum import Enum
+from typing import ClassVar
+
+
+class Status(Enum):
+    """The gRPC canonical codes that this contract uses, with their numbers on the wire."""
+
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    CANCELLED = 1
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+class EncoderError(Exception):
+    """The root: an error with a status and a word on whether a retry helps."""
+
+    status: ClassVar[Status] = Status.INTERNAL
+    retryable: ClassVar[bool] = True
+
+    def __init__(self, message: str, *, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+
+class InvalidImageError(EncoderError):
+    """The bytes are no image, are truncated, or are of a format that is not served."""
+
+    status, retryable = Status.INVALID_ARGUMENT, False
+
+
+class ImageLimitError(InvalidImageError):
+    """The image is over a limit (bytes, pixels, tokens, aspect ratio); the message names the limit."""
+
+
+class DigestMismatchError(InvalidImageError):
+    """The bytes do not hash to the digest they were sent under."""
+
+
+class InvalidRequestError(EncoderError):
+    """The call breaks the contract: a missing field, a row window outside the image, bytes nobody asked for."""
+
+    status, retryable = Status.INVALID_ARGUMENT, False
+
+
+class UnknownImageError(EncoderError):
+    """Nobody submitted the image within the grace, or its source expired: submit it again."""
+
+    status, retryable = Status.NOT_FOUND, True
+
+
+class OverloadedError(EncoderError):
+    """A queue or the store is full; `retry_after_ms` says when to come back."""
+
+    status, retryable = Status.RESOURCE_EXHAUSTED, True
+
+
+class UnavailableError(EncoderError):
+    """The server is draining, unreachable, or lost its device: try another one."""
+
+    status, retryable = Status.UNAVAILABLE, True
+
+
+class DeadlineError(EncoderError):
+    """The caller's deadline passed."""
+
+    status, retryable = Status.DEADLINE_EXCEEDED, False
+
+
+class ModelMismatchError(EncoderError):
+    """The model or processor fingerprint of the two sides differs; the message holds both."""
+
+    status, retryable = Status.FAILED_PRECONDITION, False
+
+
+class UnauthenticatedError(EncoderError):
+    """The caller did not say who it is."""
+
+    status, retryable = Status.UNAUTHENTICATED, False
+
+
+class ForbiddenError(EncoderError):
+    """The caller is not allowed to do this."""
+
+    status, retryable = Status.PERMISSION_DENIED, False
+
+
+class AbandonedError(EncoderError):
+    """Everyone who waited for the image has left; nobody sees this error."""
+
+    status, retryable = Status.CANCELLED, True
+
+
+class InternalError(EncoderError):
+    """A bug of ours; the message carries the id under which the log has the details."""
+
+    status, retryable = Status.INTERNAL, True
+
+
+_BY_STATUS: dict[Status, type[EncoderError]] = {
+    Status.INVALID_ARGUMENT: InvalidImageError,
+    Status.NOT_FOUND: UnknownImageError,
+    Status.RESOURCE_EXHAUSTED: OverloadedError,
+    Status.UNAVAILABLE: UnavailableError,
+    Status.DEADLINE_EXCEEDED: DeadlineError,
+    Status.FAILED_PRECONDITION: ModelMismatchError,
+    Status.UNAUTHENTICATED: UnauthenticatedError,
+    Status.PERMISSION_DENIED: ForbiddenError,
+    Status.CANCELLED: AbandonedError,
+    Status.INTERNAL: InternalError,
+}
+
+
+def from_status(code: int, message: str, *, retry_after_ms: int = 0) -> EncoderError:
+    """Return the error for a status number as it came over the wire; an unknown number is an `InternalError`."""
+    try:
+        kind = _BY_STATUS[Status(code)]
+    except ValueError:
+        kind = InternalError
+    return kind(message, retry_after_ms=retry_after_ms)

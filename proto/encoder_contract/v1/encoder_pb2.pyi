@@ -672,7 +672,7 @@ class ImageReady(_message.Message):
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
-    CRC32_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     STAGE_MS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     address: _builtins.bytes
@@ -683,8 +683,8 @@ class ImageReady(_message.Message):
     dtype: _builtins.str
     row_bytes: _builtins.int
     source: Global___Source.ValueType
-    crc32: _builtins.int
-    """CRC-32 (zlib) over the bytes of the window; 0 with a handle."""
+    checksum: _builtins.int
+    """XXH3-64 over the bytes of the window; 0 with a handle. Guards against faults, not against forgery."""
     @_builtins.property
     def grid(self) -> Global___Grid: ...
     @_builtins.property
@@ -710,12 +710,12 @@ class ImageReady(_message.Message):
         row_bytes: _builtins.int = ...,
         source: Global___Source.ValueType = ...,
         handle: Global___Handle | None = ...,
-        crc32: _builtins.int = ...,
+        checksum: _builtins.int = ...,
         stage_ms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "handle", b"handle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "crc32", b"crc32", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "source", b"source", "stage_ms", b"stage_ms", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "source", b"source", "stage_ms", b"stage_ms", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

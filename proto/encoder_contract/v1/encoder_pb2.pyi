@@ -18,28 +18,28 @@ itself are gRPC statuses. Codes are gRPC canonical codes:
 The client library does these retries itself.
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-import builtins as _builtins
+import builtins
+import collections.abc
+import google.protobuf.descriptor
+import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
+import google.protobuf.message
 import sys
-import typing as _typing
+import typing
 
-if sys.version_info >= (3, 11):
-    from typing import TypeAlias as _TypeAlias, Never as _Never
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
 else:
-    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+    import typing_extensions
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 class _Transport:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
 
-class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _TransportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Transport.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     TRANSPORT_UNSPECIFIED: _Transport.ValueType  # 0
     TRANSPORT_INLINE: _Transport.ValueType  # 1
     """Rows travel in `Rows` messages. Always works."""
@@ -53,14 +53,14 @@ TRANSPORT_INLINE: Transport.ValueType  # 1
 """Rows travel in `Rows` messages. Always works."""
 TRANSPORT_SHM: Transport.ValueType  # 2
 """Rows stay in shared memory of the same host and are named by a `Handle`."""
-Global___Transport: _TypeAlias = Transport  # noqa: Y015
+Global___Transport: typing_extensions.TypeAlias = Transport
 
 class _State:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
 
-class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_State.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_State.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     STATE_UNSPECIFIED: _State.ValueType  # 0
     STATE_CACHED: _State.ValueType  # 1
     """The embedding is held."""
@@ -82,14 +82,14 @@ STATE_NEEDS_BYTES: State.ValueType  # 3
 """Send the bytes."""
 STATE_FAILED: State.ValueType  # 4
 """This image failed; see `error`."""
-Global___State: _TypeAlias = State  # noqa: Y015
+Global___State: typing_extensions.TypeAlias = State
 
 class _Source:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
 
-class _SourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Source.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _SourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Source.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SOURCE_UNSPECIFIED: _Source.ValueType  # 0
     SOURCE_DEVICE: _Source.ValueType  # 1
     SOURCE_HOST: _Source.ValueType  # 2
@@ -104,266 +104,238 @@ SOURCE_DEVICE: Source.ValueType  # 1
 SOURCE_HOST: Source.ValueType  # 2
 SOURCE_PEER: Source.ValueType  # 3
 SOURCE_ENCODED: Source.ValueType  # 4
-Global___Source: _TypeAlias = Source  # noqa: Y015
+Global___Source: typing_extensions.TypeAlias = Source
 
-@_typing.final
-class DescribeRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class DescribeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
+Global___DescribeRequest: typing_extensions.TypeAlias = DescribeRequest
 
-@_typing.final
-class DescribeResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class DescribeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
-    MODEL_TYPE_FIELD_NUMBER: _builtins.int
-    MODEL_NAME_FIELD_NUMBER: _builtins.int
-    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    PROCESSOR_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    WIDTH_FIELD_NUMBER: _builtins.int
-    HIDDEN_FIELD_NUMBER: _builtins.int
-    DEEPSTACK_LEVELS_FIELD_NUMBER: _builtins.int
-    GEOMETRY_FIELD_NUMBER: _builtins.int
-    LIMITS_FIELD_NUMBER: _builtins.int
-    TRANSPORTS_FIELD_NUMBER: _builtins.int
-    REPLICA_ID_FIELD_NUMBER: _builtins.int
-    version: _builtins.str
+    VERSION_FIELD_NUMBER: builtins.int
+    MODEL_TYPE_FIELD_NUMBER: builtins.int
+    MODEL_NAME_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    PROCESSOR_FINGERPRINT_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    HIDDEN_FIELD_NUMBER: builtins.int
+    DEEPSTACK_LEVELS_FIELD_NUMBER: builtins.int
+    GEOMETRY_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
+    REPLICA_ID_FIELD_NUMBER: builtins.int
+    version: builtins.str
     """Semantic version of the server."""
-    model_type: _builtins.str
+    model_type: builtins.str
     """`model_type` of the checkpoint, for example qwen3_vl."""
-    model_name: _builtins.str
+    model_name: builtins.str
     """Name of the folder or repository it was loaded from; for people, not for comparison."""
-    model_fingerprint: _builtins.bytes
+    model_fingerprint: builtins.bytes
     """32 bytes over architecture, configuration and vision weights."""
-    processor_fingerprint: _builtins.bytes
+    processor_fingerprint: builtins.bytes
     """32 bytes over the image processor's settings."""
-    dtype: _builtins.str
+    dtype: builtins.str
     """Element type of a row: "bfloat16", "float16" or "float32"."""
-    width: _builtins.int
+    width: builtins.int
     """Elements of a row: hidden x (1 + deepstack_levels), laid out [main | level 0 | level 1 | ...]."""
-    hidden: _builtins.int
+    hidden: builtins.int
     """Width of the language model's hidden state."""
-    deepstack_levels: _builtins.int
-    replica_id: _builtins.str
+    deepstack_levels: builtins.int
+    replica_id: builtins.str
     """Identity of this process: changes with every start."""
-    @_builtins.property
+    @property
     def geometry(self) -> Global___Geometry: ...
-    @_builtins.property
+    @property
     def limits(self) -> Global___Limits: ...
-    @_builtins.property
-    def transports(self) -> _containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
         """What Fetch can use from this connection, best first."""
 
     def __init__(
         self,
         *,
-        version: _builtins.str = ...,
-        model_type: _builtins.str = ...,
-        model_name: _builtins.str = ...,
-        model_fingerprint: _builtins.bytes = ...,
-        processor_fingerprint: _builtins.bytes = ...,
-        dtype: _builtins.str = ...,
-        width: _builtins.int = ...,
-        hidden: _builtins.int = ...,
-        deepstack_levels: _builtins.int = ...,
+        version: builtins.str = ...,
+        model_type: builtins.str = ...,
+        model_name: builtins.str = ...,
+        model_fingerprint: builtins.bytes = ...,
+        processor_fingerprint: builtins.bytes = ...,
+        dtype: builtins.str = ...,
+        width: builtins.int = ...,
+        hidden: builtins.int = ...,
+        deepstack_levels: builtins.int = ...,
         geometry: Global___Geometry | None = ...,
         limits: Global___Limits | None = ...,
-        transports: _abc.Iterable[Global___Transport.ValueType] | None = ...,
-        replica_id: _builtins.str = ...,
+        transports: collections.abc.Iterable[Global___Transport.ValueType] | None = ...,
+        replica_id: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "limits", b"limits"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deepstack_levels", b"deepstack_levels", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "transports", b"transports", "version", b"version", "width", b"width"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["geometry", b"geometry", "limits", b"limits"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deepstack_levels", b"deepstack_levels", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
 
-Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
-@_typing.final
-class Geometry(_message.Message):
+@typing.final
+class Geometry(google.protobuf.message.Message):
     """Settings of the model's image processor that decide grids and token counts."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PATCH_SIZE_FIELD_NUMBER: _builtins.int
-    MERGE_SIZE_FIELD_NUMBER: _builtins.int
-    MIN_PIXELS_FIELD_NUMBER: _builtins.int
-    MAX_PIXELS_FIELD_NUMBER: _builtins.int
-    patch_size: _builtins.int
+    PATCH_SIZE_FIELD_NUMBER: builtins.int
+    MERGE_SIZE_FIELD_NUMBER: builtins.int
+    MIN_PIXELS_FIELD_NUMBER: builtins.int
+    MAX_PIXELS_FIELD_NUMBER: builtins.int
+    patch_size: builtins.int
     """Side of a patch, pixels."""
-    merge_size: _builtins.int
+    merge_size: builtins.int
     """Patches merged into one token, per side."""
-    min_pixels: _builtins.int
+    min_pixels: builtins.int
     """Bounds of height x width after resizing, pixels."""
-    max_pixels: _builtins.int
+    max_pixels: builtins.int
     def __init__(
         self,
         *,
-        patch_size: _builtins.int = ...,
-        merge_size: _builtins.int = ...,
-        min_pixels: _builtins.int = ...,
-        max_pixels: _builtins.int = ...,
+        patch_size: builtins.int = ...,
+        merge_size: builtins.int = ...,
+        min_pixels: builtins.int = ...,
+        max_pixels: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_pixels", b"max_pixels", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_pixels", b"max_pixels", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size"]) -> None: ...
 
-Global___Geometry: _TypeAlias = Geometry  # noqa: Y015
+Global___Geometry: typing_extensions.TypeAlias = Geometry
 
-@_typing.final
-class Limits(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class Limits(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MAX_IMAGE_BYTES_FIELD_NUMBER: _builtins.int
-    MAX_IMAGE_PIXELS_FIELD_NUMBER: _builtins.int
-    MAX_IMAGES_PER_CALL_FIELD_NUMBER: _builtins.int
-    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
-    MAX_GRACE_MS_FIELD_NUMBER: _builtins.int
-    max_image_bytes: _builtins.int
-    max_image_pixels: _builtins.int
+    MAX_IMAGE_BYTES_FIELD_NUMBER: builtins.int
+    MAX_IMAGE_PIXELS_FIELD_NUMBER: builtins.int
+    MAX_IMAGES_PER_CALL_FIELD_NUMBER: builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    MAX_GRACE_MS_FIELD_NUMBER: builtins.int
+    max_image_bytes: builtins.int
+    max_image_pixels: builtins.int
     """Width x height as stored in the file, before resizing."""
-    max_images_per_call: _builtins.int
+    max_images_per_call: builtins.int
     """Images in one Submit or Fetch call."""
-    max_message_bytes: _builtins.int
+    max_message_bytes: builtins.int
     """Payload of one ImageBytes or Rows message."""
-    max_grace_ms: _builtins.int
+    max_grace_ms: builtins.int
     """Longest grace a Fetch may name."""
     def __init__(
         self,
         *,
-        max_image_bytes: _builtins.int = ...,
-        max_image_pixels: _builtins.int = ...,
-        max_images_per_call: _builtins.int = ...,
-        max_message_bytes: _builtins.int = ...,
-        max_grace_ms: _builtins.int = ...,
+        max_image_bytes: builtins.int = ...,
+        max_image_pixels: builtins.int = ...,
+        max_images_per_call: builtins.int = ...,
+        max_message_bytes: builtins.int = ...,
+        max_grace_ms: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_grace_ms", b"max_grace_ms", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images_per_call", b"max_images_per_call", "max_message_bytes", b"max_message_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_grace_ms", b"max_grace_ms", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images_per_call", b"max_images_per_call", "max_message_bytes", b"max_message_bytes"]) -> None: ...
 
-Global___Limits: _TypeAlias = Limits  # noqa: Y015
+Global___Limits: typing_extensions.TypeAlias = Limits
 
-@_typing.final
-class Variant(_message.Message):
+@typing.final
+class Variant(google.protobuf.message.Message):
     """A different size budget for one image; zero means the model's own."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MIN_PIXELS_FIELD_NUMBER: _builtins.int
-    MAX_PIXELS_FIELD_NUMBER: _builtins.int
-    min_pixels: _builtins.int
-    max_pixels: _builtins.int
+    MIN_PIXELS_FIELD_NUMBER: builtins.int
+    MAX_PIXELS_FIELD_NUMBER: builtins.int
+    min_pixels: builtins.int
+    max_pixels: builtins.int
     def __init__(
         self,
         *,
-        min_pixels: _builtins.int = ...,
-        max_pixels: _builtins.int = ...,
+        min_pixels: builtins.int = ...,
+        max_pixels: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]) -> None: ...
 
-Global___Variant: _TypeAlias = Variant  # noqa: Y015
+Global___Variant: typing_extensions.TypeAlias = Variant
 
-@_typing.final
-class Grid(_message.Message):
+@typing.final
+class Grid(google.protobuf.message.Message):
     """Grid of patches. `t` is 1 for a still image. Tokens = t x h x w / merge_size^2."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    T_FIELD_NUMBER: _builtins.int
-    H_FIELD_NUMBER: _builtins.int
-    W_FIELD_NUMBER: _builtins.int
-    t: _builtins.int
-    h: _builtins.int
-    w: _builtins.int
+    T_FIELD_NUMBER: builtins.int
+    H_FIELD_NUMBER: builtins.int
+    W_FIELD_NUMBER: builtins.int
+    t: builtins.int
+    h: builtins.int
+    w: builtins.int
     def __init__(
         self,
         *,
-        t: _builtins.int = ...,
-        h: _builtins.int = ...,
-        w: _builtins.int = ...,
+        t: builtins.int = ...,
+        h: builtins.int = ...,
+        w: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["h", b"h", "t", b"t", "w", b"w"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["h", b"h", "t", b"t", "w", b"w"]) -> None: ...
 
-Global___Grid: _TypeAlias = Grid  # noqa: Y015
+Global___Grid: typing_extensions.TypeAlias = Grid
 
-@_typing.final
-class Caller(_message.Message):
+@typing.final
+class Caller(google.protobuf.message.Message):
     """Who is calling; the same in every call that belongs to one request of the language model."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    PROCESSOR_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    TENANT_SALT_FIELD_NUMBER: _builtins.int
-    CLIENT_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    PROCESSOR_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TENANT_SALT_FIELD_NUMBER: builtins.int
+    CLIENT_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
     """Groups the calls of one request, so that the server knows how much work the request still has. Empty: the
     call is its own request. At most 128 bytes.
     """
-    priority: _builtins.int
+    priority: builtins.int
     """Larger is more urgent; 0 is normal. -8 to 8."""
-    model_fingerprint: _builtins.bytes
+    model_fingerprint: builtins.bytes
     """When given, the server refuses a call that was meant for another model (FAILED_PRECONDITION)."""
-    processor_fingerprint: _builtins.bytes
-    tenant_salt: _builtins.bytes
+    processor_fingerprint: builtins.bytes
+    tenant_salt: builtins.bytes
     """Part of the address; empty unless tenants must not share embeddings. At most 64 bytes."""
-    client_id: _builtins.str
+    client_id: builtins.str
     """Counts towards this client's share of the queue; empty: the peer's address stands for it."""
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        priority: _builtins.int = ...,
-        model_fingerprint: _builtins.bytes = ...,
-        processor_fingerprint: _builtins.bytes = ...,
-        tenant_salt: _builtins.bytes = ...,
-        client_id: _builtins.str = ...,
+        request_id: builtins.str = ...,
+        priority: builtins.int = ...,
+        model_fingerprint: builtins.bytes = ...,
+        processor_fingerprint: builtins.bytes = ...,
+        tenant_salt: builtins.bytes = ...,
+        client_id: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "processor_fingerprint", b"processor_fingerprint", "request_id", b"request_id", "tenant_salt", b"tenant_salt"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "processor_fingerprint", b"processor_fingerprint", "request_id", b"request_id", "tenant_salt", b"tenant_salt"]) -> None: ...
 
-Global___Caller: _TypeAlias = Caller  # noqa: Y015
+Global___Caller: typing_extensions.TypeAlias = Caller
 
-@_typing.final
-class SubmitRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class SubmitRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    OPEN_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    OPEN_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    @property
     def open(self) -> Global___Caller: ...
-    @_builtins.property
+    @property
     def name(self) -> Global___ImageName: ...
-    @_builtins.property
+    @property
     def bytes(self) -> Global___ImageBytes: ...
     def __init__(
         self,
@@ -372,254 +344,227 @@ class SubmitRequest(_message.Message):
         name: Global___ImageName | None = ...,
         bytes: Global___ImageBytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "message", b"message", "name", b"name", "open", b"open"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "message", b"message", "name", b"name", "open", b"open"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "name", "bytes"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def HasField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "name", b"name", "open", b"open"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "name", b"name", "open", b"open"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "name", "bytes"] | None: ...
 
-Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
+Global___SubmitRequest: typing_extensions.TypeAlias = SubmitRequest
 
-@_typing.final
-class ImageName(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ImageName(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    VARIANT_FIELD_NUMBER: _builtins.int
-    GRID_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
+    GRID_FIELD_NUMBER: builtins.int
+    index: builtins.int
     """Chosen by the caller, unique in this call; the answer repeats it."""
-    digest: _builtins.bytes
-    @_builtins.property
+    digest: builtins.bytes
+    @property
     def variant(self) -> Global___Variant: ...
-    @_builtins.property
+    @property
     def grid(self) -> Global___Grid:
         """The grid the caller computed, or unset. A difference is an error of this image."""
 
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        digest: _builtins.bytes = ...,
+        index: builtins.int = ...,
+        digest: builtins.bytes = ...,
         variant: Global___Variant | None = ...,
         grid: Global___Grid | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "variant", b"variant"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "variant", b"variant"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "variant", b"variant"]) -> None: ...
 
-Global___ImageName: _TypeAlias = ImageName  # noqa: Y015
+Global___ImageName: typing_extensions.TypeAlias = ImageName
 
-@_typing.final
-class ImageBytes(_message.Message):
+@typing.final
+class ImageBytes(google.protobuf.message.Message):
     """One piece of an image whose name was answered NEEDS_BYTES; pieces come in order."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    LAST_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    data: _builtins.bytes
-    last: _builtins.bool
+    INDEX_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    data: builtins.bytes
+    last: builtins.bool
     """Set on the last piece."""
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        data: _builtins.bytes = ...,
-        last: _builtins.bool = ...,
+        index: builtins.int = ...,
+        data: builtins.bytes = ...,
+        last: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "index", b"index", "last", b"last"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "index", b"index", "last", b"last"]) -> None: ...
 
-Global___ImageBytes: _TypeAlias = ImageBytes  # noqa: Y015
+Global___ImageBytes: typing_extensions.TypeAlias = ImageBytes
 
-@_typing.final
-class SubmitResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class SubmitResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    STATE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    STATE_FIELD_NUMBER: builtins.int
+    @property
     def state(self) -> Global___ImageState: ...
     def __init__(
         self,
         *,
         state: Global___ImageState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["state", b"state"]) -> None: ...
 
-Global___SubmitResponse: _TypeAlias = SubmitResponse  # noqa: Y015
+Global___SubmitResponse: typing_extensions.TypeAlias = SubmitResponse
 
-@_typing.final
-class ImageState(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ImageState(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    GRID_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    GRID_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    index: builtins.int
     state: Global___State.ValueType
-    tokens: _builtins.int
-    address: _builtins.bytes
+    tokens: builtins.int
+    address: builtins.bytes
     """Store address, 32 bytes."""
-    @_builtins.property
+    @property
     def grid(self) -> Global___Grid:
         """Confirmed by the server: unset while the state is NEEDS_BYTES or FAILED."""
 
-    @_builtins.property
+    @property
     def error(self) -> Global___ImageError: ...
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
+        index: builtins.int = ...,
         state: Global___State.ValueType = ...,
         grid: Global___Grid | None = ...,
-        tokens: _builtins.int = ...,
-        address: _builtins.bytes = ...,
+        tokens: builtins.int = ...,
+        address: builtins.bytes = ...,
         error: Global___ImageError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "grid", b"grid"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "error", b"error", "grid", b"grid", "index", b"index", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "grid", b"grid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "error", b"error", "grid", b"grid", "index", b"index", "state", b"state", "tokens", b"tokens"]) -> None: ...
 
-Global___ImageState: _TypeAlias = ImageState  # noqa: Y015
+Global___ImageState: typing_extensions.TypeAlias = ImageState
 
-@_typing.final
-class ImageError(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ImageError(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    CODE_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    code: _builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    code: builtins.int
     """gRPC canonical code."""
-    message: _builtins.str
-    retry_after_ms: _builtins.int
+    message: builtins.str
+    retry_after_ms: builtins.int
     """With RESOURCE_EXHAUSTED: when to try again."""
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        code: _builtins.int = ...,
-        message: _builtins.str = ...,
-        retry_after_ms: _builtins.int = ...,
+        index: builtins.int = ...,
+        code: builtins.int = ...,
+        message: builtins.str = ...,
+        retry_after_ms: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "index", b"index", "message", b"message", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "index", b"index", "message", b"message", "retry_after_ms", b"retry_after_ms"]) -> None: ...
 
-Global___ImageError: _TypeAlias = ImageError  # noqa: Y015
+Global___ImageError: typing_extensions.TypeAlias = ImageError
 
-@_typing.final
-class FetchRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class FetchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CALLER_FIELD_NUMBER: _builtins.int
-    IMAGES_FIELD_NUMBER: _builtins.int
-    TRANSPORTS_FIELD_NUMBER: _builtins.int
-    GRACE_MS_FIELD_NUMBER: _builtins.int
-    grace_ms: _builtins.int
+    CALLER_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
+    GRACE_MS_FIELD_NUMBER: builtins.int
+    grace_ms: builtins.int
     """How long to wait for an image that nobody has submitted yet, milliseconds; then NOT_FOUND."""
-    @_builtins.property
+    @property
     def caller(self) -> Global___Caller: ...
-    @_builtins.property
-    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchImage]: ...
-    @_builtins.property
-    def transports(self) -> _containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FetchImage]: ...
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
         """Transports the caller can use, best first; empty means inline."""
 
     def __init__(
         self,
         *,
         caller: Global___Caller | None = ...,
-        images: _abc.Iterable[Global___FetchImage] | None = ...,
-        transports: _abc.Iterable[Global___Transport.ValueType] | None = ...,
-        grace_ms: _builtins.int = ...,
+        images: collections.abc.Iterable[Global___FetchImage] | None = ...,
+        transports: collections.abc.Iterable[Global___Transport.ValueType] | None = ...,
+        grace_ms: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "transports", b"transports"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "transports", b"transports"]) -> None: ...
 
-Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
-@_typing.final
-class FetchImage(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class FetchImage(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    VARIANT_FIELD_NUMBER: _builtins.int
-    ROW_BEGIN_FIELD_NUMBER: _builtins.int
-    ROW_END_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
-    NEEDED_IN_MS_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
+    ROW_BEGIN_FIELD_NUMBER: builtins.int
+    ROW_END_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    NEEDED_IN_MS_FIELD_NUMBER: builtins.int
+    index: builtins.int
     """Chosen by the caller, unique in this call; the answers repeat it."""
-    digest: _builtins.bytes
-    row_begin: _builtins.int
+    digest: builtins.bytes
+    row_begin: builtins.int
     """Row window [row_begin, row_end); both zero means all rows."""
-    row_end: _builtins.int
-    chunk: _builtins.int
+    row_end: builtins.int
+    chunk: builtins.int
     """Prefill chunk this image belongs to, for the order inside the request."""
-    needed_in_ms: _builtins.int
+    needed_in_ms: builtins.int
     """How soon the rows are needed, milliseconds from now; 0: a chunk is waiting for them."""
-    @_builtins.property
+    @property
     def variant(self) -> Global___Variant: ...
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        digest: _builtins.bytes = ...,
+        index: builtins.int = ...,
+        digest: builtins.bytes = ...,
         variant: Global___Variant | None = ...,
-        row_begin: _builtins.int = ...,
-        row_end: _builtins.int = ...,
-        chunk: _builtins.int = ...,
-        needed_in_ms: _builtins.int = ...,
+        row_begin: builtins.int = ...,
+        row_end: builtins.int = ...,
+        chunk: builtins.int = ...,
+        needed_in_ms: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["variant", b"variant"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "digest", b"digest", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["variant", b"variant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "digest", b"digest", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]) -> None: ...
 
-Global___FetchImage: _TypeAlias = FetchImage  # noqa: Y015
+Global___FetchImage: typing_extensions.TypeAlias = FetchImage
 
-@_typing.final
-class FetchResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class FetchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    READY_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    READY_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    @property
     def ready(self) -> Global___ImageReady: ...
-    @_builtins.property
+    @property
     def rows(self) -> Global___Rows: ...
-    @_builtins.property
+    @property
     def error(self) -> Global___ImageError: ...
     def __init__(
         self,
@@ -628,71 +573,63 @@ class FetchResponse(_message.Message):
         rows: Global___Rows | None = ...,
         error: Global___ImageError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "ready", b"ready", "rows", b"rows"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "ready", b"ready", "rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "rows", "error"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "message", b"message", "ready", b"ready", "rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "message", b"message", "ready", b"ready", "rows", b"rows"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["ready", "rows", "error"] | None: ...
 
-Global___FetchResponse: _TypeAlias = FetchResponse  # noqa: Y015
+Global___FetchResponse: typing_extensions.TypeAlias = FetchResponse
 
-@_typing.final
-class ImageReady(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ImageReady(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @_typing.final
-    class StageMsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class StageMsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    GRID_FIELD_NUMBER: _builtins.int
-    ROW_BEGIN_FIELD_NUMBER: _builtins.int
-    ROW_END_FIELD_NUMBER: _builtins.int
-    WIDTH_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    ROW_BYTES_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    HANDLE_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    STAGE_MS_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    address: _builtins.bytes
-    row_begin: _builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    GRID_FIELD_NUMBER: builtins.int
+    ROW_BEGIN_FIELD_NUMBER: builtins.int
+    ROW_END_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    ROW_BYTES_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    STAGE_MS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    address: builtins.bytes
+    row_begin: builtins.int
     """The window that follows, and its size."""
-    row_end: _builtins.int
-    width: _builtins.int
-    dtype: _builtins.str
-    row_bytes: _builtins.int
+    row_end: builtins.int
+    width: builtins.int
+    dtype: builtins.str
+    row_bytes: builtins.int
     source: Global___Source.ValueType
-    checksum: _builtins.int
+    checksum: builtins.int
     """XXH3-64 over the bytes of the window; 0 with a handle. Guards against faults, not against forgery."""
-    @_builtins.property
+    @property
     def grid(self) -> Global___Grid: ...
-    @_builtins.property
+    @property
     def handle(self) -> Global___Handle:
         """Set when the rows are in shared memory."""
 
-    @_builtins.property
-    def stage_ms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+    @property
+    def stage_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Milliseconds spent in each stage of this image on the server, by name (queue, decode, preprocess, vit,
         copy_out); empty for a hit.
         """
@@ -700,113 +637,98 @@ class ImageReady(_message.Message):
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        address: _builtins.bytes = ...,
+        index: builtins.int = ...,
+        address: builtins.bytes = ...,
         grid: Global___Grid | None = ...,
-        row_begin: _builtins.int = ...,
-        row_end: _builtins.int = ...,
-        width: _builtins.int = ...,
-        dtype: _builtins.str = ...,
-        row_bytes: _builtins.int = ...,
+        row_begin: builtins.int = ...,
+        row_end: builtins.int = ...,
+        width: builtins.int = ...,
+        dtype: builtins.str = ...,
+        row_bytes: builtins.int = ...,
         source: Global___Source.ValueType = ...,
         handle: Global___Handle | None = ...,
-        checksum: _builtins.int = ...,
-        stage_ms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        checksum: builtins.int = ...,
+        stage_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "handle", b"handle"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "source", b"source", "stage_ms", b"stage_ms", "width", b"width"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["grid", b"grid", "handle", b"handle"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "source", b"source", "stage_ms", b"stage_ms", "width", b"width"]) -> None: ...
 
-Global___ImageReady: _TypeAlias = ImageReady  # noqa: Y015
+Global___ImageReady: typing_extensions.TypeAlias = ImageReady
 
-@_typing.final
-class Rows(_message.Message):
+@typing.final
+class Rows(google.protobuf.message.Message):
     """A piece of an image's rows, in order. Hand-framed by the server: keep the field numbers."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    data: _builtins.bytes
+    INDEX_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    data: builtins.bytes
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        data: _builtins.bytes = ...,
+        index: builtins.int = ...,
+        data: builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "index", b"index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "index", b"index"]) -> None: ...
 
-Global___Rows: _TypeAlias = Rows  # noqa: Y015
+Global___Rows: typing_extensions.TypeAlias = Rows
 
-@_typing.final
-class Handle(_message.Message):
+@typing.final
+class Handle(google.protobuf.message.Message):
     """Rows in a shared-memory segment of the same host. Never holds data or code; pickles any number of times."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SEGMENT_FIELD_NUMBER: _builtins.int
-    SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
-    SEGMENT_ID_FIELD_NUMBER: _builtins.int
-    EXTENTS_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    GENERATION_OFFSET_FIELD_NUMBER: _builtins.int
-    segment: _builtins.str
+    SEGMENT_FIELD_NUMBER: builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: builtins.int
+    SEGMENT_ID_FIELD_NUMBER: builtins.int
+    EXTENTS_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    GENERATION_OFFSET_FIELD_NUMBER: builtins.int
+    segment: builtins.str
     """Path of the segment, a file the client maps read-only."""
-    segment_bytes: _builtins.int
-    segment_id: _builtins.bytes
+    segment_bytes: builtins.int
+    segment_id: builtins.bytes
     """16 bytes, the first of the segment; checked when it is mapped."""
-    generation: _builtins.int
+    generation: builtins.int
     """Version of the entry; the slot at `generation_offset` (uint64, little-endian) equals it while the handle
     is valid.
     """
-    generation_offset: _builtins.int
-    @_builtins.property
-    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Extent]:
+    generation_offset: builtins.int
+    @property
+    def extents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Extent]:
         """Where the window's bytes lie, in order."""
 
     def __init__(
         self,
         *,
-        segment: _builtins.str = ...,
-        segment_bytes: _builtins.int = ...,
-        segment_id: _builtins.bytes = ...,
-        extents: _abc.Iterable[Global___Extent] | None = ...,
-        generation: _builtins.int = ...,
-        generation_offset: _builtins.int = ...,
+        segment: builtins.str = ...,
+        segment_bytes: builtins.int = ...,
+        segment_id: builtins.bytes = ...,
+        extents: collections.abc.Iterable[Global___Extent] | None = ...,
+        generation: builtins.int = ...,
+        generation_offset: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "generation", b"generation", "generation_offset", b"generation_offset", "segment", b"segment", "segment_bytes", b"segment_bytes", "segment_id", b"segment_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extents", b"extents", "generation", b"generation", "generation_offset", b"generation_offset", "segment", b"segment", "segment_bytes", b"segment_bytes", "segment_id", b"segment_id"]) -> None: ...
 
-Global___Handle: _TypeAlias = Handle  # noqa: Y015
+Global___Handle: typing_extensions.TypeAlias = Handle
 
-@_typing.final
-class Extent(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class Extent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    OFFSET_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    offset: _builtins.int
-    length: _builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    length: builtins.int
     def __init__(
         self,
         *,
-        offset: _builtins.int = ...,
-        length: _builtins.int = ...,
+        offset: builtins.int = ...,
+        length: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "offset", b"offset"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["length", b"length", "offset", b"offset"]) -> None: ...
 
-Global___Extent: _TypeAlias = Extent  # noqa: Y015
+Global___Extent: typing_extensions.TypeAlias = Extent

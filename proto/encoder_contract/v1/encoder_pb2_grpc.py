@@ -5,7 +5,7 @@ import warnings
 
 from encoder_contract.v1 import encoder_pb2 as encoder__contract_dot_v1_dot_encoder__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class EncoderServiceStub:
+class EncoderServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -51,7 +51,7 @@ class EncoderServiceStub:
                 _registered_method=True)
 
 
-class EncoderServiceServicer:
+class EncoderServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
@@ -111,7 +111,7 @@ def add_EncoderServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class EncoderService:
+class EncoderService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What each prefill chunk needs: tokens [begin, end) of the prompt in, the image rows that lie in them out."""
+"""What each prefill chunk needs: tokens [begin, end) of the prompt in, their image rows out."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -44,9 +44,9 @@ class Chunk:
 
 
 def plan(layout: Layout, chunk_tokens: int, *, begin: int = 0) -> tuple[Chunk, ...]:
-    """Cut the prompt into chunks of `chunk_tokens`, from token `begin` on: what lies before is in the KV cache.
+    """Cut the prompt into chunks of `chunk_tokens` from token `begin` on; what lies before is in the KV cache.
 
-    Over all chunks every row at or behind `begin` appears exactly once, and a chunk names only images that have
+    Over all chunks every row at or behind `begin` appears exactly once, and a chunk names only images with
     rows in it.
     """
     if chunk_tokens < 1:

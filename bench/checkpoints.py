@@ -1,4 +1,4 @@
-"""Seeded checkpoint folders: real configuration schemas and tensor names, random weights, written by transformers itself."""
+"""Seeded checkpoint folders: real schemas and tensor names, random weights, saved by transformers itself."""
 
 import json
 import math
@@ -78,9 +78,9 @@ def write_checkpoint(
 ) -> Path:
     """Write a Hugging Face checkpoint folder with seeded random weights and return its path.
 
-    By default the whole model is tiny (a few MB, `depth` 4, float32) but keeps the head size of the real vision tower.
-    With `vision_only` the tower has its published size and depth (bfloat16) and the language model shrinks to what
-    its width allows. `vision` overrides fields of the vision configuration, `preprocessor` those of
+    By default the whole model is tiny (a few MB, `depth` 4, float32) with the head size of the real tower.
+    With `vision_only` the tower has its published size and depth (bfloat16) and the language model shrinks to
+    what its width allows. `vision` overrides fields of the vision configuration, `preprocessor` those of
     preprocessor_config.json; `shards` asks for at least that many weight files.
     """
     folder = Path(folder)
@@ -97,7 +97,7 @@ def write_checkpoint(
 
 
 def vision_config(model_type: str, depth: int | None = None, *, full: bool = False) -> dict[str, Any]:
-    """Return the vision part of config.json: the published one if `full`, else a tiny one of the same schema."""
+    """Return the vision part of config.json: as published if `full`, else tiny, of the same schema."""
     if model_type == "qwen2_5_vl":
         depth = depth or (32 if full else 4)
         stride = max(depth // 4, 2)

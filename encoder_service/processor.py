@@ -1,0 +1,180 @@
+"""The model's image processor settings, read from a Hugging Face checkpoint folder.
+
+What decides pixels, grids and normalisation of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5. A setting we
+would not honour is refused at start, never ignored: silently different pixels cost accuracy that nobody can
+trace.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import blake3
+from encoder_contract.geometry import Geometry
+
+# Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old embeddings part
+# from new ones.
+PIXELS_VERSION = 1
+
+# All are the same arithmetic under the names it has had.
+SUPPORTED_PROCESSORS = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorFast",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2_5_VLImageProcessor",
+)
+
+# Settings with one value that we implement; absent means this value, as in `transformers`.
+_FIXED: dict[str, object] = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "resample": 3,  # PIL's number for bicubic
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSettings:
+    """Geometry and normalisation of a model's image processor.
+
+    A pixel value v in 0..255 of channel c becomes (v × `rescale_factor` − `mean`[c]) / `std`[c].
+    """
+
+    geometry: Geometry
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    rescale_factor: float
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (*self.mean, *self.std, self.rescale_factor))):
+            raise ValueError("image_mean, image_std and rescale_factor must be finite")
+        if min(self.std) <= 0 or self.rescale_factor <= 0:
+            raise ValueError("image_std and rescale_factor must be positive")
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes, BLAKE3 over everything that decides what the vision tower sees."""
+        geometry = self.geometry
+        canonical = {
+            "pixels_version": PIXELS_VERSION,
+            "patch_size": geometry.patch_size,
+            "merge_size": geometry.merge_size,
+            "min_pixels": geometry.min_pixels,
+            "max_pixels": geometry.max_pixels,
+            "mean": self.mean,
+            "std": self.std,
+            "rescale_factor": self.rescale_factor,
+            **_FIXED,
+        }
+        return blake3.blake3(json.dumps(canonical, sort_keys=True).encode()).digest()
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Self:
+        """Read the settings of a checkpoint folder.
+
+        As `transformers` does, `image_processor` inside processor_config.json wins over
+        preprocessor_config.json. Raises `FileNotFoundError` when there is neither, `ValueError` naming the
+        file and the setting when one is missing, malformed or not supported.
+        """
+        path, settings = _find_settings(Path(folder))
+        try:
+            return cls._from_mapping(settings)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def _from_mapping(cls, settings: Mapping[str, Any]) -> Self:
+        _refuse_unsupported(settings)
+        min_pixels, max_pixels = _pixel_bounds(settings)
+        geometry = Geometry(
+            patch_size=_whole(settings, "patch_size"),
+            merge_size=_whole(settings, "merge_size"),
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+        )
+        return cls(
+            geometry=geometry,
+            mean=_three(settings, "image_mean"),
+            std=_three(settings, "image_std"),
+            rescale_factor=_number("rescale_factor", settings.get("rescale_factor", 1 / 255)),
+        )
+
+
+def _find_settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+    nested_path, path = folder / "processor_config.json", folder / "preprocessor_config.json"
+    if nested_path.is_file():
+        nested = _read_object(nested_path).get("image_processor")
+        if isinstance(nested, dict):
+            return nested_path, nested
+    if path.is_file():
+        return path, _read_object(path)
+    raise FileNotFoundError(
+        f"{folder} holds no image processor settings: neither preprocessor_config.json"
+        " nor an image_processor in processor_config.json"
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
+    kind = settings.get("image_processor_type")
+    if kind is not None and kind not in SUPPORTED_PROCESSORS:
+        raise ValueError(
+            f"image_processor_type {kind!r} is not supported (supported: {', '.join(SUPPORTED_PROCESSORS)})"
+        )
+    for name, value in _FIXED.items():
+        found = settings.get(name)
+        if found is not None and found != value:
+            raise ValueError(f"{name} = {found!r} is not supported, only {value!r}")
+
+
+def _pixel_bounds(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (min_pixels, max_pixels): the top-level names win over `size`, as in `transformers`."""
+    size = settings.get("size")
+    edges: Mapping[str, Any] = size if isinstance(size, dict) else {}
+    bounds: list[int] = []
+    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if settings.get(name) is not None:
+            bounds.append(_whole(settings, name))
+        elif edges.get(edge) is not None:
+            bounds.append(_whole(edges, edge))
+        else:
+            raise ValueError(f"neither {name} nor size.{edge} is set")
+    return bounds[0], bounds[1]
+
+
+def _whole(settings: Mapping[str, Any], name: str) -> int:
+    if settings.get(name) is None:
+        raise ValueError(f"{name} is not set")
+    value = settings[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _three(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    values = settings.get(name)
+    if values is None:
+        raise ValueError(f"{name} is not set")
+    if not isinstance(values, list) or len(values) != 3:
+        raise ValueError(f"{name} must hold three numbers, one per channel, got {values!r}")
+    red, green, blue = (_number(name, value) for value in values)
+    return red, green, blue

@@ -1,0 +1,104 @@
+"""Image geometry: from an image's size to its grid of patches and its number of tokens, without a pixel.
+
+Client and server compute it alike, so a prompt can be laid out before anything is decoded. The arithmetic
+is `smart_resize` of the Qwen2-VL image processor in Hugging Face `transformers` (5.x), which Qwen2.5-VL,
+Qwen3-VL and Qwen3.5 share; the order of its divisions is kept, because floating-point rounding decides some
+sizes.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from encoder_contract.errors import ImageLimitError, InvalidImageError
+
+# A limit of the models, not ours: the Hugging Face processor refuses longer strips.
+MAX_ASPECT_RATIO = 200
+
+
+class Grid(NamedTuple):
+    """Patches along time, height and width; `t` is 1 for a still image."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def patches(self) -> int:
+        """How many patches the vision tower sees."""
+        return self.t * self.h * self.w
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The settings of a model's image processor that decide grids and token counts.
+
+    `patch_size` is the side of a patch in pixels, `merge_size` the patches merged into one token per side;
+    `min_pixels` and `max_pixels` bound height × width after resizing.
+    """
+
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+
+    def __post_init__(self) -> None:
+        if self.patch_size < 1 or self.merge_size < 1:
+            raise ValueError(
+                f"patch_size {self.patch_size} and merge_size {self.merge_size} must be at least 1"
+            )
+        if not 1 <= self.min_pixels <= self.max_pixels:
+            raise ValueError(
+                f"need 1 <= min_pixels <= max_pixels, got {self.min_pixels} and {self.max_pixels}"
+            )
+
+    @property
+    def factor(self) -> int:
+        """What both sides of a resized image are multiples of, pixels: the side of one merged token."""
+        return self.patch_size * self.merge_size
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Return the (width, height) in pixels that an upright image of this size is resized to.
+
+        Raises `InvalidImageError` for a side of zero and `ImageLimitError` for an aspect ratio over 200.
+        """
+        if width < 1 or height < 1:
+            raise InvalidImageError(f"an image of {width}x{height} pixels has no content")
+        ratio = max(height, width) / min(height, width)
+        if ratio > MAX_ASPECT_RATIO:
+            raise ImageLimitError(f"aspect ratio {ratio:.1f} of {width}x{height} exceeds {MAX_ASPECT_RATIO}")
+        factor = self.factor
+        new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+        if new_height * new_width > self.max_pixels:
+            shrink = math.sqrt((height * width) / self.max_pixels)
+            new_height = max(factor, math.floor(height / shrink / factor) * factor)
+            new_width = max(factor, math.floor(width / shrink / factor) * factor)
+        elif new_height * new_width < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            new_height = math.ceil(height * grow / factor) * factor
+            new_width = math.ceil(width * grow / factor) * factor
+        return new_width, new_height
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Return the grid of an upright image of `width` × `height` pixels; raises what `resized` raises."""
+        new_width, new_height = self.resized(width, height)
+        return Grid(1, new_height // self.patch_size, new_width // self.patch_size)
+
+    def tokens(self, grid: Grid) -> int:
+        """Return the rows of an image's embedding, which are the tokens it takes in the prompt."""
+        return grid.patches // self.merge_size**2
+
+    def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> Self:
+        """Return this geometry with another size budget for one image; zero means the model's own.
+
+        A variant may not raise `max_pixels`: the server sized its memory for the model's own. Raises
+        `ImageLimitError` naming the bound that is broken.
+        """
+        new_min, new_max = min_pixels or self.min_pixels, max_pixels or self.max_pixels
+        if new_max > self.max_pixels:
+            raise ImageLimitError(
+                f"variant max_pixels {new_max} exceeds the model's max_pixels {self.max_pixels}"
+            )
+        if not 1 <= new_min <= new_max:
+            raise ImageLimitError(f"variant min_pixels {new_min} must lie between 1 and max_pixels {new_max}")
+        return replace(self, min_pixels=new_min, max_pixels=new_max)

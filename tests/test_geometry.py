@@ -15,9 +15,7 @@ TIGHT = Geometry(patch_size=14, merge_size=2, min_pixels=200704, max_pixels=1003
 GEOMETRIES = [QWEN3_VL, QWEN25_VL, TIGHT]
 
 EXTREMES = [
-    (1, 1), (1, 200), (200, 1), (2, 400), (3, 599), (7, 1400), (13, 17), (14, 14), (15, 15), (16,
-    16), (31, 33), (42, 42), (48, 48), (80, 48), (1, 100), (100, 20000), (65535, 65535), (65535,
-    328), (30000, 150), (4096, 4096), (4097, 4096), (4095, 4097), (256, 256), (255, 257), (56, 56),
+    (1, 1), (1, 200), (200, 1), (2, 400), (3, 599), (7, 1400), (13, 17), (14, 14), (15, 15), (16, 16), (31, 33), (42, 42), (48, 48), (80, 48), (1, 100), (100, 20000), (65535, 65535), (65535, 328), (30000, 150), (4096, 4096), (4097, 4096), (4095, 4097), (256, 256), (255, 257), (56, 56),
     (55, 57), (12000, 9000), (1280, 720), (1920, 1080), (2560, 1440), (960, 1280), (560, 560),
 ]  # fmt: skip
 
@@ -96,8 +94,8 @@ def test_a_variant_outside_the_models_budget_is_refused_naming_the_bound(bounds,
 
 
 @pytest.mark.parametrize(
-    "bad", [{"patch_size": 0}, {"merge_size": 0}, {"min_pixels": 0}, {"max_pixels": 65535}]
+    ("name", "value"), [("patch_size", 0), ("merge_size", 0), ("min_pixels", 0), ("max_pixels", 65535)]
 )
-def test_a_geometry_that_cannot_be_is_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Geometry(**{"patch_size": 16, "merge_size": 2, "min_pixels": 65536, "max_pixels": 16777216, **bad})
+def test_a_geometry_that_cannot_be_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        replace(QWEN3_VL, **{name: value})

@@ -44,7 +44,7 @@ class Chunk:
 
 
 def plan(layout: Layout, chunk_tokens: int, *, begin: int = 0) -> tuple[Chunk, ...]:
-    """Cut the prompt into chunks of `chunk_tokens` from token `begin` on; what lies before is in the KV cache.
+    """Cut the prompt from token `begin` on into chunks of `chunk_tokens`; the KV cache covers what is before.
 
     Over all chunks every row at or behind `begin` appears exactly once, and a chunk names only images with
     rows in it.

@@ -1,0 +1,112 @@
+"""Chunked prefill: one forward per chunk with the image rows that lie in it, the KV cache carried over."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from encoder_contract.errors import InvalidRequestError
+from encoder_contract.geometry import Grid
+from torch import Tensor
+
+from prefill_client.layout import Layout
+from prefill_client.plan import Chunk, plan
+from prefill_client.reference.language_model import LanguageModel, Levels
+from prefill_client.reference.positions import mrope_positions
+
+# rows(image, row_begin, row_end) -> [row_end - row_begin, width]: where the engine gets an image's rows from.
+RowSource = Callable[[int, int, int], Awaitable[Tensor]]
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt in work: its tokens and positions, and the KV cache of the `done` tokens already run."""
+
+    token_ids: Tensor  # int64 [1, tokens]
+    positions: Tensor  # int64 [3, 1, tokens]
+    cache: Any
+    done: int = 0
+
+    @property
+    def next_position(self) -> int:
+        """Where the next generated token lies: all three axes go on behind the furthest token."""
+        return int(self.positions.max()) + 1 if self.positions.numel() else 0
+
+
+class Engine:
+    """Runs prompts through a language model chunk by chunk. Its methods block: not for the event loop."""
+
+    def __init__(self, language_model: LanguageModel, *, row_width: int) -> None:
+        """Refuse with `ModelMismatchError` rows whose width (elements) the model cannot take."""
+        language_model.require_width(row_width)
+        self.language_model = language_model
+
+    def start(self, layout: Layout, grids: Sequence[Grid]) -> Prompt:
+        """Return a prompt with nothing done; `InvalidRequestError` if it is longer than the model's limit."""
+        model = self.language_model
+        if layout.tokens > model.max_tokens:
+            raise InvalidRequestError(f"{layout.tokens} tokens exceed the model's {model.max_tokens}")
+        positions = torch.from_numpy(mrope_positions(layout, grids, model.merge_size))
+        token_ids = torch.from_numpy(layout.token_ids.copy())
+        return Prompt(
+            token_ids[None].to(model.device), positions[:, None].to(model.device), model.new_cache()
+        )
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Prompt, chunk: Chunk, rows: Sequence[Tensor]) -> Tensor:
+        """Run one chunk, which begins where the last one ended; return its last token's logits [vocab].
+
+        `rows` holds [window.rows, width] for each window of the chunk, in order.
+        """
+        assert chunk.begin == prompt.done, "chunks are run in order"
+        embeddings = self.language_model.embed(prompt.token_ids[:, chunk.begin : chunk.end])
+        levels = self._put_in(embeddings, chunk, rows) if chunk.windows else None
+        positions = prompt.positions[:, :, chunk.begin : chunk.end]
+        logits = self.language_model.forward(embeddings, positions, prompt.cache, levels)
+        prompt.done = chunk.end
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, prompt: Prompt, logits: Tensor) -> Iterator[int]:
+        """Yield greedily chosen tokens behind a prefilled prompt until the end token or the model's limit."""
+        assert prompt.done == prompt.token_ids.shape[1], "the whole prompt is prefilled"
+        model, position = self.language_model, prompt.next_position
+        for _ in range(model.max_tokens - prompt.done):
+            token = int(logits.argmax())
+            if token in model.end_tokens:
+                return
+            yield token
+            embedding = model.embed(torch.tensor([[token]], device=model.device))
+            at = torch.full((3, 1, 1), position, device=model.device)
+            logits = model.forward(embedding, at, prompt.cache, None)
+            position += 1
+
+    def _put_in(self, embeddings: Tensor, chunk: Chunk, rows: Sequence[Tensor]) -> Levels | None:
+        """Write the rows' main part into the embeddings [1, n, hidden]; return their DeepStack levels."""
+        model = self.language_model
+        for window, image_rows in zip(chunk.windows, rows, strict=True):
+            if image_rows.shape[0] != window.rows:
+                raise InvalidRequestError(
+                    f"image {window.image}: {image_rows.shape[0]} rows, not {window.rows}"
+                )
+            model.require_width(image_rows.shape[1])
+        together = torch.cat([image_rows.to(model.device, model.dtype) for image_rows in rows])
+        mask = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=model.device)
+        for window in chunk.windows:
+            mask[0, window.offset : window.offset + window.rows] = True
+        main, *levels = torch.split(together, model.hidden, dim=1)
+        embeddings[mask] = main
+        return Levels(mask, levels) if levels else None
+
+
+async def prefill(
+    engine: Engine, layout: Layout, grids: Sequence[Grid], chunk_tokens: int, rows: RowSource
+) -> Tensor:
+    """Prefill a prompt, fetching each chunk's rows just before it; return the last token's logits [vocab]."""
+    prompt = engine.start(layout, grids)
+    logits = torch.empty(0)
+    for chunk in plan(layout, chunk_tokens):
+        fetched = [await rows(window.image, window.row_begin, window.row_end) for window in chunk.windows]
+        logits = await asyncio.to_thread(engine.prefill, prompt, chunk, fetched)
+    return logits

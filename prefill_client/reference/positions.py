@@ -1,0 +1,32 @@
+"""M-RoPE positions: where each token of a prompt lies in time, height and width for the rotary embedding."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from encoder_contract.geometry import Grid
+from numpy.typing import NDArray
+
+from prefill_client.layout import Layout
+
+
+def mrope_positions(layout: Layout, grids: Sequence[Grid], merge_size: int) -> NDArray[np.int64]:
+    """Return int64 [3, tokens]: time, height, width of every token of the prompt.
+
+    Text advances all three by one. An image's tokens share the time at which it begins and spread over its
+    merged grid; the text behind it goes on after the longer side. This is `get_rope_index` of `transformers`'
+    Qwen2.5-VL, Qwen3-VL and Qwen3.5 for still images; the first generated token's position is the maximum
+    plus one.
+    """
+    positions = np.empty((3, layout.tokens), dtype=np.int64)
+    token, position = 0, 0
+    for span, grid in zip(layout.spans, grids, strict=True):
+        text = span.begin - token
+        positions[:, token : span.begin] = np.arange(position, position + text)
+        position += text
+        rows, columns = grid.h // merge_size, grid.w // merge_size
+        assert grid.t * rows * columns == span.tokens, "the grid has as many tokens as the image's span"
+        positions[:, span.begin : span.end] = position + np.indices((grid.t, rows, columns)).reshape(3, -1)
+        position += max(rows, columns)
+        token = span.end
+    positions[:, token:] = np.arange(position, position + layout.tokens - token)
+    return positions

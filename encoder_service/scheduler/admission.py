@@ -1,0 +1,84 @@
+"""Admission: how much may be queued, by whom, and when the refused should come back."""
+
+import math
+from dataclasses import dataclass, fields
+
+from encoder_contract.errors import ImageLimitError, OverloadedError
+
+from encoder_service.scheduler.work import Amount, Work
+
+# A refused caller is sent away until this much of the queue has drained, so that callers do not come back one
+# by one for a single place each.
+DRAINED_BEFORE_RETRY = 0.25
+MIN_RETRY_MS, MAX_RETRY_MS = 20, 60_000
+UNMEASURED_RETRY_MS = 1_000  # before the first batch there is no rate to compute with
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be queued at a time, from admission to outcome. Each must hold the largest single image."""
+
+    images: int
+    patches: int
+    source_bytes: int
+    # Claims cost memory but no device time, so joining is free until here.
+    claims: int
+    # What one client alone may fill of each of the first three; with others there, each client may hold
+    # share / (1 - share) times what is still free, so that a newcomer always finds room.
+    client_share: float = 0.75
+
+    def __post_init__(self) -> None:
+        if min(self.images, self.patches, self.source_bytes, self.claims) < 1:
+            raise ValueError(f"every limit must be positive: {self}")
+        if not 0 < self.client_share < 1:
+            raise ValueError(f"client_share must lie between 0 and 1, and is {self.client_share}")
+
+
+class Admission:
+    """Counts what is queued, in all and by client, and refuses what would exceed a limit or a share."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.held = Amount()
+        self._clients: dict[str, Amount] = {}
+
+    @property
+    def clients(self) -> int:
+        """How many clients have work queued."""
+        return len(self._clients)
+
+    def admit(self, work: Work, patches_per_s: float) -> None:
+        """Count a new work. Raises `OverloadedError`, and `ImageLimitError` for what can never fit."""
+        asked = Amount()
+        asked.add(work)
+        mine = self._clients.get(work.client_id, Amount())
+        for name in (field.name for field in fields(Amount)):
+            limit, want = getattr(self.limits, name), getattr(asked, name)
+            free = limit - getattr(self.held, name)
+            if want > limit:
+                raise ImageLimitError(f"the image has {want} {name}, and the whole queue holds {limit}")
+            if want > free:
+                raise self.refusal(f"the queue is full: {limit} {name}", patches_per_s)
+            if mine.images and getattr(mine, name) + want > self._share(free - want):
+                raise self.refusal(f"this client's share of the queue is full ({name})", patches_per_s)
+        self.held.add(work)
+        self._clients.setdefault(work.client_id, mine).add(work)
+
+    def release(self, work: Work) -> None:
+        """Undo `admit`."""
+        self.held.add(work, -1)
+        mine = self._clients[work.client_id]
+        mine.add(work, -1)
+        if not mine.images:
+            del self._clients[work.client_id]
+
+    def refusal(self, message: str, patches_per_s: float) -> OverloadedError:
+        """Return the error for a refused caller, with the time in which enough of the queue drains."""
+        hint = float(UNMEASURED_RETRY_MS)
+        if patches_per_s:
+            hint = 1000 * DRAINED_BEFORE_RETRY * self.held.patches / patches_per_s
+        return OverloadedError(message, retry_after_ms=round(min(max(hint, MIN_RETRY_MS), MAX_RETRY_MS)))
+
+    def _share(self, free: int) -> int:
+        share = self.limits.client_share
+        return math.floor(free * share / (1 - share))

@@ -1,0 +1,114 @@
+"""The book of works, claims and requests: who wants what, where it stands, and in which order it comes."""
+
+from encoder_service.scheduler.order import Order
+from encoder_service.scheduler.policy import Policy
+from encoder_service.scheduler.work import Amount, Claim, Request, State, Work
+
+
+class Book:
+    """Keeps every relation between works, claims and requests, and the counts over them, consistent.
+
+    `clock_patches` is the work clock: patches handed to the device so far. Requests age by it, so ageing
+    needs no rate, and stands still when nothing is encoded.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.orders = {State.WAITING: Order(policy, 0), State.PREPARED: Order(policy, 1)}
+        self.works: dict[bytes, Work] = {}
+        self.requests: dict[str, Request] = {}
+        self.claims = 0
+        self.clock_patches = 0
+        self.amounts = {(state, demanded): Amount() for state in State for demanded in (False, True)}
+        self._numbers = 0
+
+    def open(self, work: Work) -> None:
+        """Enter a new work; it needs a claim at once."""
+        assert work.address not in self.works, work
+        self.works[work.address] = work
+        self.amounts[work.state, work.demanded].add(work)
+
+    def close(self, work: Work) -> None:
+        """Forget a work and end the claims on it."""
+        for claim in list(work.claims):
+            self.detach(claim)
+        self.amounts[work.state, work.demanded].add(work, -1)
+        work.state = State.GONE
+        del self.works[work.address]
+
+    def attach(self, claim: Claim, work: Work, now: float) -> None:
+        """Enter a claim on a work."""
+        assert claim.work is None, "a claim is attached once"
+        self._numbers += 1
+        claim.number, claim.work = self._numbers, work
+        request = self.requests.get(claim.request_id)
+        if request is None:
+            request = self.requests[claim.request_id] = Request(claim.request_id, claim.number)
+        claim.request = request
+        if work not in request.works:
+            request.works[work] = 0
+            request.left_patches += work.patches
+            request.mark = self.clock_patches
+            _rekey(request)
+        request.works[work] += 1
+        self.claims += 1
+        work.claims[claim] = None
+        self._count_demand(work, claim, 1)
+        if work.state in self.orders:
+            self.orders[work.state].add(claim, now)
+
+    def detach(self, claim: Claim) -> None:
+        """End a claim; its request is forgotten with its last one."""
+        work, request = claim.work, claim.request
+        assert work is not None
+        assert request is not None
+        if claim.line is not None:
+            claim.line.order.remove(claim)
+        del work.claims[claim]
+        self._count_demand(work, claim, -1)
+        self.claims -= 1
+        claim.work = claim.request = None
+        request.works[work] -= 1
+        if request.works[work]:
+            return
+        del request.works[work]
+        request.left_patches -= work.patches
+        if request.works:
+            _rekey(request)
+        else:
+            del self.requests[request.request_id]
+
+    def move(self, work: Work, state: State, now: float) -> None:
+        """Bring a work into another state, and into the order of that state if it has one."""
+        self.leave_order(work)
+        self.amounts[work.state, work.demanded].add(work, -1)
+        work.state = state
+        self.amounts[work.state, work.demanded].add(work)
+        self.enter_order(work, now)
+
+    def leave_order(self, work: Work) -> None:
+        """Take a work out of the order of its state."""
+        for claim in work.claims:
+            if claim.line is not None:
+                claim.line.order.remove(claim)
+
+    def enter_order(self, work: Work, now: float) -> None:
+        """Put a work into the order of its state, if that state has one."""
+        order = self.orders.get(work.state)
+        if order is not None:
+            for claim in work.claims:
+                order.add(claim, now)
+
+    def ahead(self, *, demanded: bool) -> Amount:
+        """Return what is decoded or being decoded and not in a batch yet."""
+        preparing, ready = self.amounts[State.PREPARING, demanded], self.amounts[State.PREPARED, demanded]
+        return Amount(preparing.images + ready.images, preparing.patches + ready.patches)
+
+    def _count_demand(self, work: Work, claim: Claim, sign: int) -> None:
+        self.amounts[work.state, work.demanded].add(work, -1)
+        work.demands += sign * claim.demanded
+        self.amounts[work.state, work.demanded].add(work)
+
+
+def _rekey(request: Request) -> None:
+    for line in list(request.lines.values()):
+        line.order.place(line)

@@ -1,0 +1,104 @@
+"""The claims of one stage in policy order, kept sorted: the best work is always the first."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from encoder_service.scheduler.policy import Policy
+    from encoder_service.scheduler.work import Claim, Request, Work
+
+Top = tuple[int, float, float, int, "Line"]  # lane, request key, claim key, request number
+Entry = tuple[float, int, "Claim"]  # claim key (or `needed_at`), claim number
+
+
+class Line:
+    """The queued claims of one request in one lane, in claim order; never empty while the order knows it."""
+
+    __slots__ = ("entries", "lane", "order", "request", "top")
+
+    def __init__(self, order: Order, request: Request, lane: int) -> None:
+        self.order = order
+        self.request = request
+        self.lane = lane
+        self.entries: list[Entry] = []
+        self.top: Top | None = None
+
+
+class Order:
+    """Claims sorted by lane, request and claim; a work with several claims ranks by its best one.
+
+    Two levels, so that a change of a request's key moves a handful of lines and not all of its images. Sorted
+    lists and not heaps: nothing goes stale, and moving 80 kB of pointers (10 000 lines) takes 3 us.
+    """
+
+    def __init__(self, policy: Policy, stage: int) -> None:
+        self._policy = policy
+        self._stage = stage
+        self._tops: list[Top] = []
+        self._ahead: list[Entry] = []  # by `needed_at`: who joins the blocking ones next
+
+    def add(self, claim: Claim, now: float) -> None:
+        """Insert a claim whose work has entered this stage."""
+        assert claim.request is not None
+        assert claim.line is None
+        lane = self._policy.lane(claim, now)
+        line = claim.request.lines.get((self._stage, lane))
+        if line is None:
+            line = claim.request.lines[self._stage, lane] = Line(self, claim.request, lane)
+        insort(line.entries, self._entry(claim))
+        claim.line = line
+        self.place(line)
+        if self._policy.is_ahead(claim, now):
+            insort(self._ahead, _due(claim))
+
+    def remove(self, claim: Claim) -> None:
+        """Take a claim out."""
+        line = claim.line
+        assert line is not None
+        _delete(line.entries, self._entry(claim))
+        claim.line = None
+        self.place(line)
+        if self._ahead and claim.needed_at is not None:
+            due = _due(claim)
+            at = bisect_left(self._ahead, due)
+            if at < len(self._ahead) and self._ahead[at] == due:
+                del self._ahead[at]
+
+    def place(self, line: Line) -> None:
+        """Bring a line to where its request's key and its first claim put it now; forget it when empty."""
+        if line.top is not None:
+            _delete(self._tops, line.top)
+        if not line.entries:
+            line.top = None
+            del line.request.lines[self._stage, line.lane]
+            return
+        request = line.request
+        line.top = (line.lane, self._policy.request_key(request), line.entries[0][0], request.number, line)
+        insort(self._tops, line.top)
+
+    def first(self, now: float) -> Work | None:
+        """Return the work that comes first at `now`, and leave it where it is."""
+        while self._ahead and self._ahead[0][0] <= now:
+            claim = self._ahead[0][2]
+            self.remove(claim)
+            self.add(claim, now)
+        if not self._tops:
+            return None
+        claim = self._tops[0][4].entries[0][2]
+        return claim.work
+
+    def _entry(self, claim: Claim) -> Entry:
+        return (self._policy.claim_key(claim), claim.number, claim)
+
+
+def _due(claim: Claim) -> Entry:
+    assert claim.needed_at is not None
+    return (claim.needed_at, claim.number, claim)
+
+
+def _delete(entries: list[Any], entry: Any) -> None:
+    at = bisect_left(entries, entry)
+    assert entries[at] is entry or entries[at] == entry
+    del entries[at]

@@ -1,0 +1,239 @@
+"""The scheduler: which images are decoded next, which make the next batch, and who is turned away."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from encoder_service.scheduler.admission import Admission, Limits
+from encoder_service.scheduler.book import Book
+from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Policy
+from encoder_service.scheduler.rate import Rate
+from encoder_service.scheduler.work import Amount, Claim, State, Work
+
+# A speculative batch takes at most this part of the budget: it bounds how long a demand finds the device busy
+# with guesses.
+SPECULATIVE_BUDGET_SHARE = 0.25
+
+Batch = Sequence[Work]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The queue at one moment, for metrics: images and patches by state and class, and the totals."""
+
+    images: dict[tuple[State, bool], int]  # (state, demanded) -> images
+    patches: dict[tuple[State, bool], int]
+    source_bytes: int
+    requests: int
+    claims: int
+    clients: int
+    patches_per_s: float
+
+
+class Scheduler:
+    """Pure and synchronous: no clock, no thread, no device of its own. The caller serialises the calls.
+
+    `now` is in seconds on any clock that never goes back. An image goes through `admit`, `next_to_prepare`,
+    `prepared`, `next_batch`, and `done` or `failed`; it may leave before its batch starts, when its last
+    claim is withdrawn. A call costs microseconds, whatever is queued, for each claim that it touches.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        max_ahead_patches: int,
+        max_ahead_images: int,
+        policy: Policy = LEAST_WORK_LEFT,
+    ) -> None:
+        """Set the bounds; `max_ahead_*` is what may be decoded or being decoded ahead of its batch.
+
+        Speculative work may fill it once, demanded work once more, so that a demand never waits for a guess
+        to be encoded: prepared patches stay below twice `max_ahead_patches`. It should hold two batches: one
+        that waits while the other is filled.
+        """
+        self._admission = Admission(limits)
+        self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
+        self._rate = Rate()
+        self._book = Book(policy)
+        self._split: deque[list[Work]] = deque()
+
+    # Callers come and go
+
+    def admit(
+        self,
+        claim: Claim,
+        address: bytes,
+        patches: int,
+        source_bytes: int,
+        now: float,
+        shape: tuple[int, ...] = (),
+    ) -> bool:
+        """Attach a claim to the work of an address; return whether the work is new.
+
+        Joining work that exists takes no room in the queue. `shape` is whatever makes two images equal for a
+        dense batch. Raises `OverloadedError` with `retry_after_ms`, and `ImageLimitError` for an image that
+        could never fit; nothing is kept then.
+        """
+        if self.claim(claim, address, now):
+            return False
+        work = Work(address, patches, source_bytes, shape, claim.client_id)
+        self._admission.admit(work, self._rate.patches_per_s)
+        self._book.open(work)
+        self._book.attach(claim, work, now)
+        return True
+
+    def claim(self, claim: Claim, address: bytes, now: float) -> bool:
+        """Attach a claim to existing work; return False if there is none. Raises `OverloadedError`."""
+        if self._book.claims >= self._admission.limits.claims:
+            raise self._admission.refusal("too many callers are waiting", self._rate.patches_per_s)
+        work = self._book.works.get(address)
+        if work is None:
+            return False
+        self._book.attach(claim, work, now)
+        return True
+
+    def withdraw(self, claim: Claim) -> Work | None:
+        """End a claim; return the work if that was its last one and it is dropped.
+
+        Work that is being encoded goes on. Withdrawing a claim whose work is gone does nothing.
+        """
+        work = claim.work
+        if work is None:
+            return None
+        self._book.detach(claim)
+        if work.claims or work.state is State.ENCODING:
+            return None
+        self._forget(work)
+        return work
+
+    # Stages take and return works
+
+    def next_to_prepare(self, now: float, max_patches: int, max_images: int) -> list[Work]:
+        """Take the works to decode next, in order, as far as the bounds on what lies ahead allow."""
+        taken: list[Work] = []
+        patches = 0
+        while len(taken) < max_images:
+            work = self._book.orders[State.WAITING].first(now)
+            if work is None or not self._has_room_ahead(work):
+                break
+            if taken and patches + work.patches > max_patches:
+                break
+            self._book.move(work, State.PREPARING, now)
+            taken.append(work)
+            patches += work.patches
+        return taken
+
+    def prepared(self, work: Work, now: float) -> bool:
+        """Say that a work's patches are ready; return False if everyone has left: throw them away."""
+        if work.state is State.GONE:
+            return False
+        assert work.state is State.PREPARING, work
+        self._book.move(work, State.PREPARED, now)
+        return True
+
+    def next_batch(self, now: float, budget_patches: int, *, equal_shapes: bool = False) -> list[Work]:
+        """Take the next batch of prepared works: as many, in order, as fit the budget; one larger goes alone.
+
+        Halves of a failed batch come first. Speculative works never join demanded ones, which they would only
+        delay. With `equal_shapes`, later works of the first one's shape are preferred to those between.
+        """
+        while self._split:
+            half = [work for work in self._split.popleft() if work.state is not State.GONE]
+            if half:
+                return self._start(half, now)
+        return self._start(self._choose(now, budget_patches, equal_shapes), now)
+
+    def done(self, batch: Batch, seconds: float) -> None:
+        """Say that a batch is encoded, and how long the device was busy with it."""
+        self._rate.add(sum(work.patches for work in batch), seconds)
+        for work in batch:
+            assert work.state is State.ENCODING, work
+            self._forget(work)
+
+    def failed(self, batch: Batch) -> list[Work]:
+        """Say that a batch failed; return the works that are to blame.
+
+        A work that fails alone is to blame. A larger batch is split in two, to be tried again by the next
+        calls of `next_batch`: at most 2n - 1 runs for n images, and no neighbour of a culprit fails.
+        """
+        wanted = []
+        for work in batch:
+            assert work.state is State.ENCODING, work
+            if not work.claims or len(batch) == 1:
+                self._forget(work)
+            else:
+                self._book.move(work, State.SPLIT, 0.0)
+                wanted.append(work)
+        if len(batch) == 1:
+            return list(batch)
+        middle = (len(wanted) + 1) // 2
+        self._split.extend(half for half in (wanted[:middle], wanted[middle:]) if half)
+        return []
+
+    def drop(self, work: Work) -> None:
+        """Forget a work that needs no encoding any more: it could not be decoded, or came from elsewhere."""
+        if work.state is not State.GONE:
+            self._forget(work)
+
+    def snapshot(self) -> Snapshot:
+        """Return the counts of this moment."""
+        held = {key: amount for key, amount in self._book.amounts.items() if key[0] is not State.GONE}
+        return Snapshot(
+            images={key: amount.images for key, amount in held.items()},
+            patches={key: amount.patches for key, amount in held.items()},
+            source_bytes=self._admission.held.source_bytes,
+            requests=len(self._book.requests),
+            claims=self._book.claims,
+            clients=self._admission.clients,
+            patches_per_s=self._rate.patches_per_s,
+        )
+
+    # Inside
+
+    def _choose(self, now: float, budget_patches: int, equal_shapes: bool) -> list[Work]:
+        order = self._book.orders[State.PREPARED]
+        first = order.first(now)
+        if first is None:
+            return []
+        room = budget_patches if first.demanded else int(budget_patches * SPECULATIVE_BUDGET_SHARE)
+        batch: list[Work] = []
+        passed: list[Work] = []
+        work: Work | None = first
+        while work is not None and work.demanded == first.demanded:
+            if batch and room < (first.patches if equal_shapes else work.patches):
+                break
+            if equal_shapes and work.shape != first.shape:
+                passed.append(work)
+            else:
+                batch.append(work)
+                room -= work.patches
+            self._book.leave_order(work)
+            work = order.first(now)
+        for work in passed:
+            self._book.enter_order(work, now)
+        return batch
+
+    def _start(self, batch: list[Work], now: float) -> list[Work]:
+        for work in batch:
+            self._book.move(work, State.ENCODING, now)
+            self._book.clock_patches += work.patches
+        return batch
+
+    def _has_room_ahead(self, work: Work) -> bool:
+        """Whether decoding `work` now keeps what lies ahead of the device within bounds."""
+        demanded, guessed = self._book.ahead(demanded=True), self._book.ahead(demanded=False)
+        images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches
+        if images == 0:
+            return True
+        if not work.demanded:
+            return self._fits(images, patches, work, 1)
+        return self._fits(demanded.images, demanded.patches, work, 1) and self._fits(images, patches, work, 2)
+
+    def _fits(self, images: int, patches: int, work: Work, times: int) -> bool:
+        most = self._max_ahead
+        return images + 1 <= times * most.images and patches + work.patches <= times * most.patches
+
+    def _forget(self, work: Work) -> None:
+        self._book.close(work)
+        self._admission.release(work)

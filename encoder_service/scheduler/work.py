@@ -1,0 +1,97 @@
+"""What the scheduler moves: works (addresses to compute once), the claims on them, and their requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from encoder_service.scheduler.order import Line
+
+MIN_PRIORITY, MAX_PRIORITY = -8, 8
+
+
+class State(Enum):
+    """Where a work stands. It only moves down this list, but for SPLIT, from where it is encoded again."""
+
+    WAITING = "waiting"  # its bytes are held, nothing is decoded
+    PREPARING = "preparing"  # taken to be decoded and preprocessed
+    PREPARED = "prepared"  # its patches are ready for a batch
+    ENCODING = "encoding"  # in a batch that has started
+    SPLIT = "split"  # its batch failed, and it waits for a smaller one
+    GONE = "gone"  # encoded, failed or dropped: the scheduler has forgotten it
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """One address that is computed once, whoever and however many want it. Compared by identity."""
+
+    address: bytes
+    patches: int
+    source_bytes: int
+    shape: tuple[int, ...]
+    client_id: str  # who admitted it: its place in the queue counts towards this client's share
+    state: State = State.WAITING
+    claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set
+    demands: int = 0
+
+    @property
+    def demanded(self) -> bool:
+        """Whether a prefill wants it; else it is speculative."""
+        return self.demands > 0
+
+
+@dataclass(eq=False, slots=True)
+class Claim:
+    """One call's interest in one work: attached once, ended by `withdraw` or by the work's outcome.
+
+    `needed_at` is in seconds on the caller's clock; None means that a chunk is waiting for it already.
+    A claim that is not `demanded` is speculative: `needed_at` means nothing then.
+    """
+
+    request_id: str
+    client_id: str
+    priority: int = 0
+    chunk: int = 0
+    needed_at: float | None = None
+    demanded: bool = False
+    work: Work | None = field(default=None, init=False)
+    request: Request | None = field(default=None, init=False, repr=False)
+    number: int = field(default=0, init=False)  # order of attachment, unique: the last tie-break
+    line: Line | None = field(default=None, init=False, repr=False)  # where the order keeps it while queued
+
+    def __post_init__(self) -> None:
+        assert MIN_PRIORITY <= self.priority <= MAX_PRIORITY, self.priority
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What is known of one request of a language model while any of its images is outstanding.
+
+    `mark` is the reading of the work clock (patches handed to the device so far) when the request last named
+    an image it had not named before: a request that grows starts to age anew, so that an identifier used for
+    ever cannot stay the oldest one for ever.
+    """
+
+    request_id: str
+    number: int  # order of arrival, unique
+    mark: int = 0
+    left_patches: int = 0
+    works: dict[Work, int] = field(default_factory=dict, repr=False)  # outstanding work -> claims on it
+    lines: dict[tuple[int, int], Line] = field(default_factory=dict, repr=False)
+
+
+@dataclass(slots=True)
+class Amount:
+    """An amount of work: how many images, and their patches and source bytes."""
+
+    images: int = 0
+    patches: int = 0
+    source_bytes: int = 0
+
+    def add(self, work: Work, sign: int = 1) -> None:
+        """Add a work, or take it out with `sign` -1."""
+        self.images += sign
+        self.patches += sign * work.patches
+        self.source_bytes += sign * work.source_bytes

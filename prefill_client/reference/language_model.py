@@ -22,7 +22,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """A chunk's DeepStack rows: `rows[l]` [m, hidden] joins after layer l at the m tokens of `mask` [1, n]."""
+    """A chunk's DeepStack rows: `rows[l]` [m, hidden] joins after layer l at the m tokens of mask [1, n]."""
 
     mask: Tensor
     rows: list[Tensor]

@@ -1,0 +1,87 @@
+"""Arena: which pages of a preallocated memory are free, and which run of them an embedding gets."""
+
+from bisect import bisect_left, insort
+
+Run = tuple[int, int]
+"""(first page, number of pages)."""
+
+MAX_RUNS = 4
+"""Runs of one embedding. Keeps handles small and most rows in one piece; docs/store.md has the cost."""
+
+_START_BITS = 32
+
+
+class Arena:
+    """Pages by number; knows nothing of what lies in them. Not thread-safe: its owner holds the lock.
+
+    Free runs never touch: neighbours are joined as soon as they are freed. They are kept by length as one
+    sorted list of integers (length above, start below), so that best fit is a bisection and a free run costs
+    no object of its own beyond two dictionary entries.
+    """
+
+    def __init__(self, pages: int) -> None:
+        """Begin with all of `pages` pages free."""
+        assert 0 < pages < 1 << _START_BITS
+        self.pages = pages
+        self.free_pages = 0
+        self._length_at: dict[int, int] = {}  # first page of a free run -> its length
+        self._start_before: dict[int, int] = {}  # page behind a free run -> its first page
+        self._by_length: list[int] = []
+        self._add(0, pages)
+
+    @property
+    def free_runs(self) -> int:
+        """How many pieces the free pages are in."""
+        return len(self._by_length)
+
+    @property
+    def largest_free_run(self) -> int:
+        """Pages of the longest free run."""
+        return self._by_length[-1] >> _START_BITS if self._by_length else 0
+
+    def allocate(self, pages: int, max_runs: int = MAX_RUNS) -> tuple[Run, ...] | None:
+        """Take `pages` pages: the shortest run that holds them, else the longest few; else None."""
+        assert pages > 0
+        if pages > self.free_pages:
+            return None
+        longest = self._by_length[-max_runs:]
+        if sum(run >> _START_BITS for run in longest) < pages:
+            return None
+        taken: list[Run] = []
+        while pages:
+            place = bisect_left(self._by_length, pages << _START_BITS)
+            run = self._by_length[min(place, len(self._by_length) - 1)]
+            length, start = run >> _START_BITS, run & ((1 << _START_BITS) - 1)
+            count = min(length, pages)
+            self._remove(start, length)
+            if count < length:
+                self._add(start + count, length - count)
+            taken.append((start, count))
+            pages -= count
+        return tuple(taken)
+
+    def free(self, runs: tuple[Run, ...]) -> None:
+        """Give runs back that `allocate` returned."""
+        for start, count in runs:
+            end = start + count
+            before = self._start_before.get(start)
+            if before is not None:
+                self._remove(before, start - before)
+                start = before
+            behind = self._length_at.get(end)
+            if behind is not None:
+                self._remove(end, behind)
+                end += behind
+            self._add(start, end - start)
+
+    def _add(self, start: int, length: int) -> None:
+        self._length_at[start] = length
+        self._start_before[start + length] = start
+        insort(self._by_length, length << _START_BITS | start)
+        self.free_pages += length
+
+    def _remove(self, start: int, length: int) -> None:
+        del self._length_at[start]
+        del self._start_before[start + length]
+        del self._by_length[bisect_left(self._by_length, length << _START_BITS | start)]
+        self.free_pages -= length

@@ -1,0 +1,179 @@
+"""Tier: one arena with the embeddings that lie in it. Device and host differ only in their memory."""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from encoder_service.store.arena import Arena, Run
+from encoder_service.store.eviction import LeastRecentlyUsed
+
+TierName = Literal["device", "host"]
+Grid = tuple[int, int, int]
+
+
+class Layout(NamedTuple):
+    """How rows lie in pages. A page is a whole number of rows, so an embedding wastes less than one page."""
+
+    row_bytes: int
+    page_rows: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.row_bytes * self.page_rows
+
+    def pages(self, tokens: int) -> int:
+        """Pages that an embedding of `tokens` rows takes."""
+        return -(-tokens // self.page_rows)
+
+
+class Slot:
+    """One embedding in one tier. `pins` counts who reads it, the writer included until it is complete."""
+
+    __slots__ = ("address", "generation", "grid", "hits", "pins", "runs", "tier", "tokens")
+
+    def __init__(self, tier: "Tier", address: bytes, tokens: int, grid: Grid, runs: tuple[Run, ...]) -> None:
+        self.tier = tier
+        self.address = address
+        self.tokens = tokens
+        self.grid = grid
+        self.runs = runs
+        self.pins = 1
+        self.hits = 0
+        self.generation = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.tokens * self.tier.layout.row_bytes
+
+    def extents(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield (offset in the arena, length), bytes, of the rows [begin, end), in order."""
+        layout = self.tier.layout
+        first, last = begin * layout.row_bytes, end * layout.row_bytes  # of the window, in the embedding
+        reached = 0
+        for page, pages in self.runs:
+            length = pages * layout.page_bytes
+            low, high = max(first - reached, 0), min(last - reached, length)
+            if low < high:
+                yield page * layout.page_bytes + low, high - low
+            reached += length
+
+
+class Tier:
+    """Arena, memory and entries of one tier. Not thread-safe: the store's lock is held around every method.
+
+    The one exception is `pieces`, whose bytes a pin keeps in place.
+    """
+
+    def __init__(
+        self, name: TierName, memory: Tensor, layout: Layout, generations: "memoryview[int] | None" = None
+    ) -> None:
+        """Lay pages over `memory` (flat uint8); `generations` has one item per page, see `Segment`."""
+        pages = memory.numel() // layout.page_bytes
+        self.name = name
+        self.memory = memory
+        self.layout = layout
+        self.arena = Arena(pages)
+        self.slots: dict[bytes, Slot] = {}
+        self.unpinned: LeastRecentlyUsed[Slot] = LeastRecentlyUsed()
+        self.hits = 0
+        self.evictions = 0
+        self.writes = 0
+        self.evictable_pages = 0
+        self._generations = memoryview(array("Q", bytes(8 * pages))) if generations is None else generations
+        self._last_generation = 0
+
+    def reserve(self, address: bytes, tokens: int, grid: Grid) -> Slot | None:
+        """Take free pages for an embedding; nobody sees it before `commit`. None when they do not do."""
+        runs = self.arena.allocate(self.layout.pages(tokens))
+        return None if runs is None else Slot(self, address, tokens, grid, runs)
+
+    def make_room(self, tokens: int) -> Iterator[bytes]:
+        """Drop the least recently used embedding, then the next, and yield their addresses.
+
+        Ends at once when not even dropping all that is not pinned would free pages enough.
+        """
+        while self.arena.free_pages + self.evictable_pages >= self.layout.pages(tokens):
+            victim = self.unpinned.victim()
+            if victim is None:
+                return
+            self.drop(victim)
+            yield victim.address
+
+    def touch(self, slot: Slot) -> None:
+        """Make an embedding the most recently used one."""
+        if not slot.pins:
+            self.unpinned.remove(slot.address)
+            self.unpinned.add(slot.address, slot)
+
+    def abandon(self, slot: Slot) -> None:
+        """Give back what `reserve` took."""
+        self.arena.free(slot.runs)
+
+    def commit(self, slot: Slot) -> None:
+        """Make a completely written embedding visible; its writer's pin becomes the first reader's."""
+        assert slot.address not in self.slots
+        self._last_generation += 1
+        slot.generation = self._last_generation
+        self._generations[slot.runs[0][0]] = slot.generation
+        self.slots[slot.address] = slot
+        self.writes += 1
+
+    def pin(self, slot: Slot) -> None:
+        """Keep an embedding where it is until `unpin`."""
+        if not slot.pins:
+            self.unpinned.remove(slot.address)
+            self.evictable_pages -= self._pages(slot)
+        slot.pins += 1
+
+    def unpin(self, slot: Slot) -> None:
+        """Undo one `pin`; the last one makes the embedding the most recently used."""
+        slot.pins -= 1
+        assert slot.pins >= 0
+        if not slot.pins:
+            self.unpinned.add(slot.address, slot)
+            self.evictable_pages += self._pages(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """Forget an unpinned embedding. Its generation goes first: a stale handle must notice."""
+        assert not slot.pins
+        self.unpinned.remove(slot.address)
+        self.evictable_pages -= self._pages(slot)
+        del self.slots[slot.address]
+        self._generations[slot.runs[0][0]] = 0
+        self.arena.free(slot.runs)
+        self.evictions += 1
+
+    def pieces(self, slot: Slot) -> list[Tensor]:
+        """Return the slot's bytes, flat uint8 tensors in order, viewed in place."""
+        return [self.memory[offset : offset + length] for offset, length in slot.extents(0, slot.tokens)]
+
+    def _pages(self, slot: Slot) -> int:
+        return self.layout.pages(slot.tokens)
+
+
+def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy flat uint8 tensors into others of the same total length, cut differently, and wait for it.
+
+    Between a GPU and registered host memory the pieces travel without a synchronisation each. The sources
+    must be ready on the calling thread's current stream.
+    """
+    streams = set()
+    rest = iter(sources)
+    source = next(rest)
+    for target in targets:
+        filled = 0
+        while filled < target.numel():
+            if not source.numel():
+                source = next(rest)
+            count = min(target.numel() - filled, source.numel())
+            target[filled : filled + count].copy_(source[:count], non_blocking=True)
+            streams |= {piece.device for piece in (source, target) if piece.is_cuda}
+            source = source[count:]
+            filled += count
+    for device in streams:
+        torch.cuda.current_stream(device).synchronize()

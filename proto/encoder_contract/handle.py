@@ -1,0 +1,56 @@
+"""A handle: where rows lie in a shared-memory segment of the same host. A path and numbers, never data.
+
+A segment is a file: its first 16 bytes are its random id; somewhere behind them lies a table of generations
+(uint64, little-endian), then the pages of rows. A generation is written when an entry is complete and zeroed
+before its pages are given to another, so a reader that finds the handle's generation **before and after** it
+used the bytes has used the right bytes. What keeps them in place is the Fetch stream that sent the handle.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from encoder_contract.v1 import encoder_pb2
+
+SEGMENT_ID_BYTES = 16
+GENERATION_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Rows of one embedding's window; pickles any number of times, so that it can be broadcast."""
+
+    segment: str
+    segment_bytes: int
+    segment_id: bytes
+    extents: tuple[tuple[int, int], ...]
+    """(offset in the segment, length), bytes, in row order."""
+    generation: int
+    generation_offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the whole window."""
+        return sum(length for _, length in self.extents)
+
+    @classmethod
+    def from_message(cls, message: encoder_pb2.Handle) -> Self:
+        """Return the handle that a message of the contract carries."""
+        return cls(
+            segment=message.segment,
+            segment_bytes=message.segment_bytes,
+            segment_id=message.segment_id,
+            extents=tuple((extent.offset, extent.length) for extent in message.extents),
+            generation=message.generation,
+            generation_offset=message.generation_offset,
+        )
+
+    def to_message(self) -> encoder_pb2.Handle:
+        """Return the message of the contract that carries this handle."""
+        return encoder_pb2.Handle(
+            segment=self.segment,
+            segment_bytes=self.segment_bytes,
+            segment_id=self.segment_id,
+            extents=[encoder_pb2.Extent(offset=offset, length=length) for offset, length in self.extents],
+            generation=self.generation,
+            generation_offset=self.generation_offset,
+        )

@@ -73,6 +73,10 @@ class UnavailableError(EncoderError):
     status, retryable = Status.UNAVAILABLE, True
 
 
+class StaleHandleError(UnavailableError):
+    """Rows in shared memory are no longer held, or their segment is gone: fetch again."""
+
+
 class DeadlineError(EncoderError):
     """The caller's deadline passed."""
 

@@ -133,6 +133,7 @@ class DescribeResponse(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
     REPLICA_ID_FIELD_NUMBER: builtins.int
+    SHM_SEGMENT_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Semantic version of the server."""
     model_type: builtins.str
@@ -152,6 +153,10 @@ class DescribeResponse(google.protobuf.message.Message):
     deepstack_levels: builtins.int
     replica_id: builtins.str
     """Identity of this process: changes with every start."""
+    shm_segment: builtins.str
+    """Path of the shared-memory segment, readable by processes of the same user on the same host; empty when the
+    connection is not local.
+    """
     @property
     def geometry(self) -> Global___Geometry: ...
     @property
@@ -176,9 +181,10 @@ class DescribeResponse(google.protobuf.message.Message):
         limits: Global___Limits | None = ...,
         transports: collections.abc.Iterable[Global___Transport.ValueType] | None = ...,
         replica_id: builtins.str = ...,
+        shm_segment: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deepstack_levels", b"deepstack_levels", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deepstack_levels", b"deepstack_levels", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -491,8 +497,13 @@ class FetchRequest(google.protobuf.message.Message):
     IMAGES_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
     GRACE_MS_FIELD_NUMBER: builtins.int
+    SHM_PROOF_FIELD_NUMBER: builtins.int
     grace_ms: builtins.int
     """How long to wait for an image that nobody has submitted yet, milliseconds; then NOT_FOUND."""
+    shm_proof: builtins.bytes
+    """With TRANSPORT_SHM: the first 16 bytes of the file `DescribeResponse.shm_segment`. Who can read them is of the
+    same user on the same host; without them the server answers inline.
+    """
     @property
     def caller(self) -> Global___Caller: ...
     @property
@@ -508,9 +519,10 @@ class FetchRequest(google.protobuf.message.Message):
         images: collections.abc.Iterable[Global___FetchImage] | None = ...,
         transports: collections.abc.Iterable[Global___Transport.ValueType] | None = ...,
         grace_ms: builtins.int = ...,
+        shm_proof: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "transports", b"transports"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 

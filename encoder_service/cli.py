@@ -1,0 +1,47 @@
+"""The command line of the server: `encoder-service serve`."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from encoder_contract.version import __version__
+
+from encoder_service.config import ConfigError, add_flags, read_config
+from encoder_service.logs import set_up_logging
+
+BAD_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code: 0 done, 2 bad usage or a model that cannot be served."""
+    parser = argparse.ArgumentParser(
+        prog="encoder-service",
+        description="Encodes images for multimodal LLM servers: each image by itself, each image once.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model's vision tower over gRPC",
+        description="Serve the vision tower of a Hugging Face checkpoint. Every flag is also an environment variable "
+        "(in brackets behind its help); flags win.",
+    )
+    add_flags(serve)
+    given = vars(parser.parse_args(arguments))
+    given.pop("command")
+    try:
+        return _serve(given)
+    except ConfigError as error:
+        print(f"encoder-service: {error}", file=sys.stderr)
+        return BAD_USAGE
+
+
+def _serve(given: dict[str, object]) -> int:
+    config = read_config(given, os.environ)
+    set_up_logging(config.log_level, config.log_format)
+    # torch takes seconds to import: not before the flags are known to be good.
+    from encoder_service.server import Server, load_model
+
+    return asyncio.run(Server(config, load_model(config)).serve())

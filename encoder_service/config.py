@@ -1,0 +1,161 @@
+"""The configuration: a field is the flag, the environment name, the default and the help line."""
+
+import argparse
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+# Not the name of the Kubernetes Service: Kubernetes itself injects <SERVICE>_PORT and the like.
+ENVIRONMENT_PREFIX = "ENCSVC_"
+
+GIB = 1 << 30
+
+
+class ConfigError(ValueError):
+    """A flag or environment variable that is unknown or has a bad value; the message says which and why."""
+
+
+def knob(default: Any = MISSING, *, help: str) -> Any:  # noqa: A002 - it is the help line
+    """Declare a field with its help line."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that can be set. Validated on construction: a bad value is a `ConfigError` at start."""
+
+    model: Path = knob(
+        help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
+    )
+    listen: str = knob("127.0.0.1:50051", help="host:port or unix:/path to serve on; port 0 takes a free one")
+    device: str = knob("auto", help="where the vision tower runs: auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
+        "auto", help="element type of weights and rows; auto takes the checkpoint's"
+    )
+    attention: str = knob("auto", help="attention backend; auto takes the fastest that is installed")
+    decoder: Literal["auto", "dali", "pillow"] = knob(
+        "auto", help="image decoder; auto takes DALI where installed"
+    )
+    decode_threads: int = knob(2, help="threads that decode and preprocess (DALI's own pool has as many)")
+    torch_threads: int = knob(0, help="threads of a matrix product on the CPU; 0 leaves torch's choice")
+    batch_patches: int = knob(
+        16384, help="patches in one batch of the vision tower; a larger image runs alone"
+    )
+    store_host_gib: float = knob(2.0, help="host tier of the embedding store, GiB of shared memory")
+    store_device_gib: float = knob(
+        0.0, help="device tier of the embedding store, GiB of GPU memory; 0 turns it off"
+    )
+    store_segment_dir: Path = knob(Path("/dev/shm"), help="folder of the shared-memory segment")  # noqa: S108
+    source_gib: float = knob(0.5, help="submitted image bytes kept to make evicted embeddings again, GiB")
+    source_ttl_s: float = knob(600.0, help="seconds a submitted image is kept after its last use")
+    max_image_bytes: int = knob(32 << 20, help="largest image file accepted")
+    max_image_pixels: int = knob(100_000_000, help="largest width x height accepted, read from the header")
+    max_images_per_call: int = knob(512, help="images in one Submit or Fetch call")
+    max_queued_images: int = knob(4096, help="images waiting to be encoded; over it RESOURCE_EXHAUSTED")
+    max_queued_patches: int = knob(
+        16_000_000, help="patches waiting to be encoded; over it RESOURCE_EXHAUSTED"
+    )
+    max_queued_gib: float = knob(
+        1.0, help="image bytes waiting to be encoded, GiB; over it RESOURCE_EXHAUSTED"
+    )
+    max_client_share: float = knob(0.5, help="share of the queue that one client may fill while others exist")
+    max_grace_ms: int = knob(30_000, help="longest time a Fetch may wait for an image nobody submitted yet")
+    drain_s: float = knob(30.0, help="seconds that running work is given after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="what is logged")
+    log_format: Literal["console", "json"] = knob("console", help="how it is logged")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "decode_threads",
+            "batch_patches",
+            "max_image_bytes",
+            "max_image_pixels",
+            "max_images_per_call",
+        ):
+            self._require(getattr(self, name) > 0, name, "must be positive")
+        for name in (
+            "max_queued_images",
+            "max_queued_patches",
+            "max_queued_gib",
+            "store_host_gib",
+            "source_ttl_s",
+        ):
+            self._require(getattr(self, name) > 0, name, "must be positive")
+        for name in ("torch_threads", "store_device_gib", "source_gib", "max_grace_ms", "drain_s"):
+            self._require(getattr(self, name) >= 0, name, "must not be negative")
+        self._require(0 < self.max_client_share <= 1, "max_client_share", "must be above 0 and at most 1")
+        self._require(":" in self.listen, "listen", "must be host:port or unix:/path")
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)}")
+
+
+def flag(name: str) -> str:
+    """Return the flag of a field: `max_image_bytes` is `--max-image-bytes`."""
+    return "--" + name.replace("_", "-")
+
+
+def environment_name(name: str) -> str:
+    """Return the environment variable of a field: `listen` is `ENCSVC_LISTEN`."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` one flag per field, none of them with a default: absence must be seen."""
+    hints = get_type_hints(Config)
+    for knob_field in fields(Config):
+        kind, choices = _kind(hints[knob_field.name])
+        default = "required" if knob_field.default is MISSING else f"default {knob_field.default}"
+        parser.add_argument(
+            flag(knob_field.name),
+            type=kind,
+            choices=choices,
+            default=argparse.SUPPRESS,
+            metavar=None if choices else kind.__name__.upper(),
+            help=f"{knob_field.metadata['help']} ({default}; {environment_name(knob_field.name)})".replace(
+                "%", "%%"
+            ),
+        )
+
+
+def read_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
+    """Combine flags (they win) and environment; unknown names and bad values are a `ConfigError`."""
+    values = {**_from_environment(environment), **given}
+    missing = [f.name for f in fields(Config) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ConfigError(f"{flag(missing[0])} (or {environment_name(missing[0])}) is required")
+    return Config(**values)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    known = {environment_name(f.name): f for f in fields(Config)}
+    hints = get_type_hints(Config)
+    values: dict[str, Any] = {}
+    for name, text in environment.items():
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if name not in known:
+            raise ConfigError(f"{name} is not a setting; known are {', '.join(sorted(known))}")
+        values[known[name].name] = _parse(name, text, hints[known[name].name])
+    return values
+
+
+def _parse(name: str, text: str, hint: Any) -> Any:
+    kind, choices = _kind(hint)
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text}: not a {kind.__name__}") from error
+    if choices and value not in choices:
+        raise ConfigError(f"{name}={text}: must be one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _kind(hint: Any) -> tuple[type, Sequence[Any] | None]:
+    if get_origin(hint) is Literal:
+        return str, get_args(hint)
+    assert get_origin(hint) not in (Union, types.UnionType), "a knob has one type"
+    return hint, None

@@ -1,0 +1,41 @@
+"""Logging: one line per event on standard error, for people or as JSON."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line; what a caller passes as `extra={"fields": {...}}` is merged in."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of `record`."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class ConsoleFormatter(logging.Formatter):
+    """Time, level, message, then the fields as key=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of `record`."""
+        fields = "".join(f" {key}={value}" for key, value in getattr(record, "fields", {}).items())
+        return super().format(record) + fields
+
+
+def set_up_logging(level: str, style: str) -> None:
+    """Send the log to standard error; `style` is console or json."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter() if style == "json" else ConsoleFormatter("%(asctime)s %(levelname)-7s %(message)s")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,214 @@
+"""The gRPC edge: Describe, Submit and Fetch over an `Encoder`. Nothing here blocks the event loop."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from hmac import compare_digest
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+
+import grpc
+from encoder_contract.errors import (
+    EncoderError,
+    InvalidRequestError,
+    ModelMismatchError,
+    UnavailableError,
+)
+from encoder_contract.geometry import Geometry
+from encoder_contract.v1 import encoder_pb2 as pb
+
+from encoder_service import wire
+from encoder_service.encoder import Encoder
+from encoder_service.fetching import RowFormat, Wanted, fetch
+from encoder_service.scheduler import Claim
+from encoder_service.submitting import Submitting
+from encoder_service.uploads import UploadBudget
+
+SERVICE = "encoder_contract.v1.EncoderService"
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What the edge needs to know of the server: its description, limits and the secret of its segment."""
+
+    description: pb.DescribeResponse
+    geometry: Geometry
+    rows: RowFormat
+    segment: str
+    segment_id: bytes
+    max_upload_bytes: int
+
+
+class EncoderService:
+    """The three calls. One instance serves all connections, on one event loop."""
+
+    def __init__(self, encoder: Encoder, edge: Edge) -> None:
+        self._encoder = encoder
+        self._edge = edge
+        self._uploads = UploadBudget(edge.max_upload_bytes)
+        self.draining = False
+
+    async def describe(
+        self, request: pb.DescribeRequest, context: "Context[Any, Any]"
+    ) -> pb.DescribeResponse:
+        """Say what this server is."""
+        description = pb.DescribeResponse()
+        description.CopyFrom(self._edge.description)
+        description.transports.append(pb.TRANSPORT_INLINE)
+        if _is_local(context):
+            description.transports.insert(0, pb.TRANSPORT_SHM)
+            description.shm_segment = self._edge.segment
+        return description
+
+    async def submit(
+        self, requests: AsyncIterator[pb.SubmitRequest], context: "Context[Any, Any]"
+    ) -> AsyncIterator[pb.SubmitResponse]:
+        """Take images over; see the contract."""
+        submitting: Submitting | None = None
+        finished = False
+        try:
+            caller = await self._opened(requests)
+            limits = self._edge.description.limits
+            submitting = Submitting(
+                self._encoder,
+                self._uploads,
+                new_claim=partial(_claim, caller, uuid4().hex, context),
+                salt=caller.tenant_salt,
+                tokens=self._edge.geometry.tokens,
+                max_images=limits.max_images_per_call,
+                max_image_bytes=limits.max_image_bytes,
+            )
+            async for answer in submitting.answers(requests):
+                yield answer
+            finished = True
+        except EncoderError as error:
+            await wire.abort(context, error)
+        finally:
+            if submitting is not None:
+                submitting.close(withdraw=not finished)
+
+    async def fetch(
+        self, request: pb.FetchRequest, context: "Context[Any, Any]"
+    ) -> AsyncGenerator[pb.FetchResponse | bytes]:
+        """Stream rows; see the contract."""
+        try:
+            self._admit(request.caller)
+            wanted = self._wanted(request, context)
+            grace_ms = min(request.grace_ms, self._edge.description.limits.max_grace_ms)
+            messages = fetch(
+                self._encoder,
+                wanted,
+                grace_s=grace_ms / 1000,
+                use_handles=self._may_share(request, context),
+                rows=self._edge.rows,
+            )
+        except EncoderError as error:
+            await wire.abort(context, error)
+            return
+        async with aclosing(
+            messages
+        ):  # a caller who left releases its pins now, not when memory is collected
+            async for message in messages:
+                yield message
+
+    async def _opened(self, requests: AsyncIterator[pb.SubmitRequest]) -> pb.Caller:
+        async for first in requests:
+            if first.WhichOneof("message") != "open":
+                break
+            self._admit(first.open)
+            return first.open
+        raise InvalidRequestError("the first message of a Submit call is `open`")
+
+    def _admit(self, caller: pb.Caller) -> None:
+        if self.draining:
+            raise UnavailableError("the server is draining: use another one")
+        wire.check_caller(caller)
+        ours = self._edge.description
+        for what, theirs, expected in (
+            ("model", caller.model_fingerprint, ours.model_fingerprint),
+            ("processor", caller.processor_fingerprint, ours.processor_fingerprint),
+        ):
+            if theirs and theirs != expected:
+                raise ModelMismatchError(
+                    f"{what} fingerprint: the call is for {theirs.hex()}, this server has {expected.hex()}"
+                )
+
+    def _wanted(self, request: pb.FetchRequest, context: "Context[Any, Any]") -> list[Wanted]:
+        most = self._edge.description.limits.max_images_per_call
+        if not 0 < len(request.images) <= most:
+            raise InvalidRequestError(f"a Fetch call names 1 to {most} images, got {len(request.images)}")
+        if len({image.index for image in request.images}) < len(request.images):
+            raise InvalidRequestError("two images of the call have the same index")
+        now = monotonic()
+        call_id = uuid4().hex
+        return [
+            Wanted(
+                image.index,
+                wire.image_ref(image.digest, image.variant, request.caller.tenant_salt),
+                image.row_begin,
+                image.row_end,
+                _claim(request.caller, call_id, context, image.chunk, now + image.needed_in_ms / 1000),
+            )
+            for image in request.images
+        ]
+
+    def _may_share(self, request: pb.FetchRequest, context: "Context[Any, Any]") -> bool:
+        """Whether the caller wants handles, is local, and could read the segment: then it is of our user."""
+        return (
+            pb.TRANSPORT_SHM in request.transports
+            and _is_local(context)
+            and compare_digest(request.shm_proof, self._edge.segment_id)
+        )
+
+
+def _claim(
+    caller: pb.Caller,
+    call_id: str,
+    context: "Context[Any, Any]",
+    chunk: int = 0,
+    needed_at: float | None = None,
+) -> Claim:
+    """Return a claim of a call: demanded when it says by when (a Fetch), else speculative (a Submit)."""
+    return Claim(
+        request_id=caller.request_id or call_id,
+        client_id=caller.client_id or _host(context),
+        priority=caller.priority,
+        chunk=chunk,
+        needed_at=needed_at,
+        demanded=needed_at is not None,
+    )
+
+
+def _host(context: "Context[Any, Any]") -> str:
+    peer: str = context.peer()
+    return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
+
+
+def _is_local(context: "Context[Any, Any]") -> bool:
+    return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
+
+
+def _serialize(message: pb.FetchResponse | bytes) -> bytes:
+    """Rows are framed by hand: protobuf would copy every megabyte twice more."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def generic_handler(service: EncoderService) -> grpc.GenericRpcHandler:
+    """Return the handler to add to a server."""
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Describe": grpc.unary_unary_rpc_method_handler(
+                service.describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+            ),
+            "Submit": grpc.stream_stream_rpc_method_handler(
+                service.submit, pb.SubmitRequest.FromString, pb.SubmitResponse.SerializeToString
+            ),
+            "Fetch": grpc.unary_stream_rpc_method_handler(
+                service.fetch, pb.FetchRequest.FromString, _serialize
+            ),
+        },
+    )

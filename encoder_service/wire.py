@@ -1,0 +1,95 @@
+"""Between messages and nouns: what the gRPC edge reads and writes, and where an error becomes a status."""
+
+import logging
+from collections.abc import Mapping
+from uuid import uuid4
+
+import grpc
+from encoder_contract.digest import DIGEST_BYTES
+from encoder_contract.errors import EncoderError, InternalError, InvalidRequestError, Status
+from encoder_contract.geometry import Grid
+from encoder_contract.v1 import encoder_pb2 as pb
+
+from encoder_service.address import MAX_SALT_BYTES
+from encoder_service.encoder import ImageRef, Known
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
+MAX_PRIORITY = 8
+_CODES: Mapping[Status, grpc.StatusCode] = {
+    s: c for s in Status for c in grpc.StatusCode if c.value[0] == s.value
+}
+
+
+def check_caller(caller: pb.Caller) -> None:
+    """Raise `InvalidRequestError` when a field of the caller is over its limit."""
+    if (
+        len(caller.request_id.encode()) > MAX_REQUEST_ID_BYTES
+        or len(caller.client_id.encode()) > MAX_REQUEST_ID_BYTES
+    ):
+        raise InvalidRequestError(f"request_id and client_id take at most {MAX_REQUEST_ID_BYTES} bytes")
+    if abs(caller.priority) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority goes from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {caller.priority}"
+        )
+    if len(caller.tenant_salt) > MAX_SALT_BYTES:
+        raise InvalidRequestError(f"tenant_salt takes at most {MAX_SALT_BYTES} bytes")
+
+
+def image_ref(digest: bytes, variant: pb.Variant, salt: bytes) -> ImageRef:
+    """Return the image that a message names; raises `InvalidRequestError` for a digest that is none."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes, got {len(digest)}")
+    return ImageRef(digest, variant.min_pixels, variant.max_pixels, salt)
+
+
+def grid_message(grid: Grid) -> pb.Grid:
+    """Return the message of a grid."""
+    return pb.Grid(t=grid.t, h=grid.h, w=grid.w)
+
+
+def claimed_grid(name: pb.ImageName) -> Grid | None:
+    """Return the grid the caller computed, if it said one."""
+    return Grid(name.grid.t, name.grid.h, name.grid.w) if name.HasField("grid") else None
+
+
+def state_message(index: int, known: Known, tokens: int) -> pb.SubmitResponse:
+    """Return the answer to a name or to bytes."""
+    state = pb.ImageState(index=index, address=known.address)
+    if known.grid is None:
+        state.state = pb.STATE_NEEDS_BYTES
+    else:
+        state.state = pb.STATE_CACHED if known.cached else pb.STATE_QUEUED
+        state.grid.CopyFrom(grid_message(known.grid))
+        state.tokens = tokens
+    return pb.SubmitResponse(state=state)
+
+
+def error_message(index: int, error: EncoderError) -> pb.ImageError:
+    """Return the message of an image's error."""
+    return pb.ImageError(
+        index=index, code=error.status.value, message=error.message, retry_after_ms=error.retry_after_ms
+    )
+
+
+def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
+    """Return the answer for an image that failed."""
+    return pb.SubmitResponse(
+        state=pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
+    )
+
+
+def known_error(error: Exception) -> EncoderError:
+    """Return `error` itself if it is of our family, else an `InternalError` under an id that is in the log."""
+    if isinstance(error, EncoderError):
+        return error
+    incident = uuid4().hex[:12]
+    log.error("internal error %s", incident, exc_info=error)
+    return InternalError(f"internal error {incident}; the server's log has the details")
+
+
+async def abort(context: "grpc.aio.ServicerContext[object, object]", error: EncoderError) -> None:
+    """End the call with the status of `error`."""
+    metadata = (("retry-after-ms", str(error.retry_after_ms)),) if error.retry_after_ms else ()
+    await context.abort(_CODES[error.status], error.message, metadata)

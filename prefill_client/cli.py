@@ -1,0 +1,87 @@
+"""The command line of the prefill side: `prefill-client encode`."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+from encoder_contract.errors import EncoderError
+from encoder_contract.version import __version__
+
+from prefill_client.client import EncoderClient
+from prefill_client.images import FetchedRows, RowRequest, Submitted
+
+FAILED, BAD_USAGE = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code: 0 done, 1 an image or call failed, 2 bad usage."""
+    parser = argparse.ArgumentParser(
+        prog="prefill-client", description="The LLM side of the encoder service."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    encode = commands.add_parser(
+        "encode", help="encode images and print what came back, with the time of each stage"
+    )
+    encode.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="an image file")
+    encode.add_argument(
+        "--server", default="127.0.0.1:50051", help="host:port or unix:/path (default %(default)s)"
+    )
+    encode.add_argument(
+        "--timeout-s", type=float, default=120.0, help="give up after this long (default %(default)s)"
+    )
+    encode.add_argument("--inline", action="store_true", help="do not use shared memory")
+    given = parser.parse_args(arguments)
+    try:
+        files = [path.read_bytes() for path in given.images]
+    except OSError as error:
+        print(f"prefill-client: {error}", file=sys.stderr)
+        return BAD_USAGE
+    try:
+        return asyncio.run(_encode(given, files))
+    except EncoderError as error:
+        print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+
+
+async def _encode(given: argparse.Namespace, files: list[bytes]) -> int:
+    async with await EncoderClient.connect(given.server) as client:
+        began = perf_counter()
+        submitted = await client.submit(files, request_id="prefill-client encode", timeout_s=given.timeout_s)
+        submit_ms = (perf_counter() - began) * 1000
+        print(f"{len(files)} images submitted in {submit_ms:.1f} ms to {client.description.model_name}")
+        failed = 0
+        for path, image in zip(given.images, submitted, strict=True):
+            if image.error is not None:
+                failed += 1
+                print(f"{path}\n  {type(image.error).__name__}: {image.error}")
+        good = [
+            (path, image) for path, image in zip(given.images, submitted, strict=True) if image.error is None
+        ]
+        if not good:
+            return FAILED
+        requests = [RowRequest(image.digest) for _, image in good]
+        began = perf_counter()
+        async with client.fetch(requests, timeout_s=given.timeout_s, shm=not given.inline) as stream:
+            async for rows in stream:
+                failed += rows.error is not None
+                _print(*good[rows.index], rows, (perf_counter() - began) * 1000)
+        return FAILED if failed else 0
+
+
+def _print(path: Path, image: Submitted, rows: FetchedRows, fetch_ms: float) -> None:
+    print(path)
+    if rows.error is not None:
+        print(f"  {type(rows.error).__name__}: {rows.error}")
+        return
+    assert image.grid is not None
+    stages = ", ".join(f"{name} {ms:.1f}" for name, ms in rows.stage_ms.items()) or "none: it was held"
+    print(f"  address  {image.address.hex()}")
+    print(f"  grid     {image.grid.t} x {image.grid.h} x {image.grid.w} patches, {image.tokens} tokens")
+    print(
+        f"  rows     {rows.array.shape[0]} x {rows.array.shape[1]} {rows.dtype}, {rows.source}, by {rows.transport}"
+    )
+    print(f"  ms       fetch {fetch_ms:.1f}; stages: {stages}")

@@ -1,0 +1,214 @@
+"""One server: its channel, its description, and single attempts at Submit and Fetch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+from encoder_contract.errors import InternalError
+from encoder_contract.framing import parse_fetch_response
+from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.handle import SEGMENT_ID_BYTES
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+
+from prefill_client.images import Image, RowRequest, Submitted
+from prefill_client.row_stream import RowStream, from_message, from_rpc
+
+FETCH = "/encoder_contract.v1.EncoderService/Fetch"
+PIECE_BYTES = 1 << 20  # of an image on its way up; larger is no faster and stalls the server's event loop
+
+# A silent peer is noticed within about two seconds: without ping_timeout_ms, keepalive_timeout_ms has no effect
+# and it takes a minute.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 8 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a server said it is; `geometry` lets the client lay prompts out by itself."""
+
+    version: str
+    model_type: str
+    model_name: str
+    model_fingerprint: bytes
+    processor_fingerprint: bytes
+    dtype: str
+    width: int
+    hidden: int
+    deepstack_levels: int
+    geometry: Geometry
+    max_image_bytes: int
+    max_image_pixels: int
+    max_images_per_call: int
+    max_grace_ms: int
+    replica_id: str
+    shm_segment: str
+
+    @classmethod
+    def from_message(cls, message: pb.DescribeResponse) -> Self:
+        """Return the description that `Describe` answered."""
+        geometry = message.geometry
+        return cls(
+            version=message.version,
+            model_type=message.model_type,
+            model_name=message.model_name,
+            model_fingerprint=message.model_fingerprint,
+            processor_fingerprint=message.processor_fingerprint,
+            dtype=message.dtype,
+            width=message.width,
+            hidden=message.hidden,
+            deepstack_levels=message.deepstack_levels,
+            geometry=Geometry(
+                geometry.patch_size, geometry.merge_size, geometry.min_pixels, geometry.max_pixels
+            ),
+            max_image_bytes=message.limits.max_image_bytes,
+            max_image_pixels=message.limits.max_image_pixels,
+            max_images_per_call=message.limits.max_images_per_call,
+            max_grace_ms=message.limits.max_grace_ms,
+            replica_id=message.replica_id,
+            shm_segment=message.shm_segment if pb.TRANSPORT_SHM in message.transports else "",
+        )
+
+
+class Connection:
+    """A channel to one server. Every method is one attempt; who retries is the client."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel, description: Description) -> None:
+        self.endpoint = endpoint
+        self.description = description
+        self._channel = channel
+        self._stub = EncoderServiceStub(channel)
+        self._fetch = channel.unary_stream(
+            FETCH,
+            request_serializer=pb.FetchRequest.SerializeToString,
+            response_deserializer=parse_fetch_response,
+        )
+        self._shm_proof = _read_proof(description.shm_segment)
+
+    @classmethod
+    async def open(cls, endpoint: str, timeout_s: float = 10.0) -> Self:
+        """Connect and ask the server what it is. Raises `UnavailableError` when it cannot be reached."""
+        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        try:
+            message = await EncoderServiceStub(channel).Describe(
+                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            raise from_rpc(error, endpoint) from error
+        except BaseException:
+            await channel.close()
+            raise
+        return cls(endpoint, channel, Description.from_message(message))
+
+    async def close(self) -> None:
+        """Close the channel; running calls end."""
+        await self._channel.close()
+
+    async def submit(
+        self, images: Sequence[Image], caller: pb.Caller, timeout_s: float | None = None
+    ) -> list[Submitted]:
+        """Name the images, send the bytes of those the server lacks, and return its word on each, in order."""
+        call = self._stub.Submit(timeout=timeout_s)
+        try:
+            return await _converse(call, images, caller)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self.endpoint) from error
+        finally:
+            call.cancel()
+
+    def fetch(
+        self,
+        requests: Sequence[RowRequest],
+        caller: pb.Caller,
+        *,
+        grace_ms: int,
+        shm: bool = True,
+        timeout_s: float | None = None,
+    ) -> RowStream:
+        """Start a Fetch call; rows come by shared memory where both sides can and `shm` is not off."""
+        use_shm = shm and self._shm_proof != b""
+        call = self._fetch(
+            pb.FetchRequest(
+                caller=caller,
+                images=[_fetch_image(index, request) for index, request in enumerate(requests)],
+                transports=[pb.TRANSPORT_SHM, pb.TRANSPORT_INLINE] if use_shm else [pb.TRANSPORT_INLINE],
+                grace_ms=grace_ms,
+                shm_proof=self._shm_proof if use_shm else b"",
+            ),
+            timeout=timeout_s,
+        )
+        return RowStream(call, requests, self.endpoint)
+
+
+async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
+    await call.write(pb.SubmitRequest(open=caller))
+    for index, image in enumerate(images):
+        grid = pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w)
+        await call.write(pb.SubmitRequest(name=pb.ImageName(index=index, digest=image.digest, grid=grid)))
+    answers: dict[int, Submitted] = {}
+    while len(answers) < len(images):
+        response = await call.read()
+        if response is grpc.aio.EOF:
+            raise InternalError("the server ended the Submit call before it answered every image")
+        state = response.state
+        image = images[state.index]
+        if state.state == pb.STATE_NEEDS_BYTES:
+            await _send(call, state.index, image.data)
+        else:
+            answers[state.index] = _submitted(image, state)
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    return [answers[index] for index in range(len(images))]
+
+
+async def _send(call: Any, index: int, data: bytes) -> None:
+    view = memoryview(data)
+    for begin in range(0, max(1, len(view)), PIECE_BYTES):
+        piece = bytes(view[begin : begin + PIECE_BYTES])
+        last = begin + PIECE_BYTES >= len(view)
+        await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=piece, last=last)))
+
+
+def _submitted(image: Image, state: pb.ImageState) -> Submitted:
+    if state.state == pb.STATE_FAILED:
+        return Submitted(image.digest, error=from_message(state.error))
+    return Submitted(
+        image.digest,
+        Grid(state.grid.t, state.grid.h, state.grid.w),
+        state.tokens,
+        state.address,
+        cached=state.state == pb.STATE_CACHED,
+    )
+
+
+def _fetch_image(index: int, request: RowRequest) -> pb.FetchImage:
+    return pb.FetchImage(
+        index=index,
+        digest=request.digest,
+        variant=pb.Variant(min_pixels=request.min_pixels, max_pixels=request.max_pixels),
+        row_begin=request.row_begin,
+        row_end=request.row_end,
+        chunk=request.chunk,
+        needed_in_ms=request.needed_in_ms,
+    )
+
+
+def _read_proof(segment: str) -> bytes:
+    """Return what shows the server that we can read its segment; empty when we cannot: then rows come inline."""
+    if not segment:
+        return b""
+    try:
+        with open(segment, "rb") as file:
+            return file.read(SEGMENT_ID_BYTES)
+    except OSError:
+        return b""

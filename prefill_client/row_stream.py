@@ -1,0 +1,146 @@
+"""A Fetch call under way: outcomes as they arrive, and what keeps rows in shared memory in place."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+import grpc
+import numpy as np
+from encoder_contract.errors import EncoderError, InternalError, from_status
+from encoder_contract.framing import checksum
+from encoder_contract.geometry import Grid
+from encoder_contract.handle import Handle
+from encoder_contract.v1 import encoder_pb2 as pb
+
+from prefill_client.images import FetchedRows, RowRequest, element_type
+from prefill_client.segment import map_rows
+
+CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
+_SOURCES = {
+    pb.SOURCE_DEVICE: "device",
+    pb.SOURCE_HOST: "host",
+    pb.SOURCE_PEER: "peer",
+    pb.SOURCE_ENCODED: "encoded",
+}
+
+
+class RowStream:
+    """Iterate it for the outcomes, one per request, in the order in which they become ready.
+
+    Rows that came by shared memory are views that hold until `close` (or the end of `async with`): the open call is
+    what keeps them in place.
+    """
+
+    def __init__(self, call: Any, requests: Sequence[RowRequest], endpoint: str) -> None:
+        self._call = call
+        self._requests = requests
+        self._endpoint = endpoint
+        self._arriving: dict[int, _Arriving] = {}
+
+    def close(self) -> None:
+        """End the call and with it everything it held. Views from it must no longer be read."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aiter__(self) -> AsyncIterator[FetchedRows]:
+        ended = 0
+        while ended < len(self._requests):
+            try:
+                message = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc(error, self._endpoint) from error
+            if message is grpc.aio.EOF:
+                raise await self._ended_early()
+            outcome = await self._take(message)
+            if outcome is not None:
+                ended += 1
+                yield outcome
+
+    async def _ended_early(self) -> EncoderError:
+        if await self._call.code() is grpc.StatusCode.OK:
+            return InternalError("the server ended the Fetch call before every image had its outcome")
+        details = await self._call.details()
+        return from_status((await self._call.code()).value[0], f"{self._endpoint}: {details}")
+
+    async def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
+        """Return the outcome that `message` completes, if it does."""
+        if isinstance(message, tuple):
+            index, data = message
+            self._arriving[index].add(data)
+        elif message.WhichOneof("message") == "error":
+            index = message.error.index
+            return FetchedRows(index, self._requests[index].digest, error=from_message(message.error))
+        else:
+            index = message.ready.index
+            self._arriving[index] = _Arriving(self._requests[index], message.ready)
+        if not self._arriving[index].complete:
+            return None
+        return await self._arriving.pop(index).finish()
+
+
+class _Arriving:
+    """The rows of one image while they arrive: one buffer, filled in order."""
+
+    def __init__(self, request: RowRequest, ready: pb.ImageReady) -> None:
+        self._request = request
+        self._ready = ready
+        self._filled = 0
+        self._buffer = np.empty(0 if ready.HasField("handle") else ready.row_bytes, np.uint8)
+
+    @property
+    def complete(self) -> bool:
+        return self._ready.HasField("handle") or self._filled == self._ready.row_bytes
+
+    def add(self, data: memoryview) -> None:
+        end = self._filled + len(data)
+        if end > self._ready.row_bytes:
+            raise InternalError(f"image {self._ready.index}: more bytes than its {self._ready.row_bytes}")
+        self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
+        self._filled = end
+
+    async def finish(self) -> FetchedRows:
+        ready = self._ready
+        if ready.HasField("handle"):
+            flat = map_rows(Handle.from_message(ready.handle))
+        else:
+            flat = self._buffer
+            await self._check()
+        element = element_type(ready.dtype)
+        return FetchedRows(
+            index=ready.index,
+            digest=self._request.digest,
+            array=flat.view(element).reshape(ready.row_end - ready.row_begin, ready.width),
+            dtype=ready.dtype,
+            grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
+            address=ready.address,
+            source=_SOURCES.get(ready.source, "unknown"),
+            transport="shm" if ready.HasField("handle") else "inline",
+            stage_ms=dict(ready.stage_ms),
+        )
+
+    async def _check(self) -> None:
+        views = [memoryview(self._buffer)]
+        found = (
+            checksum(views)
+            if len(self._buffer) <= CHECKSUM_ON_LOOP_BYTES
+            else await asyncio.to_thread(checksum, views)
+        )
+        if found != self._ready.checksum:
+            raise InternalError(f"the rows of image {self._request.digest.hex()} arrived damaged")
+
+
+def from_message(error: pb.ImageError) -> EncoderError:
+    """Return the error of an image as the server sent it."""
+    return from_status(error.code, error.message, retry_after_ms=error.retry_after_ms)
+
+
+def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
+    """Return the error of a whole call, naming the endpoint it came from."""
+    metadata = error.trailing_metadata() or ()
+    retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
+    return from_status(error.code().value[0], f"{endpoint}: {error.details()}", retry_after_ms=retry_after_ms)

@@ -11,12 +11,12 @@ import pytest
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.header import FORMATS, Header, check_limits, read_header
 from encoder_contract.orientation import orientation
-
-# Pillow warns about the damaged EXIF that it is asked to compare.
-pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF:UserWarning", "ignore:Tag data:UserWarning")
 from PIL import Image, ImageOps
 
 from bench.images import damaged, encoded, photo
+
+# Pillow warns about the damaged EXIF that it is asked to compare.
+pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF:UserWarning", "ignore:Tag data:UserWarning")
 
 MODES = [
     ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"),

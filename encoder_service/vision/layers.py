@@ -1,0 +1,144 @@
+"""The layers the towers share: patch embedding, rotary self-attention, and how rows are worked through in tiles."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from encoder_service.processor import ProcessorSettings
+from encoder_service.vision.attention import Attention, Segments
+from encoder_service.vision.linear import Linear
+from encoder_service.vision.spec import TowerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the packed patches of one forward lie: everything but the pixels, ready on the device.
+
+    `rotary` complex64 [patches, 1, 1, head size / 2]; `position` [patches, embed] or None; `segments` one per image,
+    `windows` one per window or None; `order` and `inverse` [rows] or None (see `GridTables`); `tile` is how many
+    patches the pointwise parts and products take at once, 0 for all.
+    """
+
+    rotary: Tensor
+    position: Tensor | None
+    segments: Segments
+    windows: Segments | None
+    order: Tensor | None
+    inverse: Tensor | None
+    attend: Attention
+    tile: int
+
+    @property
+    def patches(self) -> int:
+        """Packed patches, padding included."""
+        return self.rotary.shape[0]
+
+
+def tiles(rows: int, tile: int) -> Iterator[slice]:
+    """Cut `rows` into slices of `tile` rows and a shorter last one; `tile` 0 leaves them whole.
+
+    On the CPU a tile's intermediate values stay in the cache between a product and what follows it.
+    """
+    step = tile or rows
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))
+
+
+class PatchProjection(nn.Module):
+    """The convolution over one patch, under its name in checkpoints; `PatchEmbed` uses its folded form."""
+
+    def __init__(self, spec: TowerSpec, *, bias: bool) -> None:
+        super().__init__()
+        shape = (spec.embed, spec.channels, spec.temporal_patch_size, spec.patch_size, spec.patch_size)
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(spec.embed), requires_grad=False) if bias else None
+
+
+class PatchEmbed(nn.Module):
+    """uint8 patches → embeddings: one product that stands for rescaling, normalising and the convolution in time.
+
+    A still image fills every temporal slot with the same frame, so the convolution's weights are summed over time.
+    A value v becomes (v·r − mean)/std = (v − 128)·r/std + (128·r − mean)/std: the first factor goes into the
+    weights, the second term into the bias. Bytes centred at 128 are exact in bfloat16 (8 significant bits) and keep
+    the sums small. The folding is done in float64 and rounded once.
+    """
+
+    def __init__(self, spec: TowerSpec, *, bias: bool) -> None:
+        super().__init__()
+        self.proj = PatchProjection(spec, bias=bias)
+        self._folded: Linear | None = None
+
+    def fold(self, processor: ProcessorSettings, dtype: torch.dtype) -> None:
+        """Replace the convolution by the folded product."""
+        still = self.proj.weight.double().sum(dim=2)
+        mean = torch.tensor(processor.mean, dtype=torch.float64, device=still.device)
+        std = torch.tensor(processor.std, dtype=torch.float64, device=still.device)
+        constant = (128 * processor.rescale_factor - mean) / std
+        bias = torch.einsum("echw,c->e", still, constant)
+        if self.proj.bias is not None:
+            bias += self.proj.bias.double()
+        weight = still * (processor.rescale_factor / std)[:, None, None]
+        folded = Linear(weight[0].numel(), len(weight))
+        folded.weight = nn.Parameter(weight.flatten(1).to(dtype), requires_grad=False)
+        folded.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        self._folded = folded
+        del self.proj
+
+    def forward(self, patches: Tensor, position: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """uint8 [patches, values] (and what to add) → [patches, embed]."""
+        assert self._folded is not None
+        centred = patches.to(dtype).sub_(128)
+        if position is None:
+            embedded: Tensor = self._folded(centred)
+            return embedded
+        embedded = position.clone()
+        self._folded.add_to(embedded, centred)
+        return embedded
+
+
+class SelfAttention(nn.Module):
+    """Full attention inside each segment, with queries and keys rotated by their patch's row and column."""
+
+    def __init__(self, spec: TowerSpec) -> None:
+        super().__init__()
+        self.qkv = Linear(spec.embed, 3 * spec.embed)
+        self.proj = Linear(spec.embed, spec.embed)
+        self._heads = spec.heads
+        self._head_size = spec.head_size
+        self._scale = spec.head_size**-0.5
+
+    def interleave(self) -> None:
+        """Reorder queries and keys so that the two values of a rotated pair are neighbours.
+
+        It is exact: their products are sums over a head's values, in whatever order.
+        """
+        pairs = torch.arange(self._head_size).view(2, -1).t().flatten()
+        head = torch.arange(2 * self._heads)[:, None] * self._head_size + pairs
+        order = torch.cat(
+            [head.flatten(), torch.arange(2 * len(pairs) * self._heads, self.qkv.weight.shape[0])]
+        )
+        order = order.to(self.qkv.weight.device)
+        assert self.qkv.bias is not None
+        self.qkv.weight = nn.Parameter(self.qkv.weight[order], requires_grad=False)
+        self.qkv.bias = nn.Parameter(self.qkv.bias[order], requires_grad=False)
+
+    def project(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """[patches, embed] → queries, keys, values [patches, 3, heads, head size], rotated."""
+        projected: Tensor = self.qkv(x).view(len(x), 3, self._heads, self._head_size)
+        rotate(projected[:, :2], rotary)
+        return projected
+
+    def attend(self, projected: Tensor, segments: Segments, attention: Attention) -> Tensor:
+        """[patches, 3, heads, head size] → [patches, embed], before the output projection."""
+        query, key, value = projected.unbind(1)
+        return attention(query, key, value, segments, self._scale).flatten(1)
+
+
+def rotate(values: Tensor, rotary: Tensor) -> None:
+    """Rotate neighbouring pairs of the last dimension in place, in float32: one complex product."""
+    pairs = values.float().view(*values.shape[:-1], -1, 2)
+    torch.view_as_complex(pairs).mul_(rotary)
+    if values.dtype is not torch.float32:
+        values.copy_(pairs.flatten(-2))

@@ -1,0 +1,90 @@
+"""The vision tower of Qwen3-VL, dense and mixture of experts: full attention, DeepStack levels."""
+
+import torch
+from torch import Tensor, nn
+
+from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention, tiles
+from encoder_service.vision.linear import Linear
+from encoder_service.vision.spec import TowerSpec
+
+
+class Mlp(nn.Module):
+    """Two products with a tanh GELU between them."""
+
+    def __init__(self, spec: TowerSpec) -> None:
+        super().__init__()
+        self.linear_fc1 = Linear(spec.embed, spec.intermediate)
+        self.linear_fc2 = Linear(spec.intermediate, spec.embed)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Add the MLP of `x` to `residual`, both [patches, embed]."""
+        self.linear_fc2.add_to(residual, self.linear_fc1(x, "gelu_tanh"))
+
+
+class Block(nn.Module):
+    """One transformer block over the residual stream."""
+
+    def __init__(self, spec: TowerSpec) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(spec.embed, eps=1e-6)
+        self.norm2 = nn.LayerNorm(spec.embed, eps=1e-6)
+        self.attn = SelfAttention(spec)
+        self.mlp = Mlp(spec)
+
+    def forward(self, hidden: Tensor, layout: Layout) -> None:
+        """Advance `hidden` [patches, embed] in place."""
+        cuts = list(tiles(len(hidden), layout.tile))
+        parts = [self.attn.project(self.norm1(hidden[cut]), layout.rotary[cut]) for cut in cuts]
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts)
+        mixed = self.attn.attend(projected, layout.segments, layout.attend)
+        for cut in cuts:
+            self.attn.proj.add_to(hidden[cut], mixed[cut])
+            self.mlp.add_to(hidden[cut], self.norm2(hidden[cut]))
+
+
+class Merger(nn.Module):
+    """Neighbouring patches → one row of the language model's width; a DeepStack merger normalises after the merge."""
+
+    def __init__(self, spec: TowerSpec, *, after_merge: bool) -> None:
+        super().__init__()
+        self._merged = spec.embed * spec.merge_unit
+        self._after_merge = after_merge
+        self.norm = nn.LayerNorm(self._merged if after_merge else spec.embed, eps=1e-6)
+        self.linear_fc1 = Linear(self._merged, self._merged)
+        self.linear_fc2 = Linear(self._merged, spec.hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[patches, embed] → [rows, hidden]."""
+        merged = hidden.view(-1, self._merged)
+        normed = self.norm(merged) if self._after_merge else self.norm(hidden).view(-1, self._merged)
+        rows: Tensor = self.linear_fc2(self.linear_fc1(normed, "gelu_erf"))
+        return rows
+
+
+class Qwen3VLTower(nn.Module):
+    """Packed uint8 patches of any images → their rows, [main | DeepStack level 0 | ...]."""
+
+    def __init__(self, spec: TowerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.patch_embed = PatchEmbed(spec, bias=True)
+        self.pos_embed = nn.Embedding(spec.position_side**2, spec.embed)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.depth))
+        self.merger = Merger(spec, after_merge=False)
+        if spec.deepstack:
+            self.deepstack_merger_list = nn.ModuleList(Merger(spec, after_merge=True) for _ in spec.deepstack)
+
+    def forward(self, patches: Tensor, layout: Layout) -> Tensor:
+        """uint8 [patches, channels × patch × patch] → [rows, width]."""
+        spec = self.spec
+        hidden = self.patch_embed(patches, layout.position, self.pos_embed.weight.dtype)
+        rows: Tensor = hidden.new_empty(len(patches) // spec.merge_unit, spec.width)
+        for number, block in enumerate(self.blocks):
+            block(hidden, layout)
+            if number in spec.deepstack:
+                level = spec.deepstack.index(number)
+                rows[:, spec.hidden * (level + 1) : spec.hidden * (level + 2)] = self.deepstack_merger_list[
+                    level
+                ](hidden)
+        rows[:, : spec.hidden] = self.merger(hidden)
+        return rows

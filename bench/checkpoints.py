@@ -88,6 +88,8 @@ def write_checkpoint(
     model = _model(model_type, depth, text_layers, vision_only, dict(vision or {}), dtype)
     _fill(model, seed)
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    for stale in folder.glob("model*.safetensors*"):  # an index left behind would speak of other shards
+        stale.unlink()
     model.save_pretrained(folder, max_shard_size=max(size_bytes // shards, 1) if shards > 1 else "50GB")
     settings = dict(_QWEN2_5_PREPROCESSOR if model_type == "qwen2_5_vl" else _QWEN3_PREPROCESSOR)
     settings.update(preprocessor or {})

@@ -10,16 +10,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "proto"
 PROTO = "encoder_contract/v1/encoder.proto"
-STUBS = [f"encoder_contract/v1/encoder_pb2{suffix}" for suffix in (".py", ".pyi", "_grpc.py")]
+STUBS = [f"encoder_contract/v1/encoder_pb2{suffix}" for suffix in (".py", ".pyi", "_grpc.py", "_grpc.pyi")]
 
 
 def generate(out: Path) -> None:
     """Write the stubs below `out`, from the package root, so that their imports need no patching."""
-    plugin = Path(sys.executable).with_name("protoc-gen-mypy")
+    scripts = Path(sys.executable).parent
     subprocess.run(
         [
             sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", f"--python_out={out}",
-            f"--grpc_python_out={out}", f"--plugin=protoc-gen-mypy={plugin}", f"--mypy_out=quiet:{out}", PROTO,
+            f"--grpc_python_out={out}", f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}", f"--mypy_out=quiet:{out}",
+            f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}", f"--mypy_grpc_out=quiet:{out}", PROTO,
         ],
         check=True,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import blake3
+
 from encoder_contract.digest import DIGEST_BYTES
 
 MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mistake
@@ -27,7 +28,8 @@ class Recipe:
         BLAKE3 over length-prefixed fields: no two different sets of fields share an encoding. The pixel bounds
         are the image's variant, zero for the model's own.
         """
-        assert len(content) == DIGEST_BYTES and len(salt) <= MAX_SALT_BYTES
+        assert len(content) == DIGEST_BYTES, content
+        assert len(salt) <= MAX_SALT_BYTES, salt
         fields = (
             b"encoder-service address v1",
             content,

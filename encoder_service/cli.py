@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from encoder_contract.version import __version__
-
 from encoder_service.config import ConfigError, add_flags, read_config
 from encoder_service.logs import set_up_logging
 

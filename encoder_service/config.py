@@ -85,7 +85,7 @@ class Config:
             self._require(getattr(self, name) > 0, name, "must be positive")
         for name in ("torch_threads", "store_device_gib", "source_gib", "max_grace_ms", "drain_s"):
             self._require(getattr(self, name) >= 0, name, "must not be negative")
-        self._require(0 < self.max_client_share <= 1, "max_client_share", "must be above 0 and at most 1")
+        self._require(0 < self.max_client_share < 1, "max_client_share", "must lie between 0 and 1")
         self._require(":" in self.listen, "listen", "must be host:port or unix:/path")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:

@@ -15,7 +15,6 @@ from encoder_contract.errors import (
 )
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.header import Header, check_limits, read_header
-
 from encoder_service.address import Recipe
 from encoder_service.pipeline import Job, Pipeline
 from encoder_service.refusals import Refusals
@@ -86,7 +85,7 @@ class Encoder:
         self._refusals.check(address)
         if (entry := self._store.pin(address)) is not None:
             with entry:
-                return Known(address, _confirmed(entry.grid, claimed_grid), cached=True)
+                return Known(address, _confirmed(Grid(*entry.grid), claimed_grid), cached=True)
         if (job := self._start(image, address, claim)) is not None:
             return Known(address, _confirmed(job.grid, claimed_grid))
         return Known(address, None)

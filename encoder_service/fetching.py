@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.framing import checksum, frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
-
 from encoder_service import wire
 from encoder_service.encoder import Encoder, ImageRef
 from encoder_service.pipeline import Job

@@ -12,7 +12,7 @@ class Lane:
     """Work enqueued inside `with lane.use():` overlaps with that of other lanes."""
 
     def __init__(self, device: str) -> None:
-        self._stream = torch.cuda.Stream(device) if device.startswith("cuda") else None
+        self._stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
 
     def use(self) -> AbstractContextManager[Any]:
         """Make this lane's stream the current one of this thread."""
@@ -22,7 +22,7 @@ class Lane:
         """Return an event that passes when everything enqueued so far is done."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

@@ -15,10 +15,10 @@ from time import monotonic
 from uuid import uuid4
 
 import torch
-from encoder_contract.errors import EncoderError, InternalError, InvalidImageError, UnavailableError
-from encoder_contract.geometry import Grid
 from torch import Tensor
 
+from encoder_contract.errors import EncoderError, InternalError, InvalidImageError, UnavailableError
+from encoder_contract.geometry import Grid
 from encoder_service.lanes import Lane
 from encoder_service.scheduler import Claim, Scheduler, Work
 from encoder_service.store import Pin
@@ -129,6 +129,11 @@ class Pipeline:
             thread.join()
         for job in list(self._jobs.values()):
             self._finish(job, UnavailableError("the server is shutting down: use another one"))
+
+    @property
+    def queued_images(self) -> int:
+        """Images on their way, in whatever stage."""
+        return len(self._jobs)
 
     # The event loop's side
 

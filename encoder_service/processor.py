@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import blake3
+
 from encoder_contract.geometry import Geometry
 
 # Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old embeddings part

@@ -9,11 +9,11 @@ from uuid import uuid4
 
 import grpc
 import torch
-from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_contract.version import __version__
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.version import __version__
 from encoder_service.address import Recipe
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.decode import Decoder
@@ -29,6 +29,7 @@ from encoder_service.service import SERVICE, Edge, EncoderService, generic_handl
 from encoder_service.sources import Sources
 from encoder_service.store import Store
 from encoder_service.vision import Tower, load_tower, model_fingerprint
+from encoder_service.vision.spec import read_config as read_config_json
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,14 @@ def load_model(config: Config) -> Model:
     device = _device(config.device)
     try:
         processor = ProcessorSettings.from_folder(config.model)
+        dtype = _dtype(config)
         tower = load_tower(
-            config.model, device=device, dtype=config.dtype, processor=processor, attention=config.attention
+            config.model,
+            device=device,
+            dtype=dtype,
+            processor=processor,
+            attention=config.attention,
+            batch_patches=config.batch_patches,
         )
         fingerprint = model_fingerprint(config.model)
         decoder = Decoder(
@@ -72,8 +79,19 @@ def load_model(config: Config) -> Model:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
-    recipe = Recipe(fingerprint, processor.fingerprint, tower.spec.dtype_name)
+    recipe = Recipe(fingerprint, processor.fingerprint, dtype)
     return Model(tower, processor, recipe, decoder, device)
+
+
+def _dtype(config: Config) -> str:
+    """Return the element type to use: the checkpoint's own unless one was asked for."""
+    if config.dtype != "auto":
+        return config.dtype
+    content = read_config_json(config.model)
+    for part in (content, content.get("text_config") or {}):
+        if found := part.get("dtype") or part.get("torch_dtype"):
+            return str(found)
+    return "bfloat16"
 
 
 def _device(name: str) -> str:
@@ -111,7 +129,7 @@ class Server:
         config, model = self._config, self._model
         spec = model.tower.spec
         geometry = model.processor.geometry
-        self._store = Store(
+        self.store = Store(
             host_bytes=int(config.store_host_gib * GIB),
             device_bytes=int(config.store_device_gib * GIB),
             device=model.device,
@@ -120,7 +138,7 @@ class Server:
             segment_dir=str(config.store_segment_dir),
         )
         refusals = Refusals()
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             Scheduler(
                 SchedulerLimits(
                     images=config.max_queued_images,
@@ -136,8 +154,8 @@ class Server:
                 decode=model.decoder.decode,
                 to_patches=partial(to_patches, geometry=geometry),
                 encode=model.tower.encode,
-                put=self._store.put,
-                pin=self._store.pin,
+                put=self.store.put,
+                pin=self.store.pin,
             ),
             loop=asyncio.get_running_loop(),
             batch_patches=config.batch_patches,
@@ -151,20 +169,20 @@ class Server:
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             sources=Sources(int(config.source_gib * GIB), config.source_ttl_s),
-            pipeline=self._pipeline,
-            store=self._store,
+            pipeline=self.pipeline,
+            store=self.store,
             refusals=refusals,
         )
-        self._service = EncoderService(encoder, self._edge())
+        self.service = EncoderService(encoder, self._edge())
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((generic_handler(self._service),))
+        self._server.add_generic_rpc_handlers((generic_handler(self.service),))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         self.port = self._listen(self._server)
-        self._pipeline.start()
+        self.pipeline.start()
         await self._server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -172,11 +190,11 @@ class Server:
     async def drain(self) -> None:
         """Refuse new calls, let running ones end (at most `drain_s`), stop the threads, give the memory back."""
         log.info("draining: new calls are refused, running ones have %g s", self._config.drain_s)
-        self._service.draining = True
+        self.service.draining = True
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._config.drain_s)
-        await asyncio.to_thread(self._pipeline.stop)
-        self._store.close()
+        await asyncio.to_thread(self.pipeline.stop)
+        self.store.close()
         log.info("drained")
 
     def _lose_device(self) -> None:
@@ -223,8 +241,8 @@ class Server:
             description=description,
             geometry=geometry,
             rows=RowFormat(spec.width, model.recipe.dtype, spec.width * model.tower.dtype.itemsize),
-            segment=str(self._store.segment.path),
-            segment_id=self._store.segment.segment_id,
+            segment=str(self.store.segment.path),
+            segment_id=self.store.segment.segment_id,
             max_upload_bytes=int(config.max_queued_gib * GIB),
         )
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import grpc
+
 from encoder_contract.errors import (
     EncoderError,
     InvalidRequestError,
@@ -18,7 +19,6 @@ from encoder_contract.errors import (
 )
 from encoder_contract.geometry import Geometry
 from encoder_contract.v1 import encoder_pb2 as pb
-
 from encoder_service import wire
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat, Wanted, fetch
@@ -27,7 +27,7 @@ from encoder_service.submitting import Submitting
 from encoder_service.uploads import UploadBudget
 
 SERVICE = "encoder_contract.v1.EncoderService"
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,12 @@ class EncoderService:
         self._uploads = UploadBudget(edge.max_upload_bytes)
         self.draining = False
 
-    async def describe(
-        self, request: pb.DescribeRequest, context: "Context[Any, Any]"
-    ) -> pb.DescribeResponse:
+    @property
+    def held_upload_bytes(self) -> int:
+        """Bytes of images that have arrived in part."""
+        return self._uploads.held_bytes
+
+    async def describe(self, _request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this server is."""
         description = pb.DescribeResponse()
         description.CopyFrom(self._edge.description)
@@ -64,7 +67,7 @@ class EncoderService:
         return description
 
     async def submit(
-        self, requests: AsyncIterator[pb.SubmitRequest], context: "Context[Any, Any]"
+        self, requests: AsyncIterator[pb.SubmitRequest], context: Context
     ) -> AsyncIterator[pb.SubmitResponse]:
         """Take images over; see the contract."""
         submitting: Submitting | None = None
@@ -91,7 +94,7 @@ class EncoderService:
                 submitting.close(withdraw=not finished)
 
     async def fetch(
-        self, request: pb.FetchRequest, context: "Context[Any, Any]"
+        self, request: pb.FetchRequest, context: Context
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
         try:
@@ -136,7 +139,7 @@ class EncoderService:
                     f"{what} fingerprint: the call is for {theirs.hex()}, this server has {expected.hex()}"
                 )
 
-    def _wanted(self, request: pb.FetchRequest, context: "Context[Any, Any]") -> list[Wanted]:
+    def _wanted(self, request: pb.FetchRequest, context: Context) -> list[Wanted]:
         most = self._edge.description.limits.max_images_per_call
         if not 0 < len(request.images) <= most:
             raise InvalidRequestError(f"a Fetch call names 1 to {most} images, got {len(request.images)}")
@@ -155,7 +158,7 @@ class EncoderService:
             for image in request.images
         ]
 
-    def _may_share(self, request: pb.FetchRequest, context: "Context[Any, Any]") -> bool:
+    def _may_share(self, request: pb.FetchRequest, context: Context) -> bool:
         """Whether the caller wants handles, is local, and could read the segment: then it is of our user."""
         return (
             pb.TRANSPORT_SHM in request.transports
@@ -167,7 +170,7 @@ class EncoderService:
 def _claim(
     caller: pb.Caller,
     call_id: str,
-    context: "Context[Any, Any]",
+    context: Context,
     chunk: int = 0,
     needed_at: float | None = None,
 ) -> Claim:
@@ -182,12 +185,12 @@ def _claim(
     )
 
 
-def _host(context: "Context[Any, Any]") -> str:
+def _host(context: Context) -> str:
     peer: str = context.peer()
     return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
 
 
-def _is_local(context: "Context[Any, Any]") -> bool:
+def _is_local(context: Context) -> bool:
     return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-
 from encoder_service import wire
 from encoder_service.encoder import Encoder, ImageRef, Known
 from encoder_service.scheduler import Claim

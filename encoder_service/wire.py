@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 from uuid import uuid4
 
 import grpc
+
 from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.errors import EncoderError, InternalError, InvalidRequestError, Status
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-
 from encoder_service.address import MAX_SALT_BYTES
 from encoder_service.encoder import ImageRef, Known
 
@@ -44,9 +45,10 @@ def image_ref(digest: bytes, variant: pb.Variant, salt: bytes) -> ImageRef:
     return ImageRef(digest, variant.min_pixels, variant.max_pixels, salt)
 
 
-def grid_message(grid: Grid) -> pb.Grid:
+def grid_message(grid: tuple[int, int, int]) -> pb.Grid:
     """Return the message of a grid."""
-    return pb.Grid(t=grid.t, h=grid.h, w=grid.w)
+    t, h, w = grid
+    return pb.Grid(t=t, h=h, w=w)
 
 
 def claimed_grid(name: pb.ImageName) -> Grid | None:
@@ -89,7 +91,7 @@ def known_error(error: Exception) -> EncoderError:
     return InternalError(f"internal error {incident}; the server's log has the details")
 
 
-async def abort(context: "grpc.aio.ServicerContext[object, object]", error: EncoderError) -> None:
+async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: EncoderError) -> None:
     """End the call with the status of `error`."""
     metadata = (("retry-after-ms", str(error.retry_after_ms)),) if error.retry_after_ms else ()
     await context.abort(_CODES[error.status], error.message, metadata)

@@ -9,7 +9,6 @@ from time import perf_counter
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
-
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest, Submitted
 

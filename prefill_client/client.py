@@ -7,7 +7,6 @@ from uuid import uuid4
 
 from encoder_contract.errors import EncoderError, ModelMismatchError
 from encoder_contract.v1 import encoder_pb2 as pb
-
 from prefill_client.connection import Connection, Description
 from prefill_client.images import Image, RowRequest, Submitted, read_images
 from prefill_client.row_stream import RowStream

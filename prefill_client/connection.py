@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
+
 from encoder_contract.errors import InternalError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import SEGMENT_ID_BYTES
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-
 from prefill_client.images import Image, RowRequest, Submitted
 from prefill_client.row_stream import RowStream, from_message, from_rpc
 

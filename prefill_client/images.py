@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.header import read_header
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
 
 # bfloat16 has no numpy type: its bits travel as uint16.
-_NUMPY_TYPES = {
+_NUMPY_TYPES: "dict[str, np.dtype[Any]]" = {
     "bfloat16": np.dtype(np.uint16),
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
@@ -89,7 +90,7 @@ class FetchedRows:
         return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
 
 
-def element_type(dtype: str) -> "np.dtype[np.generic]":
+def element_type(dtype: str) -> "np.dtype[Any]":
     """Return the numpy type that carries elements of `dtype`."""
     return _NUMPY_TYPES[dtype]
 

@@ -6,12 +6,12 @@ from typing import Any, Self
 
 import grpc
 import numpy as np
+
 from encoder_contract.errors import EncoderError, InternalError, from_status
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
-
 from prefill_client.images import FetchedRows, RowRequest, element_type
 from prefill_client.segment import map_rows
 
@@ -124,7 +124,7 @@ class _Arriving:
         )
 
     async def _check(self) -> None:
-        views = [memoryview(self._buffer)]
+        views = [self._buffer.data]
         found = (
             checksum(views)
             if len(self._buffer) <= CHECKSUM_ON_LOOP_BYTES

@@ -31,10 +31,9 @@ class SharedRows:
     """
 
     def __init__(self, handle: Handle, width: int, dtype: str) -> None:
-        """Map the handle's segment unless this process has it. `width`, `dtype`: a row, as in `ImageReady`.
+        """Map the handle's segment unless it is mapped. `width`, `dtype`: a row, as in `ImageReady`.
 
-        Raises `StaleHandleError` when the segment or the rows are gone, `InternalError` for a handle that makes
-        no sense.
+        Raises `StaleHandleError` when the segment or the rows are gone, `InternalError` for a senseless handle.
         """
         self.dtype = dtype
         self._handle = handle
@@ -143,7 +142,7 @@ def _mapped(handle: Handle) -> _MappedSegment:
 
 
 def _unmap_dead() -> None:
-    """Let go of segments whose server has gone, lest a mapping keep its memory, and of the oldest over the bound.
+    """Let go of segments whose server has gone, lest a mapping keep memory, and of the oldest over the bound.
 
     Views that someone still has keep their mapping alive.
     """

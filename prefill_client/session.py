@@ -188,7 +188,7 @@ class _Held:
         async with fetch(requests) as outcomes:
             async for outcome in outcomes:
                 if outcome.error is not None:
-                    raise _of_image(chunk.windows[outcome.index].image, outcome.error) from outcome.error
+                    raise of_image(chunk.windows[outcome.index].image, outcome.error) from outcome.error
                 arrived[outcome.index] = outcome
             self.rows.set_result(tuple(arrived[index] for index in range(len(requests))))
             await self._released.wait()
@@ -197,6 +197,6 @@ class _Held:
         self._released.set()
 
 
-def _of_image(image: int, error: EncoderError) -> EncoderError:
+def of_image(image: int, error: EncoderError) -> EncoderError:
     """Return the same error, saying which image of the prompt it is about."""
     return type(error)(f"image {image} of the prompt: {error.message}", retry_after_ms=error.retry_after_ms)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,19 +14,32 @@ from prefill_client.layout import Layout
 from prefill_client.plan import Chunk, plan
 from prefill_client.reference.language_model import LanguageModel, Levels
 from prefill_client.reference.positions import mrope_positions
+from prefill_client.reference.prefix import Prefix
 
 # rows(image, row_begin, row_end) -> [row_end - row_begin, width]: where the engine gets an image's rows from.
 RowSource = Callable[[int, int, int], Awaitable[Tensor]]
 
+# choose(logits [vocab]) -> the next token.
+Choose = Callable[[Tensor], int]
+
+
+def greedy(logits: Tensor) -> int:
+    """Return the likeliest token."""
+    return int(logits.argmax())
+
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt in work: its tokens and positions, and the KV cache of the `done` tokens already run."""
+    """A prompt in work: its tokens and positions, and the KV cache of the `done` tokens already run.
+
+    `generated` are the tokens behind the prompt that the cache holds too.
+    """
 
     token_ids: Tensor  # int64 [1, tokens]
     positions: Tensor  # int64 [3, 1, tokens]
     cache: Any
-    done: int = 0
+    done: int
+    generated: list[int] = field(default_factory=list)
 
     @property
     def next_position(self) -> int:
@@ -42,15 +55,21 @@ class Engine:
         language_model.require_width(row_width)
         self.language_model = language_model
 
-    def start(self, layout: Layout, grids: Sequence[Grid]) -> Prompt:
-        """Return a prompt with nothing done; `InvalidRequestError` if it is longer than the model's limit."""
+    def start(self, layout: Layout, grids: Sequence[Grid], prefix: Prefix | None = None) -> Prompt:
+        """Return a prompt of which nothing, or the given prefix, is done.
+
+        Raises `InvalidRequestError` when it is longer than the model's limit.
+        """
         model = self.language_model
         if layout.tokens > model.max_tokens:
             raise InvalidRequestError(f"{layout.tokens} tokens exceed the model's {model.max_tokens}")
         positions = torch.from_numpy(mrope_positions(layout, grids, model.merge_size))
         token_ids = torch.from_numpy(layout.token_ids.copy())
         return Prompt(
-            token_ids[None].to(model.device), positions[:, None].to(model.device), model.new_cache()
+            token_ids=token_ids[None].to(model.device),
+            positions=positions[:, None].to(model.device),
+            cache=prefix.cache if prefix else model.new_cache(),
+            done=prefix.tokens if prefix else 0,
         )
 
     @torch.inference_mode()
@@ -68,18 +87,19 @@ class Engine:
         return logits
 
     @torch.inference_mode()
-    def decode(self, prompt: Prompt, logits: Tensor) -> Iterator[int]:
-        """Yield greedily chosen tokens behind a prefilled prompt until the end token or the model's limit."""
+    def decode(self, prompt: Prompt, logits: Tensor, choose: Choose = greedy) -> Iterator[int]:
+        """Yield the tokens that `choose` takes behind a prefilled prompt, to the end token or the model's limit."""
         assert prompt.done == prompt.token_ids.shape[1], "the whole prompt is prefilled"
         model, position = self.language_model, prompt.next_position
         for _ in range(model.max_tokens - prompt.done):
-            token = int(logits.argmax())
+            token = choose(logits)
             if token in model.end_tokens:
                 return
             yield token
             embedding = model.embed(torch.tensor([[token]], device=model.device))
             at = torch.full((3, 1, 1), position, device=model.device)
             logits = model.forward(embedding, at, prompt.cache, None)
+            prompt.generated.append(token)
             position += 1
 
     def _put_in(self, embeddings: Tensor, chunk: Chunk, rows: Sequence[Tensor]) -> Levels | None:

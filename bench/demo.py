@@ -1,0 +1,168 @@
+"""The demo: a real server, a real prefill process, a two-turn chat over images, and a check of what was promised."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoints import write_checkpoint
+from bench.images import photo
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / ".demo"
+CHUNK_TOKENS = 384
+START_S = 60.0
+# Width, height (as stored) and EXIF orientation; the last two are new in turn two.
+PHOTOS = (
+    (1280, 720, 1), (480, 640, 6), (1024, 768, 3), (640, 480, 1),
+    (720, 1280, 8), (333, 500, 2), (1600, 1200, 5), (800, 600, 7),
+)  # fmt: skip
+NEW_IN_TURN_TWO = 2
+# Large enough to be real work for two cores, small enough for a minute.
+VISION_LAYERS, TEXT_LAYERS = 8, 12
+MIN_PIXELS, MAX_PIXELS = 65536, 1280 * 768
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
+MAX_IMAGES = 16  # of a user's folder: keeps the demo under its two minutes
+
+
+def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
+    """Run the demo in `folder`; return 0 when every promise was kept."""
+    from bench.demo_checks import check
+    from bench.demo_report import print_turn
+    from bench.demo_timeline import draw
+
+    began = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    files = chosen_files(images) if images else written_photos(folder / "photos")
+    first, new = (files[:-NEW_IN_TURN_TWO], files[-NEW_IN_TURN_TWO:]) if len(files) > 2 else (files, [])
+    say(f"checkpoint: Qwen3-VL, {VISION_LAYERS} vision and {TEXT_LAYERS} text layers, random weights")
+    model = write_checkpoint(
+        folder / "checkpoint",
+        depth=VISION_LAYERS,
+        text_layers=TEXT_LAYERS,
+        preprocessor={"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}},
+    )
+    turns = []
+    with server(model, folder / "server.log") as endpoint:
+        say(f"server: {endpoint}, log in {folder / 'server.log'}")
+        for event in prefill_events(model, endpoint, chunk_tokens, folder, (first, new)):
+            if event["event"] == "chunk":
+                say(f"  chunk {event['chunk']}: tokens {event['begin']} to {event['end']}")
+            elif event["event"] == "turn":
+                turns.append(event)
+                say(f"turn {len(turns)}: first token after {event['first_token_ms']:.0f} ms")
+    for number, turn in enumerate(turns):
+        print_turn(number, turn)
+    say("\nchecking against transformers, one shot, the same pixels ...")
+    results = check(model, (first, first + new), turns, folder)
+    for name, kept, found in results:
+        say(f"  {'kept  ' if kept else 'BROKEN'}  {name}: {found}")
+    picture = draw(turns, folder / "timeline.svg")
+    say(f"\ntimeline: {picture}\n{time.monotonic() - began:.0f} s in all")
+    broken = [name for name, kept, _ in results if not kept]
+    if broken:
+        say(f"demo: broken: {'; '.join(broken)}", sys.stderr)
+    return 1 if broken else 0
+
+
+def say(text: str, stream: Any = sys.stdout) -> None:
+    """Print at once: progress is shown while processes run."""
+    print(text, file=stream, flush=True)
+
+
+def written_photos(folder: Path) -> list[Path]:
+    """Write the seeded photos and return their paths."""
+    folder.mkdir(exist_ok=True)
+    files = []
+    for seed, (width, height, orientation) in enumerate(PHOTOS):
+        files.append(folder / f"{seed}-{width}x{height}-orientation{orientation}.jpg")
+        files[-1].write_bytes(photo(width, height, seed, orientation=orientation))
+    return files
+
+
+def chosen_files(folder: Path) -> list[Path]:
+    """Return the image files of the user's folder, at most `MAX_IMAGES`."""
+    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+    if not files:
+        raise SystemExit(f"demo: no {', '.join(sorted(SUFFIXES))} files in {folder}")
+    return files[:MAX_IMAGES]
+
+
+@contextmanager
+def server(model: Path, log: Path) -> Iterator[str]:
+    """Run `encoder-service serve` and give its endpoint; on leaving, it drains and must exit with 0."""
+    command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve", "--model", model]
+    command += ["--listen", "127.0.0.1:0", "--store-host-gib", "0.5"]  # a tenth of it will be used
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT)
+    try:
+        yield endpoint_of(process, log)
+        process.send_signal(signal.SIGTERM)
+        if process.wait(timeout=START_S) != 0:
+            raise SystemExit(f"demo: the server ended with {process.returncode}, see {log}")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def endpoint_of(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    """Wait for the server's block of settings and return the address in it."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(r"^\s*listening\s+(\S+)$", log.read_text(), re.MULTILINE):
+            return found[1]
+        time.sleep(0.05)
+    raise SystemExit(f"demo: the server did not start:\n{log.read_text()}")
+
+
+def prefill_events(
+    model: Path, endpoint: str, chunk_tokens: int, folder: Path, turns: Sequence[Sequence[Path]]
+) -> Iterator[dict[str, Any]]:
+    """Run the prefill process and yield what it tells."""
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "bench.demo_prefill",
+        "--model",
+        model,
+        "--server",
+        endpoint,
+    ]
+    command += ["--chunk", str(chunk_tokens), "--out", folder]
+    for files in turns:
+        command += ["--turn", *files]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield json.loads(line)
+    if process.returncode:
+        raise SystemExit(f"demo: the prefill process ended with {process.returncode}")
+
+
+def main() -> int:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--images", type=Path, help="folder of image files instead of seeded photos")
+    parser.add_argument(
+        "--chunk", type=int, default=CHUNK_TOKENS, help="tokens in a prefill chunk (%(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)"
+    )
+    args = parser.parse_args()
+    return demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The prefill process of the demo: a chat over the turns it is given, every event one JSON line on standard output."""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from prefill_client.client import EncoderClient
+from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.reference.chat import Chat, ChunkRun, Prefilled
+from prefill_client.reference.engine import Engine
+from prefill_client.reference.language_model import load_language_model
+
+QUESTIONS = ("What do these photos show?", "And these, compared with the first ones?")
+ANSWER_TOKENS = 8
+
+
+class Watch:
+    """Passes the client's fetch on and notes when each image's rows were asked for and arrived."""
+
+    def __init__(self, client: EncoderClient) -> None:
+        self._client = client
+        self.arrivals: list[dict[str, Any]] = []
+
+    @asynccontextmanager
+    async def fetch(
+        self, requests: Sequence[RowRequest], *, request_id: str
+    ) -> AsyncIterator[AsyncIterable[FetchedRows]]:
+        """Fetch as `EncoderClient.fetch` does."""
+        asked_s = time.monotonic()
+        async with self._client.fetch(requests, request_id=request_id) as outcomes:
+            yield self._noted(outcomes, requests, asked_s)
+
+    async def _noted(
+        self, outcomes: AsyncIterable[FetchedRows], requests: Sequence[RowRequest], asked_s: float
+    ) -> AsyncIterator[FetchedRows]:
+        async for outcome in outcomes:
+            request = requests[outcome.index]
+            self.arrivals.append(
+                {
+                    "digest": outcome.digest.hex(),
+                    "chunk": request.chunk,
+                    "row_begin": request.row_begin,
+                    "row_end": request.row_end,
+                    "source": outcome.source,
+                    "transport": outcome.transport,
+                    "stage_ms": outcome.stage_ms,
+                    "asked_s": asked_s,
+                    "arrived_s": time.monotonic(),
+                }
+            )
+            yield outcome
+
+
+def tell(event: str, **fields: Any) -> None:
+    """Print one event."""
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+def told_chunk(run: ChunkRun) -> dict[str, Any]:
+    """Return a chunk's run as JSON."""
+    windows = [
+        {"image": w.image, "row_begin": w.row_begin, "row_end": w.row_end, "source": source}
+        for w, source in zip(run.chunk.windows, run.sources, strict=True)
+    ]
+    return {
+        "chunk": run.chunk.index,
+        "begin": run.chunk.begin,
+        "end": run.chunk.end,
+        "windows": windows,
+        "waited_ms": run.waited_ms,
+        "prefill_ms": run.prefill_ms,
+        "began_s": run.began_s,
+    }
+
+
+def told_prompt(prefilled: Prefilled) -> dict[str, Any]:
+    """Return a prefilled prompt as JSON."""
+    return {
+        "prompt_ids": prefilled.layout.token_ids.tolist(),
+        "images": [
+            {"digest": i.digest.hex(), "grid": i.grid, "tokens": i.tokens, "cached": i.cached}
+            for i in prefilled.images
+        ],
+        "runs": [told_chunk(run) for run in prefilled.runs],
+    }
+
+
+def parts_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
+    """Return the parts of a user's message: the photos, then the question."""
+    images = [{"type": "image", "image": Path(file).read_bytes()} for file in files]
+    return [*images, {"type": "text", "text": question}]
+
+
+async def converse(args: argparse.Namespace) -> None:
+    """Run the turns; each turn's last-token logits are saved beside its report.
+
+    No KV cache is kept between turns, as if another process took the second: what is saved is the encoder's work.
+    """
+    language_model = load_language_model(args.model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    messages: list[dict[str, Any]] = []
+    async with await EncoderClient.connect(args.server) as client:
+        engine = Engine(language_model, row_width=client.description.width)
+        for number, (files, question) in enumerate(zip(args.turn, QUESTIONS, strict=False)):
+            messages.append({"role": "user", "content": parts_of(files, question)})
+            watch, began_s = Watch(client), time.monotonic()
+            chat = Chat(client, engine, tokenizer, chunk_tokens=args.chunk, fetch=watch.fetch)
+            prefilled = await chat.prefill(messages, on_chunk=lambda run: tell("chunk", **told_chunk(run)))
+            prefilled_s = time.monotonic()
+            tokens = [token async for token in chat.decode(prefilled, max_tokens=ANSWER_TOKENS)]
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            np.save(args.out / f"logits-{number}.npy", prefilled.logits.numpy())
+            tell(
+                "turn",
+                began_s=began_s,
+                first_token_ms=(prefilled_s - began_s) * 1000,
+                text=text,
+                arrivals=watch.arrivals,
+                **told_prompt(prefilled),
+            )
+            messages.append({"role": "assistant", "content": text})
+            chat.close()
+
+
+def main() -> None:
+    """Read the command line and chat."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--server", required=True, help="host:port")
+    parser.add_argument("--chunk", type=int, required=True, help="tokens in a prefill chunk")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the logits")
+    parser.add_argument(
+        "--turn", nargs="*", action="append", required=True, help="image files, once per turn"
+    )
+    asyncio.run(converse(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""One chat request, from messages with image files to tokens: where client, session and engine meet."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from encoder_contract.errors import ModelMismatchError
+from torch import Tensor
+
+from prefill_client.client import EncoderClient
+from prefill_client.images import FetchedRows, RowRequest, Submitted, element_type
+from prefill_client.layout import Layout, lay_out
+from prefill_client.plan import Chunk, plan
+from prefill_client.reference.engine import Choose, Engine, Prompt, greedy
+from prefill_client.reference.prefix import PrefixCache
+from prefill_client.session import PrefetchSession, ReadyChunk, of_image
+
+Result = TypeVar("Result")
+
+# {"role": ..., "content": text or parts}; a part is
+# {"type": "text", "text": str} or {"type": "image", "image": bytes}.
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """How one chunk went: where its rows came from, its times; `began_s` is on `time.monotonic`'s clock."""
+
+    chunk: Chunk
+    sources: tuple[str, ...]  # of each window: device, host, peer or encoded
+    waited_ms: float
+    began_s: float
+    prefill_ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """A request whose prompt has been prefilled: `logits` [vocab] are those of its last token.
+
+    `prefix_tokens` of the prompt were covered by the KV cache of an earlier one; `runs` are the chunks behind it.
+    """
+
+    prompt: Prompt
+    logits: Tensor
+    layout: Layout
+    images: tuple[Submitted, ...]
+    prefix_tokens: int
+    runs: tuple[ChunkRun, ...]
+
+
+class Chat:
+    """Answers chat requests with one language model and one encoder.
+
+    Requests run at the same time; the language model takes their chunks and tokens one by one, so that one request's
+    wait for an image lets another prefill.
+    """
+
+    def __init__(
+        self,
+        client: EncoderClient,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        chunk_tokens: int,
+        prefixes: PrefixCache | None = None,
+        fetch: Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]] | None = None,
+    ) -> None:
+        """Raise `ModelMismatchError` when the encoder lays images out as the language model does not.
+
+        `fetch` stands in for the client's own, for a caller that wants to watch.
+        """
+        theirs, ours = client.description.geometry.merge_size, engine.language_model.merge_size
+        if theirs != ours:
+            raise ModelMismatchError(f"the encoder merges {theirs} patches a side, the model {ours}")
+        self._client = client
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._chunk_tokens = chunk_tokens
+        self._prefixes = prefixes or PrefixCache(max_tokens=0)
+        self._fetch = fetch or client.fetch
+        self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    def close(self) -> None:
+        """End the model's thread, after what it is running."""
+        self._model_thread.shutdown()
+
+    async def prefill(
+        self, messages: Sequence[Message], *, on_chunk: Callable[[ChunkRun], None] = lambda _: None
+    ) -> Prefilled:
+        """Prefill the messages' prompt; `on_chunk` hears of every chunk. An image that fails raises its own error."""
+        request_id = uuid4().hex
+        images = await self._submit(messages, request_id)
+        layout = await asyncio.to_thread(self._layout, messages, images)
+        prefix = self._prefixes.take(layout, [image.address for image in images])
+        prompt = self._engine.start(layout, [image.grid for image in images if image.grid], prefix)
+        runs: list[ChunkRun] = []
+        logits: Tensor | None = None
+        async with PrefetchSession(
+            partial(self._fetch, request_id=request_id),
+            plan(layout, self._chunk_tokens, begin=prompt.done),
+            [RowRequest(image.digest) for image in images],
+            row_bytes=self._row_bytes,
+        ) as session:
+            async for ready in session:
+                run, logits = await self._on_model(self._run, prompt, ready)
+                runs.append(run)
+                on_chunk(run)
+        assert logits is not None, "a prefix never covers the whole prompt"
+        return Prefilled(prompt, logits, layout, images, prefix.tokens if prefix else 0, tuple(runs))
+
+    async def decode(
+        self, prefilled: Prefilled, *, max_tokens: int, choose: Choose = greedy
+    ) -> AsyncIterator[int]:
+        """Yield at most `max_tokens` tokens; then the KV cache is kept for a request that goes on from here."""
+        steps = islice(self._engine.decode(prefilled.prompt, prefilled.logits, choose), max_tokens)
+        while (token := await self._on_model(next, steps, None)) is not None:
+            yield token
+        addresses = [image.address for image in prefilled.images]
+        self._prefixes.put(prefilled.layout, prefilled.prompt.generated, addresses, prefilled.prompt.cache)
+
+    async def _submit(self, messages: Sequence[Message], request_id: str) -> tuple[Submitted, ...]:
+        files = [part["image"] for part in _parts(messages) if part["type"] == "image"]
+        submitted = await self._client.submit(files, request_id=request_id) if files else []
+        for number, image in enumerate(submitted):
+            if image.error:
+                raise of_image(number, image.error)
+        return tuple(submitted)
+
+    def _layout(self, messages: Sequence[Message], images: Sequence[Submitted]) -> Layout:
+        """Render the messages, one placeholder an image, and expand them."""
+        encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return lay_out(
+            encoded["input_ids"],
+            self._engine.language_model.image_token,
+            [image.tokens for image in images],
+        )
+
+    async def _on_model(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._model_thread, function, *arguments)
+
+    def _run(self, prompt: Prompt, ready: ReadyChunk) -> tuple[ChunkRun, Tensor]:
+        began_s = time.monotonic()
+        logits = self._engine.prefill(prompt, ready.chunk, [rows.tensor() for rows in ready.rows])
+        run = ChunkRun(
+            chunk=ready.chunk,
+            sources=tuple(rows.source for rows in ready.rows),
+            waited_ms=ready.waited_ms,
+            began_s=began_s,
+            prefill_ms=(time.monotonic() - began_s) * 1000,
+        )
+        return run, logits
+
+    @property
+    def _row_bytes(self) -> int:
+        ours = self._client.description
+        return ours.width * element_type(ours.dtype).itemsize
+
+
+def _parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """Return the parts of all messages in order; a plain text counts as no part."""
+    return [
+        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
+    ]

@@ -1,0 +1,85 @@
+"""Fixtures: a seeded checkpoint folder, and a real server on a free port."""
+
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.checkpoints import write_checkpoint
+from encoder_contract.errors import EncoderError
+from encoder_service.config import Config
+from encoder_service.decode import Decoder
+from encoder_service.server import Model, Server, load_model
+from prefill_client.client import EncoderClient
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen3-VL checkpoint folder with seeded weights."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def config(checkpoint: Path) -> Config:
+    """A configuration whose every bound fits a test."""
+    return Config(model=checkpoint, listen="127.0.0.1:0", device="cpu", store_host_gib=0.25, drain_s=5)
+
+
+@pytest.fixture(scope="session")
+def model(config: Config) -> Model:
+    """The loaded checkpoint."""
+    return load_model(config)
+
+
+class Gate:
+    """A real decoder behind a gate: while the gate is closed, decoding waits, as it would behind a busy machine."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._open = threading.Event()
+        self._open.set()
+        self.name = decoder.name
+
+    def decode(self, images: Sequence[bytes]) -> list[Tensor | EncoderError]:
+        """Wait for the gate, then decode."""
+        assert self._open.wait(30), "nobody opened the gate"
+        return self._decoder.decode(images)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Keep the gate closed."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+
+@pytest.fixture
+def gate(model: Model) -> Gate:
+    """The gate of this test's server."""
+    return Gate(model.decoder)
+
+
+@pytest.fixture
+async def server(config: Config, model: Model, gate: Gate) -> AsyncIterator[Server]:
+    """A serving server."""
+    server = Server(config, replace(model, decoder=cast(Decoder, gate)))
+    await server.start()
+    yield server
+    await server.drain()
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[EncoderClient]:
+    """A client of that server."""
+    async with await EncoderClient.connect(server.endpoint) as client:
+        yield client

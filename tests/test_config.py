@@ -1,0 +1,49 @@
+"""The configuration: a field is the flag, the environment name, the default and the help line."""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from encoder_service.config import Config, ConfigError, add_flags, environment_name, flag, read_config
+
+
+def parse(*arguments: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return vars(parser.parse_args(arguments))
+
+
+def test_every_field_is_a_flag_with_a_help_line_and_an_environment_name() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = " ".join(parser.format_help().split())
+    for field in fields(Config):
+        assert flag(field.name) in text
+        assert environment_name(field.name) in text
+        assert " ".join(field.metadata["help"].split()) in text
+
+
+def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
+    environment = {"ENCSVC_MODEL": "a", "ENCSVC_MAX_GRACE_MS": "7", "ENCSVC_DECODE_THREADS": "5", "HOME": "x"}
+    config = read_config(parse("--max-grace-ms", "9"), environment)
+    assert (config.model, config.max_grace_ms, config.decode_threads) == (Path("a"), 9, 5)
+    assert config.listen == "127.0.0.1:50051"
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, "--model"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_MODLE": "b"}, "ENCSVC_MODLE"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_DRAIN_S": "soon"}, "ENCSVC_DRAIN_S=soon"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_DTYPE": "int8"}, "bfloat16"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "0"}, "--batch-patches must be positive"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_MAX_CLIENT_SHARE": "1.5"}, "--max-client-share"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_LISTEN": "nowhere"}, "host:port"),
+    ],
+)
+def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_config({}, environment)

@@ -1,0 +1,107 @@
+"""The demo: it runs for real, and its checks notice broken promises."""
+
+import copy
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from encoder_contract.digest import content_digest
+
+from bench.demo import demo
+from bench.demo_checks import each_row_once, only_new_encoded
+from bench.demo_report import chunk_row
+from bench.demo_timeline import draw
+from bench.images import photo
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> list[Path]:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for seed, (width, height, orientation) in enumerate(
+        [(200, 120, 1), (96, 220, 6), (150, 150, 3), (300, 90, 8)]
+    ):
+        (folder / f"{seed}.jpg").write_bytes(photo(width, height, seed, orientation=orientation))
+    return sorted(folder.iterdir())
+
+
+def told(photos: list[Path], *, held: int) -> dict[str, Any]:
+    """A turn as the prefill process tells it: four tokens an image, two chunks."""
+    digests = [content_digest(file.read_bytes()).hex() for file in photos]
+
+    def run(chunk: int) -> dict[str, Any]:
+        windows = [
+            {"image": image, "row_begin": 2 * chunk, "row_end": 2 * chunk + 2, "source": "host"}
+            for image in range(len(photos))
+        ]
+        times = {"waited_ms": 2.0, "prefill_ms": 5.0, "began_s": 10.0 + chunk}
+        return {"chunk": chunk, "begin": 8 * chunk, "end": 8 * chunk + 8, "windows": windows, **times}
+
+    return {
+        "began_s": 10.0,
+        "prompt_ids": [0] * 16,
+        "images": [{"digest": d, "tokens": 4, "cached": i < held} for i, d in enumerate(digests)],
+        "arrivals": [
+            {
+                "digest": digest,
+                "source": "host" if image < held else "encoded",
+                "asked_s": 10.0,
+                "arrived_s": 10.5,
+                "stage_ms": {"queue": 4.0, "vit": 9.0},
+            }
+            for image, digest in enumerate(digests)
+        ],
+        "runs": [run(0), run(1)],
+    }
+
+
+def test_missing_and_doubled_rows_are_noticed(photos: list[Path]) -> None:
+    turn = told(photos, held=0)
+    assert each_row_once(0, turn)[1]
+    missing, doubled = copy.deepcopy(turn), copy.deepcopy(turn)
+    missing["runs"][1]["windows"][2]["row_end"] -= 1
+    doubled["runs"][0]["windows"][1]["row_end"] += 1
+    assert not each_row_once(0, missing)[1]
+    assert not each_row_once(0, doubled)[1]
+
+
+def test_images_encoded_twice_or_never_are_noticed(photos: list[Path]) -> None:
+    first, second = told(photos[:2], held=0), told(photos, held=2)
+    assert only_new_encoded(0, first, [], photos[:2])[1]
+    assert only_new_encoded(1, second, [first], photos)[1]
+    again, forgotten = told(photos, held=1), told(photos, held=3)
+    assert not only_new_encoded(1, again, [first], photos)[1]
+    assert not only_new_encoded(1, forgotten, [first], photos)[1]
+    lied = told(photos, held=2)
+    lied["arrivals"][0]["source"] = "encoded"
+    assert not only_new_encoded(1, lied, [first], photos)[1]
+
+
+def test_table_tells_cached_rows_from_encoded_ones(photos: list[Path]) -> None:
+    row = chunk_row(told(photos, held=3)["runs"][1], [True, True, True, False])
+    assert row == ("1", "8-16", "0[2:4], 1[2:4], 2[2:4], 3[2:4]", "8", "6", "2", "2.0", "5.0")
+
+
+def test_timeline_is_one_picture_that_needs_no_other_file(photos: list[Path], tmp_path: Path) -> None:
+    picture = draw([told(photos[:2], held=0), told(photos, held=2)], tmp_path / "timeline.svg")
+    links = [
+        value
+        for element in ElementTree.parse(picture).iter()
+        for name, value in element.attrib.items()
+        if name.endswith("href")
+    ]
+    assert all(link.startswith("#") for link in links)
+    assert picture.stat().st_size > 10_000
+
+
+def test_demo_keeps_its_promises(
+    photos: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(photos[0].parent, 37, tmp_path / "demo") == 0
+    shown = capfd.readouterr().out
+    assert "turn 1: 2 images new, 0 held from before" in shown
+    assert "turn 2: 2 images new, 2 held from before" in shown
+    assert shown.count("  kept  ") == 7
+    assert "BROKEN" not in shown
+    assert (tmp_path / "demo" / "timeline.svg").exists()

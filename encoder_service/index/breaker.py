@@ -1,0 +1,61 @@
+"""A circuit breaker: says whether the index may be asked, and when to try it again."""
+
+import random
+from collections.abc import Callable
+from time import monotonic
+
+# Three failures in a row that did not overlap: one stall of the network or of our own loop, which fails every call
+# under way, is one failure.
+FAILURES_TO_OPEN = 3
+# A restart of Redis takes about this long; a fleet's probes spread between half and one and a half times of it.
+FIRST_PROBE_S = 0.25
+# Probes cost one connection each: often enough to be back within seconds of a long outage.
+LAST_PROBE_S = 3.0
+
+
+class Breaker:
+    """Open after a run of failures or one refusal; only a successful probe closes it. Starts open.
+
+    Calls ask `is_open` and report `failed` or `succeeded`; one background task probes after `probe_delay_s` and
+    reports `close` or `failed`. Calls never probe, so that none of them pays for finding out.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._clock = clock
+        self._uniform = uniform
+        self._failures = 0
+        self._last_failure = float("-inf")
+        self._probes = 0
+        self.is_open = True
+
+    def failed(self, began: float, *, refused: bool = False) -> bool:
+        """Count the failure of a call that began at `began` (the breaker's clock); return whether it opened us.
+
+        `refused` is a server that answered, and said no (out of memory, read-only, loading): it opens at once.
+        """
+        if self.is_open:
+            return False
+        if refused or began >= self._last_failure:
+            self._failures += 1
+            self._last_failure = self._clock()
+        self.is_open = refused or self._failures >= FAILURES_TO_OPEN
+        return self.is_open
+
+    def succeeded(self) -> None:
+        """End the run of failures; an open breaker stays open."""
+        self._failures = 0
+
+    def probe_delay_s(self) -> float:
+        """Return the time to wait before the next probe: doubling, bounded, and spread at random."""
+        delay = min(LAST_PROBE_S, FIRST_PROBE_S * 2**self._probes)
+        self._probes = min(self._probes + 1, 16)
+        return self._uniform(0.5 * delay, 1.5 * delay)
+
+    def close(self) -> None:
+        """The probe succeeded: ask again."""
+        self.is_open = False
+        self._failures = self._probes = 0

@@ -1,0 +1,19 @@
+-- Adds this replica to locations, ends its leases on them, and tells who waits.
+-- KEYS: location, lease, for each address. ARGV: token, tier, time to live (ms), PUBLISH or SPUBLISH.
+-- Returns 1 for each address.
+local token, tier, ttl_ms, tell = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local MOST = 8 -- replicas of one address that are worth knowing; the oldest goes first
+local replies = {}
+for i = 1, #KEYS, 2 do
+  local location = without(get(KEYS[i]), token) .. token .. tier
+  redis.call('SET', KEYS[i], string.sub(location, -MOST * RECORD), 'PX', ttl_ms)
+  local holder = get(KEYS[i + 1])
+  if holder == token then
+    redis.call('DEL', KEYS[i + 1])
+  end
+  if holder ~= '' then -- without a lease nobody waits
+    redis.call(tell, KEYS[i], '')
+  end
+  replies[#replies + 1] = 1
+end
+return replies

@@ -1,0 +1,13 @@
+-- Takes a replica out of locations. KEYS: location of each address. ARGV: token. Returns 1 for each address.
+local replies = {}
+for i = 1, #KEYS do
+  local before = get(KEYS[i])
+  local location = without(before, ARGV[1])
+  if location == '' then
+    redis.call('DEL', KEYS[i])
+  elseif location ~= before then
+    redis.call('SET', KEYS[i], location, 'KEEPTTL')
+  end
+  replies[i] = 1
+end
+return replies

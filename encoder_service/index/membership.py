@@ -1,0 +1,93 @@
+"""Membership: this replica's place on the roll of its namespace, and which of the others are alive."""
+
+from collections.abc import Callable, Collection, Iterable
+
+from encoder_contract.errors import ModelMismatchError
+
+from encoder_service.index import schema
+from encoder_service.index.contract import Location, Locations, Peer, Replica
+from encoder_service.index.link import Link, Script
+
+ROLL = Script("roll")
+
+# Tokens of the dead that are remembered so as not to ask for them again; forgotten all at once when there are more
+# (years of restarts), which costs one heartbeat.
+MAX_DEAD = 1024
+
+
+class SupersededError(ModelMismatchError):
+    """A later start of the same replica id is on the roll."""
+
+
+class Membership:
+    """One life of a replica among its peers; what it knows of them is as old as the last roll call."""
+
+    def __init__(self, replica: Replica, roll_key: bytes, ttl_ms: int, load: Callable[[], float]) -> None:
+        self.token = schema.token(replica.replica_id, replica.epoch)
+        self._replica = replica
+        self._roll_key = roll_key
+        self._ttl_ms = ttl_ms
+        self._load = load
+        self._dead: set[bytes] = set()
+        self.peers: dict[bytes, Peer] = {}
+
+    async def call_roll(self, link: Link, verb: str) -> bool:
+        """Join, beat or leave; learn who is alive; return whether we were on the roll already.
+
+        Raises `ModelMismatchError` when a live replica serves another model, `SupersededError` when a later start of
+        this replica has taken its place.
+        """
+        ours = self._replica
+        reply = await link.run_once(
+            ROLL,
+            self._roll_key,
+            verb,
+            ours.replica_id,
+            ours.epoch,
+            schema.fingerprint(ours),
+            f"{self._load():.3f}",
+            ours.endpoint,
+            self._ttl_ms,
+        )
+        if reply[0] == b"mismatch":
+            theirs = f"{reply[1].decode(errors='replace')} serves {reply[2].decode(errors='replace')}"
+            raise ModelMismatchError(
+                f"the namespace of the index is taken by another model or processor: {theirs}, "
+                f"{ours.replica_id} serves {schema.fingerprint(ours)}"
+            )
+        if reply[0] == b"superseded":
+            raise SupersededError(f"a later start of replica {ours.replica_id} has taken its place")
+        roll = schema.Roll.parse(reply[1], reply[2])
+        self.peers = roll.peers
+        self._dead -= roll.peers.keys()
+        return roll.was_present
+
+    def strangers(self, values: Iterable[bytes | None]) -> bool:
+        """Return whether a location names someone who may have joined since the last roll call."""
+        known = self.peers.keys() | self._dead | {self.token}
+        return any(token not in known for value in values for token, _ in schema.records(value))
+
+    def bury_strangers(self, values: Iterable[bytes | None]) -> None:
+        """After a roll call: whoever is named in a location and is not on the roll is dead."""
+        named = {token for value in values for token, _ in schema.records(value)}
+        if len(self._dead) > MAX_DEAD:
+            self._dead.clear()
+        self._dead |= named - self.peers.keys() - {self.token}
+
+    def locations(self, value: bytes | None, without: Collection[str] = ()) -> Locations:
+        """Return the live peers that a location names, except those in `without`."""
+        found = []
+        for token, tier in schema.records(value):
+            peer = self.peers.get(token)
+            if peer is not None and peer.replica_id not in without:
+                found.append(Location(peer.replica_id, peer.endpoint, tier))
+        return tuple(found)
+
+    def ignored(self, without: Collection[str]) -> bytes:
+        """Return the tokens whose locations keep nobody from a lease: ours, the dead's, and those of `without`."""
+        unwanted = {token for token, peer in self.peers.items() if peer.replica_id in without}
+        return b"".join({self.token} | self._dead | unwanted)
+
+    def token_of(self, replica_id: str) -> bytes | None:
+        """Return the token of a live peer, or None."""
+        return next((token for token, peer in self.peers.items() if peer.replica_id == replica_id), None)

@@ -1,0 +1,58 @@
+"""Republishing: tells the index again what this replica holds, when it forgot and before it does."""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
+
+from encoder_service.index.contract import Held, Tier
+
+# One batch holds Redis for about half a millisecond; a hundred replicas that come back at once take a third of it.
+BATCH_ADDRESSES = 64
+ADDRESSES_PER_S = 1000
+# Replicas that see Redis come back in the same moment begin at different ones.
+SPREAD_S = 0.5
+
+
+class Republisher:
+    """Walks over what is held: soon after `forgotten`, and three times within the time that entries live.
+
+    `held` is called at the start of a walk and consumed batch by batch. `publish` returns False when it could not:
+    the walk ends, and begins again when the index is back and `forgotten` is called.
+    """
+
+    def __init__(
+        self, held: Held, publish: Callable[[Sequence[bytes], Tier], Awaitable[bool]], ttl_s: float
+    ) -> None:
+        self._held = held
+        self._publish = publish
+        self._every_s = ttl_s / 3
+        self._forgotten = asyncio.Event()
+
+    def forgotten(self) -> None:
+        """The index lost what it knew of this replica, or may have."""
+        self._forgotten.set()
+
+    async def run(self) -> None:
+        """Walk for ever."""
+        while True:
+            try:
+                async with asyncio.timeout(self._every_s):
+                    await self._forgotten.wait()
+                await asyncio.sleep(random.uniform(0, SPREAD_S))  # noqa: S311 - spreads load, guards nothing
+            except TimeoutError:
+                pass
+            self._forgotten.clear()
+            await self._walk()
+
+    async def _walk(self) -> None:
+        entries = iter(self._held())
+        while batch := list(islice(entries, BATCH_ADDRESSES)):
+            by_tier: dict[Tier, list[bytes]] = defaultdict(list)
+            for address, tier in batch:
+                by_tier[tier].append(address)
+            for tier, addresses in by_tier.items():
+                if not await self._publish(addresses, tier):
+                    return
+            await asyncio.sleep(len(batch) / ADDRESSES_PER_S)

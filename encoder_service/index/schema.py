@@ -1,0 +1,95 @@
+"""The layout of the index in Redis: names of keys, and the records in them."""
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from encoder_service.index.contract import Peer, Replica, Tier
+
+SCHEMA_VERSION = 1
+
+# A replica in a location: 64 bits of a hash over its id and epoch, so that a restarted replica's old locations
+# name nobody. Among a thousand replicas two collide once in 4e13; it would cost failed peer calls, not wrong rows.
+TOKEN_BYTES = 8
+# Token, then one byte of tier.
+RECORD_BYTES = TOKEN_BYTES + 1
+_TIERS = {int(tier) for tier in Tier}
+
+
+def namespace(prefix: str, model_fingerprint: bytes) -> str:
+    """Return the namespace of a model: models, and versions of this layout, share a Redis without meeting."""
+    return f"{prefix}:{model_fingerprint.hex()[:12]}:{SCHEMA_VERSION}"
+
+
+def token(replica_id: str, epoch: int) -> bytes:
+    """Return what stands for one life of a replica in locations and leases."""
+    return blake3(f"{replica_id}\0{epoch}".encode()).digest(TOKEN_BYTES)
+
+
+def fingerprint(replica: Replica) -> str:
+    """Return what two replicas of a namespace must have in common, short and readable: model.processor."""
+    return f"{replica.model_fingerprint[:8].hex()}.{replica.processor_fingerprint[:8].hex()}"
+
+
+class Keys:
+    """The keys of a namespace. The address is the hash tag, so that all keys of an address are in one slot."""
+
+    def __init__(self, namespace: str) -> None:
+        self._prefix = namespace.encode() + b":{"
+        self.roll = self._prefix + b"replicas}"
+
+    def location(self, address: bytes) -> bytes:
+        """Records of who holds the address; also the name of the channel that tells of a change."""
+        return self._tagged(address) + b":loc"
+
+    def address(self, channel: bytes) -> bytes | None:
+        """Return the address that a channel is about, or None for a channel of somebody else."""
+        tagged = channel.removeprefix(self._prefix).removesuffix(b"}:loc")
+        try:
+            return urlsafe_b64decode(tagged + b"=" * (-len(tagged) % 4))
+        except ValueError:
+            return None
+
+    def lease(self, address: bytes) -> bytes:
+        """Token of who encodes the address."""
+        return self._tagged(address) + b":lease"
+
+    def source(self, key: bytes) -> bytes:
+        """Bytes of an image."""
+        return self._tagged(key) + b":src"
+
+    def _tagged(self, key: bytes) -> bytes:
+        # Not the raw bytes: a brace among them would end the hash tag early.
+        return self._prefix + urlsafe_b64encode(key).rstrip(b"=") + b"}"
+
+
+def records(value: bytes | None) -> Iterator[tuple[bytes, Tier]]:
+    """Yield token and tier of each record of a location; what is no record is skipped."""
+    value = value or b""
+    for at in range(0, len(value) - RECORD_BYTES + 1, RECORD_BYTES):
+        tier = value[at + TOKEN_BYTES]
+        if tier in _TIERS:
+            yield value[at : at + TOKEN_BYTES], Tier(tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """The answer to a heartbeat: the other live replicas by token, and whether we were on the roll already."""
+
+    peers: dict[bytes, Peer]
+    was_present: bool
+
+    @classmethod
+    def parse(cls, was_present: int, entries: list[bytes]) -> "Roll":
+        """Read the flat list [id, record, ...] that the script returned; what is no record is skipped."""
+        peers: dict[bytes, Peer] = {}
+        for replica_id, record in zip(entries[::2], entries[1::2], strict=False):
+            try:
+                _, epoch, _, load, endpoint = record.decode().split(" ")
+                peer = Peer(replica_id.decode(), int(epoch), endpoint, float(load))
+            except ValueError:
+                continue
+            peers[token(peer.replica_id, peer.epoch)] = peer
+        return cls(peers, was_present == 1)

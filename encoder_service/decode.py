@@ -7,6 +7,7 @@ has no GPU path, and every JPEG that DALI refuses; without DALI it takes all. On
 import io
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import PIL
 import torch
+import torch.utils.dlpack
 from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -25,7 +27,8 @@ from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
-from encoder_contract.header import Header, read_header
+from encoder_contract.header import Header, check_limits, read_header
+from encoder_contract.orientation import FIRST_SWAPPED
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,9 @@ class Decoder:
     """Decodes images into pixels on one device. Safe to call from several threads; DALI serves one at a time.
 
     `device` is "cpu" or "gpu" (the current CUDA device; nvJPEG through DALI); `threads` bounds the decoding
-    threads. `backend` "auto" takes DALI where it is installed; naming one that is not there is a `ValueError`.
+    threads. `backend` "auto" takes DALI where it is installed; naming one that is not there is a
+    `ValueError`, and so is "gpu" without one.
+    `max_image_pixels` bounds the memory of one image (3 bytes a pixel, a few times that while Pillow works).
     `name` says what was chosen.
     """
 
@@ -66,7 +71,11 @@ class Decoder:
         *,
         threads: int = 4,
         backend: Literal["auto", "dali", "pillow"] = "auto",
+        max_image_pixels: int = 100_000_000,
     ) -> None:
+        self._max_image_pixels = max_image_pixels
+        if device == "gpu" and not torch.cuda.is_available():
+            raise ValueError("decoding on the gpu needs a CUDA device, and torch sees none")
         self._torch_device = torch.device("cuda" if device == "gpu" else "cpu")
         self._jpegs: _JpegBackend | None = None
         if backend != "pillow":
@@ -83,14 +92,13 @@ class Decoder:
         """Return, in order, the pixels of each image or the error of that image alone.
 
         Pixels are uint8 [H, W, 3] RGB on the decoder's device, upright (EXIF applied), transparency laid over
-        white, the first frame of an animation; they own or share memory that lives as long as they do. How much
-        memory is taken is bounded by the headers: check them before (`check_limits`).
+        white, the first frame of an animation; their memory lives as long as they do.
         """
         outcomes: list[Tensor | EncoderError | None] = [None] * len(images)
         headers: dict[int, Header] = {}
         for index, image in enumerate(images):
             try:
-                headers[index] = read_header(image)
+                headers[index] = self._header(image)
             except InvalidImageError as error:
                 outcomes[index] = error
         for index, pixels in self._by_dali(images, headers).items():
@@ -104,6 +112,11 @@ class Decoder:
     def close(self) -> None:
         """Stop the decoding threads."""
         self._threads.shutdown()
+
+    def _header(self, image: bytes) -> Header:
+        header = read_header(image)
+        check_limits(header, len(image), max_image_bytes=sys.maxsize, max_image_pixels=self._max_image_pixels)
+        return header
 
     def _by_dali(self, images: Sequence[bytes], headers: dict[int, Header]) -> dict[int, Tensor]:
         """Return the pixels of the images that DALI reads, by index."""
@@ -143,14 +156,16 @@ class Decoder:
 
 def upright(pixels: Tensor, orientation: int) -> Tensor:
     """Return `pixels` [H, W, C] with an EXIF orientation applied, contiguous; what `exif_transpose` does."""
-    if orientation >= 5:
-        pixels = pixels.transpose(0, 1)
     flipped = _FLIPPED_AXES.get(orientation)
-    return pixels.flip(flipped) if flipped else pixels.contiguous()
+    if flipped:
+        pixels = pixels.flip(flipped)
+    if orientation >= FIRST_SWAPPED:
+        pixels = pixels.transpose(0, 1)
+    return pixels.contiguous()
 
 
-# Axes to flip once orientations 5 to 8 are transposed.
-_FLIPPED_AXES: dict[int, tuple[int, ...]] = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}
+# Axes to flip before orientations 5 to 8 are transposed.
+_FLIPPED_AXES: dict[int, tuple[int, ...]] = {2: (1,), 3: (0, 1), 4: (0,), 6: (0,), 7: (0, 1), 8: (1,)}
 
 
 def _is_for_dali(image: bytes, header: Header) -> bool:
@@ -181,9 +196,9 @@ class _Dali:
     """JPEG decoding by DALI's dynamic mode, which unlike a DALI pipeline survives a bad image."""
 
     def __init__(self, device: Device, threads: int) -> None:
-        # A damaged image is our caller's error, reported as such; DALI would also print it. Read when its
-        # decoder is made.
-        os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "0")
+        # Errors only on the standard error stream, where DALI would add warnings about odd images; they cannot
+        # be turned off. Ordinary bad files do not get this far (see `_is_for_dali`).
+        os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "1")
         import nvidia.dali as dali
         import nvidia.dali.experimental.dynamic as dynamic
 
@@ -210,4 +225,4 @@ class _Dali:
                 # Ours is applied instead, the one the grid was computed from.
                 adjust_orientation=False,
             )
-            return [torch.from_dlpack(sample) for sample in batch.tensors]
+            return [torch.utils.dlpack.from_dlpack(sample) for sample in batch.tensors]

@@ -4,17 +4,16 @@ import mmap
 import os
 import stat
 import threading
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from encoder_contract.errors import InternalError, StaleHandleError
-from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from numpy.typing import NDArray
 
-from prefill_client.images import element_type
+from encoder_contract.errors import InternalError, StaleHandleError
+from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
+from prefill_client.images import element_type, tensor_view
 
 if TYPE_CHECKING:
     import torch
@@ -93,19 +92,6 @@ def map_rows(handle: Handle) -> NDArray[np.uint8]:
     copied = np.concatenate(pieces)
     segment.check(handle)
     return copied
-
-
-def tensor_view(array: NDArray[np.generic], dtype: str) -> "torch.Tensor":
-    """Return a torch tensor over the same memory, of type `dtype` (bfloat16 comes as uint16).
-
-    A tensor has no read-only flag: writing to one that lies in a segment kills the process.
-    """
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensor = torch.from_numpy(array)
-    return tensor.view(getattr(torch, dtype))
 
 
 @dataclass(frozen=True, slots=True)

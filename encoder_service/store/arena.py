@@ -5,9 +5,6 @@ from bisect import bisect_left, insort
 Run = tuple[int, int]
 """(first page, number of pages)."""
 
-MAX_RUNS = 4
-"""Runs of one embedding. Keeps handles small and most rows in one piece; docs/store.md has the cost."""
-
 _START_BITS = 32
 
 
@@ -39,7 +36,7 @@ class Arena:
         """Pages of the longest free run."""
         return self._by_length[-1] >> _START_BITS if self._by_length else 0
 
-    def allocate(self, pages: int, max_runs: int = MAX_RUNS) -> tuple[Run, ...] | None:
+    def allocate(self, pages: int, max_runs: int) -> tuple[Run, ...] | None:
         """Take `pages` pages: the shortest run that holds them, else the longest few; else None."""
         assert pages > 0
         if pages > self.free_pages:

@@ -100,16 +100,17 @@ class Store:
         deadline = time.monotonic() + self._wait_s
         ledger = self._ledger
         slot = ledger.claim(address, ledger.tiers, deadline)
-        if slot is None:
-            try:
-                if self._device is not None:
-                    slot = ledger.reserve_free(self._device, address, tokens, grid)
-                if slot is None:
-                    slot = ledger.reserve(self._host, address, tokens, grid, deadline)
-                ledger.fill(slot, [rows.contiguous().view(torch.uint8).view(-1)])
-            finally:
-                ledger.unclaim(address)
-        return Pin(ledger, self.segment, slot)
+        if slot is not None:
+            return Pin(ledger, self.segment, slot)
+        try:
+            source = rows.contiguous().view(torch.uint8).view(-1)
+            if self._device is not None:
+                slot = ledger.reserve_free(self._device, address, tokens, grid)
+            if slot is None:
+                slot = ledger.reserve(self._host, address, tokens, grid, deadline)
+            return Pin(ledger, self.segment, ledger.fill(slot, [source]))
+        finally:
+            ledger.unclaim(address)
 
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding now."""

@@ -1,0 +1,107 @@
+"""The arena: pages have one owner, runs are preferred, and a day of random sizes leaves it usable."""
+
+import math
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.store.arena import Arena
+from encoder_service.store.tiers import Layout, Tier
+
+# A positive number allocates as many pages; a negative one frees the allocation of that rank.
+steps = st.lists(st.integers(-8, 12), max_size=60)
+
+
+def pages_of(runs):
+    return [page for start, count in runs for page in range(start, start + count)]
+
+
+@given(steps=steps, pages=st.integers(1, 40), max_runs=st.integers(1, 5))
+@settings(max_examples=300, deadline=None)
+def test_no_page_ever_has_two_owners_and_none_is_lost(steps, pages, max_runs):
+    arena = Arena(pages)
+    held = []
+    for step in steps:
+        if step > 0:
+            runs = arena.allocate(step, max_runs)
+            if runs is not None:
+                assert len(runs) <= max_runs
+                assert len(pages_of(runs)) == step
+                held.append(runs)
+        elif held:
+            arena.free(held.pop(step % len(held)))
+        owned = [page for runs in held for page in pages_of(runs)]
+        assert len(owned) == len(set(owned))
+        assert all(0 <= page < pages for page in owned)
+        assert arena.free_pages == pages - len(owned)
+        free = sorted(set(range(pages)) - set(owned))
+        assert arena.free_runs == sum(page - 1 not in free for page in free)
+
+
+@given(steps=steps, pages=st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_it_refuses_only_what_its_longest_free_runs_cannot_hold(steps, pages):
+    arena = Arena(pages)
+    owned, held = set(), []
+    for step in steps:
+        if step > 0:
+            lengths, page = [], 0
+            while page < pages:
+                end = page
+                while end < pages and end not in owned:
+                    end += 1
+                lengths.append(end - page)
+                page = end + 1
+            runs = arena.allocate(step, 2)
+            assert (runs is None) == (sum(sorted(lengths)[-2:]) < step)
+            if runs is not None:
+                held.append(runs)
+                owned |= set(pages_of(runs))
+        elif held:
+            runs = held.pop(step % len(held))
+            arena.free(runs)
+            owned -= set(pages_of(runs))
+
+
+def test_the_shortest_run_that_fits_is_taken():
+    arena = Arena(100)
+    parts = [arena.allocate(count, 1) for count in (10, 1, 4, 1, 6, 78)]
+    for part in parts[0:6:2]:
+        arena.free(part)
+    assert arena.allocate(4, 1) == parts[2]
+    assert arena.allocate(5, 1) == ((parts[4][0][0], 5),)
+
+
+def test_an_embedding_is_split_only_when_no_run_holds_it():
+    arena = Arena(10)
+    parts = [arena.allocate(2, 1) for _ in range(5)]
+    arena.free(parts[0])
+    arena.free(parts[2])
+    assert arena.allocate(4, 1) is None
+    assert sorted(arena.allocate(4, 2)) == [parts[0][0], parts[2][0]]
+
+
+def test_a_day_of_random_sizes_leaves_nine_tenths_usable_and_most_embeddings_in_one_run():
+    rows_per_page = 2
+    layout = Layout(row_bytes=1, page_rows=rows_per_page)
+    tier = Tier(
+        "host", torch.empty((8 << 14) * rows_per_page, dtype=torch.uint8), layout
+    )  # as 8 GiB of 64 KiB pages
+    rng = random.Random(3)
+    used, single = [], []
+    for number in range(6000):
+        tokens = int(math.exp(rng.uniform(math.log(64), math.log(3600))))
+        address = number.to_bytes(4, "little")
+        while (slot := tier.reserve(address, tokens, (1, 1, 1))) is None:
+            next(tier.make_room(tokens))
+        tier.commit(slot)
+        tier.unpin(slot)
+        if number % 3 == 0:
+            tier.touch(rng.choice(list(tier.slots.values())[-200:]))
+        if number > 2000:
+            used.append(1 - tier.arena.free_pages / tier.arena.pages)
+            single.append(len(slot.runs) == 1)
+    assert min(used) >= 0.9
+    assert sum(single) / len(single) >= 0.7

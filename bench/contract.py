@@ -16,14 +16,13 @@ STUBS = [f"encoder_contract/v1/encoder_pb2{suffix}" for suffix in (".py", ".pyi"
 def generate(out: Path) -> None:
     """Write the stubs below `out`, from the package root, so that their imports need no patching."""
     scripts = Path(sys.executable).parent
-    subprocess.run(
-        [
-            sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", f"--python_out={out}",
-            f"--grpc_python_out={out}", f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}", f"--mypy_out=quiet:{out}",
-            f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}", f"--mypy_grpc_out=quiet:{out}", PROTO,
-        ],
-        check=True,
-    )  # fmt: skip
+    arguments = [f"-I{ROOT}", f"--python_out={out}", f"--grpc_python_out={out}"]
+    for plugin in ("mypy", "mypy_grpc"):
+        arguments += [
+            f"--plugin=protoc-gen-{plugin}={scripts / f'protoc-gen-{plugin}'}",
+            f"--{plugin}_out=quiet:{out}",
+        ]
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments, PROTO], check=True)
 
 
 def main() -> int:

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _encode(given: argparse.Namespace, files: list[bytes]) -> int:
-    async with await EncoderClient.connect(given.server) as client:
+    async with await EncoderClient.connect(given.server, timeout_s=min(given.timeout_s, 10.0)) as client:
         began = perf_counter()
         submitted = await client.submit(files, request_id="prefill-client encode", timeout_s=given.timeout_s)
         submit_ms = (perf_counter() - began) * 1000

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import grpc
 
-from encoder_contract.errors import InternalError
+from encoder_contract.errors import InternalError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import SEGMENT_ID_BYTES
@@ -103,6 +103,8 @@ class Connection:
             )
         except grpc.aio.AioRpcError as error:
             await channel.close()
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
             raise from_rpc(error, endpoint) from error
         except BaseException:
             await channel.close()

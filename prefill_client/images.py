@@ -1,5 +1,6 @@
 """What is said about images on the client's side: before they are sent, when submitted, when their rows arrive."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,12 +83,22 @@ class FetchedRows:
 
     def tensor(self) -> "torch.Tensor":
         """Return the rows as a torch tensor [rows, width] that shares their memory; raises the error if it failed."""
-        import torch
-
         if self.error is not None:
             raise self.error
-        tensor = torch.from_numpy(self.array)
-        return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
+        return tensor_view(self.array, self.dtype)
+
+
+def tensor_view(array: NDArray[np.generic], dtype: str) -> "torch.Tensor":
+    """Return a torch tensor over the same memory, of type `dtype` (bfloat16 comes as uint16).
+
+    A tensor has no read-only flag: writing to one that lies in a segment kills the process.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    return tensor.view(getattr(torch, dtype))
 
 
 def element_type(dtype: str) -> "np.dtype[Any]":

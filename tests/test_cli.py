@@ -1,0 +1,128 @@
+"""The command lines, as real processes: what they print, what they refuse, how they end."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from bench.images import photo
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import EncoderError, UnavailableError
+from encoder_contract.version import __version__
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from tests.processes import run, running
+
+
+@pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
+def test_version_and_help(command: str) -> None:
+    assert run(command, "--version").stdout.split() == [command, __version__]
+    assert "COMMAND" in run(command, "--help").stdout
+    assert run(command).returncode == 2
+
+
+def test_a_wrong_flag_is_named() -> None:
+    result = run("encoder-service", "serve", "--modle", "x")
+    assert result.returncode == 2
+    assert "--modle" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "preprocessor_config.json"),
+        ({"config.json": '{"model_type": "llama"}'}, "qwen3_vl"),
+        ({"config.json": "{"}, "config.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused_naming_what_is_wrong(
+    tmp_path: Path, checkpoint: Path, files: dict[str, str], says: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    if files:
+        settings = (checkpoint / "preprocessor_config.json").read_text()
+        (tmp_path / "preprocessor_config.json").write_text(settings)
+    result = run("encoder-service", "serve", "--model", tmp_path)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_taken_port_is_a_clear_error(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run(
+            "encoder-service", "serve", "--model", checkpoint, "--listen", address, "--store-host-gib", "0.1"
+        )
+    assert result.returncode == 2
+    assert address in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:
+    result = run("encoder-service", "serve", "--model", checkpoint, "--device", "cuda:7")
+    assert result.returncode == 2
+    assert "cuda:7" in result.stderr
+
+
+def test_encode_prints_address_grid_and_stages_and_fails_for_what_is_no_image(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "photo.jpg", tmp_path / "notes.txt"
+    good.write_bytes(photo(320, 240, 1))
+    bad.write_bytes(b"not an image")
+    with running(checkpoint) as server:
+        banner = "\n".join(server.lines)
+        for word in ("qwen3_vl", "cpu", "attention", "decoder", "store", "limits"):
+            assert word in banner
+        first = run("prefill-client", "encode", good, "--server", server.endpoint)
+        second = run("prefill-client", "encode", good, bad, "--server", server.endpoint, "--inline")
+    assert first.returncode == 0, first.stderr
+    assert "decode" in first.stdout
+    assert "vit" in first.stdout
+    assert "by shm" in first.stdout
+    assert second.returncode == 1
+    assert "it was held" in second.stdout
+    assert "InvalidImageError" in second.stdout
+
+
+def test_encode_says_when_there_is_no_server(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    result = run(
+        "prefill-client",
+        "encode",
+        tmp_path / "photo.jpg",
+        "--server",
+        f"127.0.0.1:{port}",
+        "--timeout-s",
+        "1",
+    )
+    assert result.returncode == 1
+    assert "UnavailableError" in result.stderr
+    assert str(port) in result.stderr
+
+
+async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkpoint: Path) -> None:
+    images = [photo(900 + n, 700, n) for n in range(24)]
+    with running(checkpoint, "--log-format", "json") as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            await client.submit(images)
+            requests = [RowRequest(content_digest(image)) for image in images]
+            async with client.fetch(requests, timeout_s=60, shm=False) as stream:
+                outcomes = aiter(stream)
+                first = await anext(outcomes)
+                assert first.error is None
+                ending = asyncio.create_task(asyncio.to_thread(server.terminate))
+                await asyncio.sleep(0.3)
+                with pytest.raises(EncoderError) as refused:
+                    await client.submit([photo(64, 64, 99)], timeout_s=5)
+                rest = [outcome async for outcome in outcomes]
+            assert [outcome.error for outcome in rest] == [None] * 23
+            assert isinstance(refused.value, UnavailableError)
+        assert await ending == 0
+    assert any(json.loads(line)["message"] == "drained" for line in server.log)

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,13 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from bench.checkpoints import write_checkpoint
 from bench.images import photo
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".demo"
 CHUNK_TOKENS = 384
-START_S = 60.0
+START_S, DRAIN_S = 60.0, 40.0  # the server itself gives running calls 30 s
 # Width, height (as stored) and EXIF orientation; the last two are new in turn two.
 PHOTOS = (
     (1280, 720, 1), (480, 640, 6), (1024, 768, 3), (640, 480, 1),
@@ -29,6 +30,8 @@ NEW_IN_TURN_TWO = 2
 # Large enough to be real work for two cores, small enough for a minute.
 VISION_LAYERS, TEXT_LAYERS = 8, 12
 MIN_PIXELS, MAX_PIXELS = 65536, 1280 * 768
+# Encoder and prefill run at the same time: half the cores each. Two on one core would spend it spinning.
+THREADS = max(1, (os.cpu_count() or 2) // 2)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 MAX_IMAGES = 16  # of a user's folder: keeps the demo under its two minutes
 
@@ -40,6 +43,7 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     from bench.demo_timeline import draw
 
     began = time.monotonic()
+    transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     files = chosen_files(images) if images else written_photos(folder / "photos")
     first, new = (files[:-NEW_IN_TURN_TWO], files[-NEW_IN_TURN_TWO:]) if len(files) > 2 else (files, [])
@@ -101,17 +105,21 @@ def server(model: Path, log: Path) -> Iterator[str]:
     """Run `encoder-service serve` and give its endpoint; on leaving, it drains and must exit with 0."""
     command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve", "--model", model]
     command += ["--listen", "127.0.0.1:0", "--store-host-gib", "0.5"]  # a tenth of it will be used
+    # Batches of about one photo: prefill goes on with the first while the next is encoded.
+    command += ["--torch-threads", str(THREADS), "--batch-patches", str(MAX_PIXELS // 16**2)]
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT)
     try:
         yield endpoint_of(process, log)
-        process.send_signal(signal.SIGTERM)
-        if process.wait(timeout=START_S) != 0:
-            raise SystemExit(f"demo: the server ended with {process.returncode}, see {log}")
     finally:
-        if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=DRAIN_S)
+        except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    if process.returncode != 0:
+        raise SystemExit(f"demo: the server ended with {process.returncode}, see {log}")
 
 
 def endpoint_of(process: "subprocess.Popen[bytes]", log: Path) -> str:
@@ -137,12 +145,10 @@ def prefill_events(
         "--server",
         endpoint,
     ]
-    command += ["--chunk", str(chunk_tokens), "--out", folder]
+    command += ["--chunk", str(chunk_tokens), "--out", folder, "--threads", str(THREADS)]
     for files in turns:
         command += ["--turn", *files]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         for line in process.stdout:
             yield json.loads(line)

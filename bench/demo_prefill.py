@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 
+from encoder_contract.errors import EncoderError
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.reference.chat import Chat, ChunkRun, Prefilled
@@ -131,18 +133,26 @@ async def converse(args: argparse.Namespace) -> None:
             chat.close()
 
 
-def main() -> None:
-    """Read the command line and chat."""
+def main() -> int:
+    """Read the command line and chat; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--server", required=True, help="host:port")
     parser.add_argument("--chunk", type=int, required=True, help="tokens in a prefill chunk")
+    parser.add_argument("--threads", type=int, required=True, help="of one matrix product")
     parser.add_argument("--out", type=Path, required=True, help="folder for the logits")
     parser.add_argument(
         "--turn", nargs="*", action="append", required=True, help="image files, once per turn"
     )
-    asyncio.run(converse(parser.parse_args()))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    try:
+        asyncio.run(converse(args))
+    except EncoderError as error:
+        print(f"prefill: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from encoder_contract.errors import InvalidRequestError
 from numpy.typing import NDArray
+
+from encoder_contract.errors import InvalidRequestError
 
 TokenIds = NDArray[np.int64]
 

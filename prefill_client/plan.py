@@ -4,7 +4,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from encoder_contract.errors import InvalidRequestError
-
 from prefill_client.layout import Layout
 
 

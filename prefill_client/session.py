@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self
 
 from encoder_contract.errors import EncoderError
-
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.plan import Chunk
 

@@ -6,13 +6,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from encoder_contract.digest import content_digest
 
 from bench.demo import demo
 from bench.demo_checks import each_row_once, only_new_encoded
 from bench.demo_report import chunk_row
 from bench.demo_timeline import draw
 from bench.images import photo
+from encoder_contract.digest import content_digest
 
 
 @pytest.fixture

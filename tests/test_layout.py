@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from encoder_contract.errors import InvalidRequestError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from encoder_contract.errors import InvalidRequestError
 from prefill_client.layout import Span, lay_out
 
 IMAGE = 7

@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
-from encoder_contract.errors import InvalidRequestError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from encoder_contract.errors import InvalidRequestError
 from prefill_client.layout import Layout, lay_out
 from prefill_client.plan import Chunk, Window, plan
 

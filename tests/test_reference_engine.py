@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from encoder_contract.errors import InvalidRequestError, ModelMismatchError
-from encoder_contract.geometry import Grid
 from torch import Tensor
 
 from bench.checkpoints import write_checkpoint
+from encoder_contract.errors import InvalidRequestError, ModelMismatchError
+from encoder_contract.geometry import Grid
 from prefill_client.layout import Layout, lay_out
 from prefill_client.plan import plan
 from prefill_client.reference.engine import Engine, prefill

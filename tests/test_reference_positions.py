@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
-from encoder_contract.geometry import Grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_contract.geometry import Grid
 from prefill_client.layout import lay_out
 from prefill_client.reference.positions import mrope_positions
 

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.layout import lay_out
 from prefill_client.plan import Chunk, plan

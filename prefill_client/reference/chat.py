@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from encoder_contract.errors import ModelMismatchError
 from torch import Tensor
 
+from encoder_contract.errors import ModelMismatchError
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest, Submitted, element_type
 from prefill_client.layout import Layout, lay_out

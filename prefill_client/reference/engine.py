@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from encoder_contract.errors import InvalidRequestError
-from encoder_contract.geometry import Grid
 from torch import Tensor
 
+from encoder_contract.errors import InvalidRequestError
+from encoder_contract.geometry import Grid
 from prefill_client.layout import Layout
 from prefill_client.plan import Chunk, plan
 from prefill_client.reference.language_model import LanguageModel, Levels

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from encoder_contract.errors import ModelMismatchError
 from torch import Tensor
+
+from encoder_contract.errors import ModelMismatchError
 
 _ARCHITECTURES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
-from encoder_contract.geometry import Grid
 from numpy.typing import NDArray
 
+from encoder_contract.geometry import Grid
 from prefill_client.layout import Layout
 
 

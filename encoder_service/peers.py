@@ -1,0 +1,153 @@
+"""Peers: rows that another replica holds, fetched with the same call that an LLM server makes."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from encoder_contract.errors import InternalError, UnavailableError, from_status
+from encoder_contract.framing import checksum, parse_fetch_response
+from encoder_contract.geometry import Grid
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.encoder import ImageRef
+
+FETCH = "/encoder_contract.v1.EncoderService/Fetch"
+MAX_CHANNELS = 64  # peers talked to at a time; an idle channel costs a few hundred kilobytes
+# A peer that is silent for so long counts as failed: encoding anew takes less.
+SILENCE_S = 2.0
+# Until it has been measured: what one gRPC stream carries on one core.
+ASSUMED_BYTES_PER_S = 1e9
+RATE_WEIGHT = 0.3  # of the newest transfer in the measured rate
+CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
+
+
+@dataclass(frozen=True, slots=True)
+class RowType:
+    """What a row of this fleet is; a peer that sends anything else is not believed."""
+
+    width: int
+    dtype: torch.dtype
+    dtype_name: str
+    max_tokens: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
+
+
+class Peers:
+    """Channels to peers, and how fast they are. Belongs to the event loop."""
+
+    def __init__(self, model: bytes, processor: bytes, rows: RowType) -> None:
+        self._model = model
+        self._processor = processor
+        self._rows = rows
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self.bytes_per_s = ASSUMED_BYTES_PER_S
+
+    def transfer_s(self, tokens: int) -> float:
+        """Return how long fetching an image of so many tokens should take, seconds."""
+        return tokens * self._rows.row_bytes / self.bytes_per_s
+
+    async def fetch(self, endpoint: str, image: ImageRef, address: bytes) -> tuple[Grid, Tensor]:
+        """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds.
+
+        One attempt. Raises an `EncoderError` when the peer has not got it, fails, is silent, or sends what is not
+        the image's rows.
+        """
+        began = monotonic()
+        call = self._channel(endpoint).unary_stream(
+            FETCH,
+            request_serializer=pb.FetchRequest.SerializeToString,
+            response_deserializer=parse_fetch_response,
+        )(self._request(image))
+        try:
+            grid, buffer = await self._receive(call, address)
+        except TimeoutError as error:
+            raise UnavailableError(f"the peer {endpoint} was silent for {SILENCE_S:g} s") from error
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
+        finally:
+            call.cancel()
+        rate = buffer.numel() / max(monotonic() - began, 1e-6)
+        self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
+        return grid, buffer.view(self._rows.dtype).view(-1, self._rows.width)
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _request(self, image: ImageRef) -> pb.FetchRequest:
+        variant = pb.Variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+        return pb.FetchRequest(
+            caller=pb.Caller(
+                model_fingerprint=self._model,
+                processor_fingerprint=self._processor,
+                tenant_salt=image.salt,
+                client_id="peer",
+            ),
+            images=[pb.FetchImage(digest=image.digest, variant=variant)],
+            local_only=True,
+        )
+
+    async def _receive(self, call: Any, address: bytes) -> tuple[Grid, Tensor]:
+        ready: pb.ImageReady | None = None
+        buffer = torch.empty(0, dtype=torch.uint8)
+        filled = 0
+        while ready is None or filled < len(buffer):
+            async with asyncio.timeout(SILENCE_S):
+                message = await call.read()
+            if message is grpc.aio.EOF:
+                raise InternalError("the peer ended the call before the rows were complete")
+            if isinstance(message, tuple):
+                data = message[1]
+                if filled + len(data) > len(buffer):
+                    raise InternalError("the peer sent more bytes than it announced")
+                buffer[filled : filled + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+                filled += len(data)
+            elif message.WhichOneof("message") == "error":
+                raise from_status(message.error.code, message.error.message)
+            else:
+                ready = message.ready
+                self._believe(ready, address)
+                buffer = torch.empty(ready.row_bytes, dtype=torch.uint8)
+        await self._verify(buffer, ready.checksum)
+        return Grid(ready.grid.t, ready.grid.h, ready.grid.w), buffer
+
+    def _believe(self, ready: pb.ImageReady, address: bytes) -> None:
+        """Raise unless what is announced can be the image asked for; this also bounds the memory it may take."""
+        rows = self._rows
+        tokens = ready.row_end - ready.row_begin
+        if (
+            ready.address != address
+            or (ready.width, ready.dtype, ready.row_begin) != (rows.width, rows.dtype_name, 0)
+            or not 0 < tokens <= rows.max_tokens
+            or ready.row_bytes != tokens * rows.row_bytes
+        ):
+            raise InternalError("the peer answered with rows of another image or model")
+
+    async def _verify(self, buffer: Tensor, expected: int) -> None:
+        views = [buffer.numpy().data]
+        small = len(buffer) <= CHECKSUM_ON_LOOP_BYTES
+        found = checksum(views) if small else await asyncio.to_thread(checksum, views)
+        if found != expected:
+            raise InternalError("the peer's rows arrived damaged")
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            options = (("grpc.max_receive_message_length", 8 << 20), ("grpc.enable_retries", 0))
+            channel = self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=options)
+            if len(self._channels) > MAX_CHANNELS:
+                _, oldest = self._channels.popitem(last=False)
+                asyncio.get_running_loop().create_task(oldest.close())
+        self._channels.move_to_end(endpoint)
+        return channel

@@ -1,0 +1,125 @@
+"""Processes for the store's torture: an owner that churns a store and hands out handles, and readers of them.
+
+    python -m tests.store_processes owner FOLDER      listens on FOLDER/socket until it is killed
+    python -m tests.store_processes reader FOLDER     reads until it is killed; a line of counts each 50 reads
+
+A conversation is the Fetch stream in small: the reader names an address, the owner pins it and answers with a handle,
+the pin lasts until the reader answers or its end of the socket closes. Rows are a function of their address, so that
+every reader knows what it must find.
+"""
+
+import random
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+import numpy as np
+
+from encoder_contract.errors import OverloadedError, StaleHandleError
+
+WIDTH = 128  # float32: 512 bytes a row, 128 rows a page
+ADDRESSES = 60
+HOST_PAGES, DEVICE_PAGES = 96, 24  # about a third of what the addresses take: eviction never rests
+PAGE_BYTES = 64 << 10
+
+
+def rows_of(number: int) -> np.ndarray:
+    """What address `number` means: [tokens, WIDTH], no two values alike."""
+    tokens = 1 + number * 997 % 700
+    return np.arange(tokens * WIDTH, dtype=np.float32).reshape(tokens, WIDTH) + number / 64
+
+
+def own(folder: Path) -> None:
+    """Churn a store from several threads and serve every reader that connects."""
+    import torch
+
+    from encoder_service.store import Store
+
+    torch.set_num_threads(1)
+    store = Store(
+        host_bytes=HOST_PAGES * PAGE_BYTES,
+        device_bytes=DEVICE_PAGES * PAGE_BYTES,
+        width=WIDTH,
+        dtype=torch.float32,
+        segment_dir=str(folder),
+        wait_s=0.5,
+    )
+    tensors = [torch.from_numpy(rows_of(number)) for number in range(ADDRESSES)]
+
+    def write(number: int) -> None:
+        with suppress(OverloadedError):
+            store.put(bytes([number]), tensors[number], (1, 1, number)).release()
+
+    def churn(seed: int) -> None:
+        rng = random.Random(seed)
+        while True:
+            write(rng.randrange(ADDRESSES))
+            if rng.random() < 0.2:
+                store.evict(bytes([rng.randrange(ADDRESSES)]))
+
+    def serve(reader: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number = reader.recv()
+                if number is None:
+                    reader.send(store.stats().pins)
+                    continue
+                write(number)
+                with store.pin(bytes([number])) or store.put(
+                    bytes([number]), tensors[number], (1, 1, 0)
+                ) as pin:
+                    pin.to_host()
+                    reader.send(pin.handle())
+                    reader.recv()
+
+    listener = Listener(str(folder / "socket"))
+    for target, arguments in ((store.keep_moving, ()), (churn, (1,)), (churn, (2,))):
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+    while True:
+        threading.Thread(target=serve, args=(listener.accept(),), daemon=True).start()
+
+
+def read(folder: Path) -> None:
+    """Read held rows, which must be right, and old handles, which must be right or stale."""
+    from prefill_client.segment import SharedRows
+
+    owner = Client(str(folder / "socket"))
+    rng = random.Random()
+    old = deque(maxlen=8)
+    held = stale = outlived = 0
+    while True:
+        number = rng.randrange(ADDRESSES)
+        owner.send(number)
+        handle = owner.recv()
+        rows = SharedRows(handle, WIDTH, "float32")
+        assert all(np.array_equal(*pair) for pair in _by_extent(rows, rows_of(number))), (
+            f"held {number} is wrong"
+        )
+        rows.check()
+        held += 1
+        owner.send("done")
+        old.append((number, handle))
+        before, outdated = rng.choice(old)
+        try:
+            copied = SharedRows(outdated, WIDTH, "float32").copy()
+            assert np.array_equal(copied, rows_of(before)), f"{before} is wrong and nobody noticed"
+            outlived += 1
+        except StaleHandleError:
+            stale += 1
+        if held % 20 == 0:
+            print(held, outlived, stale, flush=True)
+
+
+def _by_extent(rows, expected):
+    begin = 0
+    for array in rows.arrays:
+        yield array, expected[begin : begin + len(array)]
+        begin += len(array)
+    assert begin == len(expected)
+
+
+if __name__ == "__main__":
+    {"owner": own, "reader": read}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,96 @@
+"""The store under many threads and processes that are killed at any moment: never a wrong byte, nothing left behind."""
+
+import random
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Client
+
+import pytest
+import torch
+
+from encoder_service.store import Store
+
+READERS = 3
+TORTURE_S = 5.0
+
+
+def start(role, folder):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.store_processes", role, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def within(seconds, holds):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.01)
+
+
+def end(process):
+    """Kill a process; return the last counts it printed, after checking that it had not failed by itself."""
+    assert process.poll() is None, process.stderr.read()
+    process.kill()
+    output, _ = process.communicate()
+    lines = [line.split() for line in output.splitlines() if line.count(" ") == 2]
+    return [int(count) for count in lines[-1]] if lines else [0, 0, 0]
+
+
+@pytest.fixture
+def owner(tmp_path):
+    process = start("owner", tmp_path)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_readers_never_see_a_wrong_byte_and_killed_ones_leave_no_pin(owner, tmp_path):
+    within(30, (tmp_path / "socket").exists)
+    readers = [start("reader", tmp_path) for _ in range(READERS)]
+    counts, killed = [0, 0, 0], 0
+    deadline = time.monotonic() + TORTURE_S
+    try:
+        while time.monotonic() < deadline:
+            time.sleep(TORTURE_S / 6)
+            victim = random.randrange(READERS)
+            counts = [sum(pair) for pair in zip(counts, end(readers[victim]), strict=True)]
+            killed += 1
+            readers[victim] = start("reader", tmp_path)
+        assert owner.poll() is None, owner.stderr.read()
+        for reader in readers:
+            counts = [sum(pair) for pair in zip(counts, end(reader), strict=True)]
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.communicate()
+    held, outlived, stale = counts
+    assert killed >= 4
+    assert held >= 100
+    assert outlived >= 10
+    assert stale >= 10  # so the generations were put to the test
+    with Client(str(tmp_path / "socket")) as probe:
+
+        def pins():
+            probe.send(None)
+            return probe.recv()
+
+        within(1, lambda: pins() <= 2)  # what the two churning threads hold at the moment
+
+
+def test_a_killed_owner_leaves_a_segment_that_the_next_start_sweeps_and_a_living_one_keeps_its_own(
+    owner, tmp_path
+):
+    within(30, (tmp_path / "socket").exists)
+    living = Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=str(tmp_path))
+    assert len(list(tmp_path.glob("*.rows"))) == 2
+    owner.kill()
+    owner.wait()
+    assert len(list(tmp_path.glob("*.rows"))) == 2
+    next_one = Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=str(tmp_path))
+    assert set(tmp_path.glob("*.rows")) == {living.segment.path, next_one.segment.path}
+    for store in (living, next_one):
+        store.close()

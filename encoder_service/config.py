@@ -30,6 +30,9 @@ class Config:
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
     )
     listen: str = knob("127.0.0.1:50051", help="host:port or unix:/path to serve on; port 0 takes a free one")
+    metrics_listen: str = knob(
+        "", help="host:port for Prometheus and a page on what runs here; port 0 takes a free one; empty: none"
+    )
     device: str = knob("auto", help="where the vision tower runs: auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
         "auto", help="element type of weights and rows; auto takes the checkpoint's"
@@ -63,6 +66,10 @@ class Config:
     max_client_share: float = knob(0.5, help="share of the queue that one client may fill while others exist")
     max_grace_ms: int = knob(30_000, help="longest time a Fetch may wait for an image nobody submitted yet")
     drain_s: float = knob(30.0, help="seconds that running work is given after SIGTERM")
+    device_peak_tflops: float = knob(
+        0.0,
+        help="peak of the device in TFLOP/s at this element type, for the utilisation metric; 0: not known",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="what is logged")
     log_format: Literal["console", "json"] = knob("console", help="how it is logged")
 
@@ -83,10 +90,20 @@ class Config:
             "source_ttl_s",
         ):
             self._require(getattr(self, name) > 0, name, "must be positive")
-        for name in ("torch_threads", "store_device_gib", "source_gib", "max_grace_ms", "drain_s"):
+        for name in (
+            "torch_threads",
+            "store_device_gib",
+            "source_gib",
+            "max_grace_ms",
+            "drain_s",
+            "device_peak_tflops",
+        ):
             self._require(getattr(self, name) >= 0, name, "must not be negative")
         self._require(0 < self.max_client_share < 1, "max_client_share", "must lie between 0 and 1")
         self._require(":" in self.listen, "listen", "must be host:port or unix:/path")
+        _, _, port = self.metrics_listen.rpartition(":")
+        is_address = ":" in self.metrics_listen and port.isdecimal()
+        self._require(not self.metrics_listen or is_address, "metrics_listen", "must be host:port or empty")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:

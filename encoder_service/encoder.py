@@ -6,6 +6,7 @@ Runs on the event loop and touches no pixels: what takes time happens in the pip
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass
+from time import monotonic
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import (
@@ -16,6 +17,7 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.header import Header, check_limits, read_header
 from encoder_service.address import Recipe
+from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Job, Pipeline
 from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Claim
@@ -59,6 +61,7 @@ class Encoder:
         pipeline: Pipeline,
         store: Store,
         refusals: Refusals,
+        metrics: Metrics,
     ) -> None:
         self._recipe = recipe
         self._geometry = geometry
@@ -68,6 +71,7 @@ class Encoder:
         self._pipeline = pipeline
         self._store = store
         self._refusals = refusals
+        self._metrics = metrics
         self._awaited: defaultdict[bytes, set[asyncio.Future[None]]] = defaultdict(set)
 
     def address(self, image: ImageRef) -> bytes:
@@ -97,11 +101,13 @@ class Encoder:
 
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
+        began = monotonic()
         digest = (
             content_digest(data)
             if len(data) <= HASH_ON_LOOP_BYTES
             else await asyncio.to_thread(content_digest, data)
         )
+        self._metrics.stage("hash", monotonic() - began)
         if digest != image.digest:
             raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
         address = self.address(image)

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.framing import checksum, frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
+from encoder_service.calls import Call
 from encoder_service.encoder import Encoder, ImageRef
 from encoder_service.pipeline import Job
 from encoder_service.scheduler import Claim
@@ -45,7 +47,13 @@ class _Outcome:
 
 
 async def fetch(
-    encoder: Encoder, images: Sequence[Wanted], *, grace_s: float, use_handles: bool, rows: RowFormat
+    encoder: Encoder,
+    images: Sequence[Wanted],
+    call: Call,
+    *,
+    grace_s: float,
+    use_handles: bool,
+    rows: RowFormat,
 ) -> AsyncGenerator[pb.FetchResponse | bytes]:
     """Yield the messages of a Fetch call; rows come hand-framed, as bytes.
 
@@ -53,7 +61,7 @@ async def fetch(
     it. Whatever ends the call releases every pin and withdraws every claim.
     """
     pins: list[Pin] = []
-    tasks = {asyncio.create_task(_resolve(encoder, wanted, grace_s, pins)) for wanted in images}
+    tasks = {asyncio.create_task(_resolve(encoder, wanted, grace_s, pins, call)) for wanted in images}
     try:
         for ready in asyncio.as_completed(tasks):
             outcome = await ready
@@ -61,11 +69,15 @@ async def fetch(
                 assert outcome.error is not None
                 yield pb.FetchResponse(error=wire.error_message(outcome.wanted.index, outcome.error))
             elif use_handles:
-                yield _handle_message(outcome, rows)
+                began = monotonic()
+                handed = _handle_message(outcome, rows)
+                call.transferred("shm", handed.ready.row_bytes, monotonic() - began)
+                yield handed
             else:
-                async for message in _inline(outcome, rows):
+                async for message in _inline(outcome, rows, call):
                     yield message
                 outcome.pin.release()
+        call.complete = True
         if use_handles and pins:
             await asyncio.Event().wait()  # until the caller cancels: it is reading
     finally:
@@ -76,7 +88,8 @@ async def fetch(
             pin.release()
 
 
-async def _resolve(encoder: Encoder, wanted: Wanted, grace_s: float, pins: list[Pin]) -> _Outcome:
+async def _resolve(encoder: Encoder, wanted: Wanted, grace_s: float, pins: list[Pin], call: Call) -> _Outcome:
+    began = monotonic()
     try:
         pin, job = await encoder.rows(wanted.image, wanted.claim, grace_s)
         pins.append(pin)
@@ -85,7 +98,10 @@ async def _resolve(encoder: Encoder, wanted: Wanted, grace_s: float, pins: list[
                 f"row window [{wanted.begin}, {wanted.end}) is not inside the {pin.tokens} rows of the image"
             )
     except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
-        return _Outcome(wanted, error=wire.known_error(error))
+        known = wire.known_error(error)
+        call.fetched("failed", monotonic() - began, {}, known)
+        return _Outcome(wanted, error=known)
+    call.fetched("encoded" if job else "host", monotonic() - began, job.stage_ms if job else {})
     return _Outcome(wanted, pin=pin, job=job)
 
 
@@ -109,9 +125,10 @@ def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
     return ready
 
 
-async def _inline(outcome: _Outcome, rows: RowFormat) -> AsyncIterator[pb.FetchResponse | bytes]:
+async def _inline(outcome: _Outcome, rows: RowFormat, call: Call) -> AsyncIterator[pb.FetchResponse | bytes]:
     ready, pin = _ready(outcome, rows), outcome.pin
     assert pin is not None
+    began = monotonic()
     views = pin.rows(ready.row_begin, ready.row_end)
     if ready.row_bytes <= CHECKSUM_ON_LOOP_BYTES:
         ready.checksum = checksum(views)
@@ -120,6 +137,7 @@ async def _inline(outcome: _Outcome, rows: RowFormat) -> AsyncIterator[pb.FetchR
     yield pb.FetchResponse(ready=ready)
     for message in frame_rows(ready.index, views):
         yield message
+    call.transferred("inline", ready.row_bytes, monotonic() - began)
 
 
 def _handle_message(outcome: _Outcome, rows: RowFormat) -> pb.FetchResponse:

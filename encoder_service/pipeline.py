@@ -20,7 +20,8 @@ from torch import Tensor
 from encoder_contract.errors import EncoderError, InternalError, InvalidImageError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.lanes import Lane
-from encoder_service.scheduler import Claim, Scheduler, Work
+from encoder_service.metrics import Metrics
+from encoder_service.scheduler import Claim, Scheduler, Snapshot, Work
 from encoder_service.store import Pin
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Pipeline:
         loop: asyncio.AbstractEventLoop,
         batch_patches: int,
         device: str = "cpu",
+        metrics: Metrics | None = None,
         on_failure: Callable[[bytes, EncoderError], None] = lambda _address, _error: None,
         on_lost_device: Callable[[], None] = lambda: None,
     ) -> None:
@@ -100,6 +102,7 @@ class Pipeline:
         self._loop = loop
         self._batch_patches = batch_patches
         self._device = device
+        self._metrics = metrics or Metrics()
         self._on_failure = on_failure
         self._on_lost_device = on_lost_device
         self._turn = threading.Condition()
@@ -134,6 +137,11 @@ class Pipeline:
     def queued_images(self) -> int:
         """Images on their way, in whatever stage."""
         return len(self._jobs)
+
+    def snapshot(self) -> Snapshot:
+        """Return the counts of the queue at this moment; any thread may ask."""
+        with self._turn:
+            return self._scheduler.snapshot()
 
     # The event loop's side
 
@@ -184,6 +192,8 @@ class Pipeline:
         with self._turn:
             if self._jobs.get(job.address) is job:
                 del self._jobs[job.address]
+        error = outcome if isinstance(outcome, EncoderError) else None
+        self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
         if isinstance(outcome, EncoderError):
             self._on_failure(job.address, outcome)
             self._fail_waiters(job, outcome)
@@ -241,6 +251,7 @@ class Pipeline:
         began = monotonic()
         for job in jobs:
             job.stage_ms["queue"] = (began - job.queued_at) * 1000
+            self._metrics.queued(began - job.queued_at, demanded=job.work.demanded)
         try:
             decoded = self._stages.decode([job.image for job in jobs])
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
@@ -313,6 +324,7 @@ class Pipeline:
         with self._turn:
             self._scheduler.done(batch.works, seconds)
             self._turn.notify_all()
+        self._metrics.batch([job.grid for job in batch.jobs], seconds)
         for job, rows in zip(batch.jobs, batch.rows, strict=True):
             began = monotonic()
             job.stage_ms["vit"] = seconds * 1000

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
@@ -19,9 +20,11 @@ from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.decode import Decoder
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat
+from encoder_service.metrics import Metrics, Reading
 from encoder_service.pipeline import Pipeline, Stages
 from encoder_service.preprocess import to_patches
 from encoder_service.processor import ProcessorSettings
+from encoder_service.readings import identity_readings, memory_readings, queue_readings, store_readings
 from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Limits as SchedulerLimits
 from encoder_service.scheduler import Scheduler
@@ -30,6 +33,7 @@ from encoder_service.sources import Sources
 from encoder_service.store import Store
 from encoder_service.vision import Tower, load_tower, model_fingerprint
 from encoder_service.vision.spec import read_config as read_config_json
+from encoder_service.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +113,7 @@ class Server:
         self._config = config
         self._model = model
         self.replica_id = uuid4().hex[:12]
+        self.metrics = Metrics()
         self.port = 0
         self._stop = asyncio.Event()
         self._lost_device = False
@@ -138,15 +143,17 @@ class Server:
             segment_dir=str(config.store_segment_dir),
         )
         refusals = Refusals()
+        self._limits = SchedulerLimits(
+            images=config.max_queued_images,
+            patches=config.max_queued_patches,
+            source_bytes=int(config.max_queued_gib * GIB),
+            claims=16 * config.max_queued_images,
+            client_share=config.max_client_share,
+        )
+        self._sources = Sources(int(config.source_gib * GIB), config.source_ttl_s)
         self.pipeline = Pipeline(
             Scheduler(
-                SchedulerLimits(
-                    images=config.max_queued_images,
-                    patches=config.max_queued_patches,
-                    source_bytes=int(config.max_queued_gib * GIB),
-                    claims=16 * config.max_queued_images,
-                    client_share=config.max_client_share,
-                ),
+                self._limits,
                 max_ahead_patches=2 * config.batch_patches,
                 max_ahead_images=64,
             ),
@@ -160,6 +167,7 @@ class Server:
             loop=asyncio.get_running_loop(),
             batch_patches=config.batch_patches,
             device=model.device,
+            metrics=self.metrics,
             on_failure=refusals.note,
             on_lost_device=self._lose_device,
         )
@@ -168,12 +176,14 @@ class Server:
             geometry=geometry,
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
-            sources=Sources(int(config.source_gib * GIB), config.source_ttl_s),
+            sources=self._sources,
             pipeline=self.pipeline,
             store=self.store,
             refusals=refusals,
+            metrics=self.metrics,
         )
-        self.service = EncoderService(encoder, self._edge())
+        self._description = self._describe()
+        self.service = EncoderService(encoder, self._edge(), self.metrics)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((generic_handler(self.service),))
         self._health = health.aio.HealthServicer()
@@ -182,6 +192,15 @@ class Server:
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         self.port = self._listen(self._server)
+        self.watch = Watch(
+            config.metrics_listen,
+            self.metrics,
+            self._readings,
+            title=f"encoder-service {__version__}",
+            facts=self._facts(),
+            draining=lambda: self.service.draining,
+        )
+        self.watch.start()
         self.pipeline.start()
         await self._server.start()
         for name in ("", SERVICE):
@@ -194,6 +213,7 @@ class Server:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._config.drain_s)
         await asyncio.to_thread(self.pipeline.stop)
+        await asyncio.to_thread(self.watch.stop)
         self.store.close()
         log.info("drained")
 
@@ -209,10 +229,25 @@ class Server:
                 f"--listen {self._config.listen}: the address is taken or not ours; port 0 takes a free one"
             ) from error
 
-    def _edge(self) -> Edge:
+    def _readings(self) -> Iterator[Reading]:
+        """Read what the rooms count, at a scrape."""
+        model = self._model
+        yield from identity_readings(
+            self._description,
+            device=model.device,
+            attention=model.tower.attention,
+            decoder=model.decoder.name,
+            peak_flops=self._config.device_peak_tflops * 1e12,
+        )
+        yield Reading("draining", self.service.draining)
+        yield from queue_readings(self.pipeline.snapshot(), self._limits)
+        yield from store_readings(self.store.stats())
+        yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)
+
+    def _describe(self) -> pb.DescribeResponse:
         config, model = self._config, self._model
         spec, geometry = model.tower.spec, model.processor.geometry
-        description = pb.DescribeResponse(
+        return pb.DescribeResponse(
             version=__version__,
             model_type=spec.model_type,
             model_name=config.model.resolve().name,
@@ -237,9 +272,13 @@ class Server:
             ),
             replica_id=self.replica_id,
         )
+
+    def _edge(self) -> Edge:
+        config, model = self._config, self._model
+        spec = model.tower.spec
         return Edge(
-            description=description,
-            geometry=geometry,
+            description=self._description,
+            geometry=model.processor.geometry,
             rows=RowFormat(spec.width, model.recipe.dtype, spec.width * model.tower.dtype.itemsize),
             segment=str(self.store.segment.path),
             segment_id=self.store.segment.segment_id,
@@ -248,9 +287,20 @@ class Server:
 
     def banner(self) -> str:
         """Return the block that says what was chosen."""
+        lines = self._facts()
+        if self.watch.endpoint:
+            lines["metrics"] = f"http://{self.watch.endpoint}/"
+        # Last: whoever waits for the server to be up waits for this line.
+        lines["listening"] = self.endpoint
+        width = max(map(len, lines))
+        return "\n".join(
+            [f"encoder-service {__version__}", *(f"  {k:<{width}}  {v}" for k, v in lines.items())]
+        )
+
+    def _facts(self) -> dict[str, str]:
         config, model = self._config, self._model
         spec, geometry = model.tower.spec, model.processor.geometry
-        lines = {
+        return {
             "model": f"{config.model} ({spec.model_type}, {model.recipe.model.hex()[:12]})",
             "device": f"{model.device}, {model.recipe.dtype}, attention {model.tower.attention}",
             "decoder": model.decoder.name,
@@ -264,10 +314,6 @@ class Server:
             "replica": self.replica_id,
             "listening": self.endpoint,
         }
-        width = max(map(len, lines))
-        return "\n".join(
-            [f"encoder-service {__version__}", *(f"  {k:<{width}}  {v}" for k, v in lines.items())]
-        )
 
     @property
     def endpoint(self) -> str:

@@ -20,8 +20,10 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Geometry
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
+from encoder_service.calls import Call
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat, Wanted, fetch
+from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim
 from encoder_service.submitting import Submitting
 from encoder_service.uploads import UploadBudget
@@ -45,9 +47,10 @@ class Edge:
 class EncoderService:
     """The three calls. One instance serves all connections, on one event loop."""
 
-    def __init__(self, encoder: Encoder, edge: Edge) -> None:
+    def __init__(self, encoder: Encoder, edge: Edge, metrics: Metrics) -> None:
         self._encoder = encoder
         self._edge = edge
+        self._metrics = metrics
         self._uploads = UploadBudget(edge.max_upload_bytes)
         self.draining = False
 
@@ -71,13 +74,15 @@ class EncoderService:
     ) -> AsyncIterator[pb.SubmitResponse]:
         """Take images over; see the contract."""
         submitting: Submitting | None = None
-        finished = False
+        call = Call(self._metrics, "submit")
         try:
             caller = await self._opened(requests)
+            call.request_id, call.client_id = caller.request_id, caller.client_id or _host(context)
             limits = self._edge.description.limits
             submitting = Submitting(
                 self._encoder,
                 self._uploads,
+                call,
                 new_claim=partial(_claim, caller, uuid4().hex, context),
                 salt=caller.tenant_salt,
                 tokens=self._edge.geometry.tokens,
@@ -86,36 +91,43 @@ class EncoderService:
             )
             async for answer in submitting.answers(requests):
                 yield answer
-            finished = True
+            call.complete = True
         except EncoderError as error:
+            call.failed(error)
             await wire.abort(context, error)
         finally:
             if submitting is not None:
-                submitting.close(withdraw=not finished)
+                submitting.close(withdraw=not call.complete)
+            call.close()
 
     async def fetch(
         self, request: pb.FetchRequest, context: Context
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
+        caller = request.caller
+        call = Call(self._metrics, "fetch")
+        call.request_id, call.client_id = caller.request_id, caller.client_id or _host(context)
         try:
-            self._admit(request.caller)
+            self._admit(caller)
             wanted = self._wanted(request, context)
             grace_ms = min(request.grace_ms, self._edge.description.limits.max_grace_ms)
             messages = fetch(
                 self._encoder,
                 wanted,
+                call,
                 grace_s=grace_ms / 1000,
                 use_handles=self._may_share(request, context),
                 rows=self._edge.rows,
             )
+            # A caller who left releases its pins now, not when memory is collected.
+            async with aclosing(messages):
+                async for message in messages:
+                    yield message
         except EncoderError as error:
+            call.failed(error)
             await wire.abort(context, error)
-            return
-        async with aclosing(
-            messages
-        ):  # a caller who left releases its pins now, not when memory is collected
-            async for message in messages:
-                yield message
+        finally:
+            call.close()
 
     async def _opened(self, requests: AsyncIterator[pb.SubmitRequest]) -> pb.Caller:
         async for first in requests:

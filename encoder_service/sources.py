@@ -15,7 +15,7 @@ class Sources:
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = monotonic) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
         self._images: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
@@ -27,12 +27,12 @@ class Sources:
     def put(self, key: bytes, image: bytes) -> None:
         """Keep `image`; the least recently used make room. An image larger than the whole bound is not kept."""
         self._discard(key)
-        if len(image) > self._max_bytes:
+        if len(image) > self.max_bytes:
             return
         self._images[key] = (self._clock() + self._ttl_s, image)
         self.held_bytes += len(image)
         self._expire()
-        while self.held_bytes > self._max_bytes:
+        while self.held_bytes > self.max_bytes:
             self._discard(next(iter(self._images)))
 
     def get(self, key: bytes) -> bytes | None:

@@ -7,6 +7,7 @@ from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
+from encoder_service.calls import Call
 from encoder_service.encoder import Encoder, ImageRef, Known
 from encoder_service.scheduler import Claim
 from encoder_service.uploads import Upload, UploadBudget
@@ -29,6 +30,7 @@ class Submitting:
         self,
         encoder: Encoder,
         budget: UploadBudget,
+        call: Call,
         *,
         new_claim: Callable[[], Claim],
         salt: bytes,
@@ -38,6 +40,7 @@ class Submitting:
     ) -> None:
         self._encoder = encoder
         self._budget = budget
+        self._call = call
         self._new_claim = new_claim
         self._salt = salt
         self._tokens = tokens
@@ -51,8 +54,9 @@ class Submitting:
         """Yield an answer for every name, and one more for every image whose bytes arrived."""
         async for request in requests:
             kind = request.WhichOneof("message")
-            if kind == "name":
-                yield self._name(request.name)
+            if kind == "names":
+                for name in request.names.names:
+                    yield self._name(name)
             elif kind == "bytes":
                 answer = await self._bytes(request.bytes)
                 if answer is not None:
@@ -85,7 +89,7 @@ class Submitting:
             image = wire.image_ref(name.digest, name.variant, self._salt)
             known = self._encoder.name(image, claim, wire.claimed_grid(name))
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
-            return wire.failed_state(name.index, wire.known_error(error))
+            return self._failed(name.index, error)
         if known.grid is None:
             upload = Upload(self._budget, self._max_image_bytes)
             self._expected[name.index] = _Expected(image, wire.claimed_grid(name), claim, upload)
@@ -103,14 +107,22 @@ class Submitting:
             if not piece.last:
                 return None
             del self._expected[piece.index]
+            self._call.uploaded(expected.upload.size, expected.upload.seconds)
             known = await self._encoder.receive(
                 expected.image, expected.upload.take(), expected.claim, expected.grid
             )
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
             expected.upload.discard()
             self._expected.pop(piece.index, None)
-            return wire.failed_state(piece.index, wire.known_error(error))
+            return self._failed(piece.index, error)
         return self._answer(piece.index, known)
 
+    def _failed(self, index: int, error: Exception) -> pb.SubmitResponse:
+        known = wire.known_error(error)
+        self._call.submitted("failed", known)
+        return wire.failed_state(index, known)
+
     def _answer(self, index: int, known: Known) -> pb.SubmitResponse:
+        if known.grid is not None:
+            self._call.submitted("cached" if known.cached else "queued")
         return wire.state_message(index, known, self._tokens(known.grid) if known.grid else 0)

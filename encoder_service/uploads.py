@@ -1,5 +1,7 @@
 """Image bytes on their way in: pieces collected per image, bounded over all callers."""
 
+from time import monotonic
+
 from encoder_contract.errors import ImageLimitError, OverloadedError
 
 # When the bound over all callers is reached, the next megabytes are one network round away.
@@ -32,6 +34,17 @@ class Upload:
         self._max_image_bytes = max_image_bytes
         self._pieces: list[bytes] = []
         self._size = 0
+        self._began = monotonic()
+
+    @property
+    def size(self) -> int:
+        """Bytes that have arrived."""
+        return self._size
+
+    @property
+    def seconds(self) -> float:
+        """Time since the image was named."""
+        return monotonic() - self._began
 
     def add(self, piece: bytes) -> None:
         """Append a piece; raises `ImageLimitError` or `OverloadedError` before it is kept."""

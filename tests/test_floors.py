@@ -13,9 +13,9 @@ PACKAGES = {"encoder_contract": ROOT / "proto", "encoder_service": ROOT, "prefil
 FLOORS = [
     ["cli"],
     ["server"],
-    ["service"],
+    ["service", "watch", "readings"],
     ["submitting", "fetching"],
-    ["wire"],
+    ["wire", "calls"],
     ["encoder"],
     ["pipeline"],
     [
@@ -30,7 +30,7 @@ FLOORS = [
         "uploads",
         "lanes",
     ],
-    ["processor", "address", "config", "logs"],
+    ["processor", "address", "config", "logs", "metrics", "landing", "loop_lag"],
 ]
 
 # Library -> the only places that may import it.
@@ -39,6 +39,7 @@ FENCES = {
     "grpc_health": {"encoder_service/server", "prefill_client/"},
     "redis": {"encoder_service/index/"},
     "transformers": {"prefill_client/reference/"},
+    "prometheus_client": {"encoder_service/metrics"},
     "nvidia": {"encoder_service/decode"},
     "flash_attn": {"encoder_service/vision/"},
     "safetensors": {"encoder_service/vision/", "prefill_client/reference/"},

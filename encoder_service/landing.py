@@ -1,0 +1,124 @@
+"""The operator's port: metrics, health for tools without gRPC, and a page that says what runs here.
+
+On threads of its own, never on the event loop; meant for a private network, like every Prometheus exporter.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from html import escape
+from socketserver import TCPServer, ThreadingMixIn
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+
+# A loop that has not turned for this long is stuck: what it does between two turns is bounded by milliseconds.
+STUCK_S = 10.0
+CONNECTION_TIMEOUT_S = 10  # a scraper sends its request at once; who does not is cut off
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 3rem auto; max-width: 44rem; padding: 0 1rem; color: #1f2328 }}
+h1 {{ font-size: 1.4rem; margin-bottom: 0 }} p {{ color: #59636e; margin-top: .2rem }}
+table {{ border-collapse: collapse; width: 100%; margin: 1.5rem 0 }}
+th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #d1d9e0; vertical-align: top }}
+th {{ font-weight: 600; width: 9rem }} td {{ font-family: ui-monospace, monospace; font-size: 13px }}
+a {{ color: #0969da; margin-right: 1.2rem }}
+</style></head><body><h1>{title}</h1><p>{state}</p><table>{rows}</table>
+<a href="/metrics">/metrics</a><a href="/healthz">/healthz</a><a href="/readyz">/readyz</a></body></html>
+"""
+
+Application = Callable[["WSGIEnvironment", "StartResponse"], Iterable[bytes]]
+
+
+class Landing:
+    """Serves `/`, `/metrics`, `/healthz` (the event loop turns) and `/readyz` (and the server takes calls)."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        title: str,
+        facts: Mapping[str, str],
+        metrics: Application,
+        last_tick: Callable[[], float],
+        draining: Callable[[], bool],
+    ) -> None:
+        """Bind `listen` (host:port). Raises `OSError` when it cannot be had, `ValueError` when it is none."""
+        host, _, port = listen.rpartition(":")
+        self._title = title
+        self._facts = facts
+        self._metrics = metrics
+        self._last_tick = last_tick
+        self._draining = draining
+        server = _Ipv6Server if ":" in host else _Server
+        self._server = server((host.strip("[]"), int(port)), _QuietHandler)
+        self._server.set_app(self._answer)
+        self.endpoint = f"{host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="landing", daemon=True)
+
+    def start(self) -> None:
+        """Start answering."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "/")
+        if path == "/metrics":
+            return self._metrics(environ, start_response)
+        if path == "/healthz":
+            return _text(start_response, *self._health())
+        if path == "/readyz":
+            health = self._health()
+            draining = health[0] and self._draining()
+            return _text(start_response, *((False, "draining") if draining else health))
+        if path == "/":
+            return self._page(start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"not found: / has the links\n"]
+
+    def _health(self) -> tuple[bool, str]:
+        late = monotonic() - self._last_tick()
+        return (True, "ok") if late < STUCK_S else (False, f"the event loop has not turned for {late:.0f} s")
+
+    def _page(self, start_response: "StartResponse") -> Iterable[bytes]:
+        healthy, text = self._health()
+        rows = "".join(f"<tr><th>{escape(k)}<td>{escape(v)}" for k, v in self._facts.items())
+        state = "draining" if healthy and self._draining() else "serving" if healthy else text
+        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
+        return [PAGE.format(title=escape(self._title), state=escape(state), rows=rows).encode()]
+
+
+def _text(start_response: "StartResponse", good: bool, text: str) -> Iterable[bytes]:
+    status = "200 OK" if good else "503 Service Unavailable"
+    start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")])
+    return [text.encode() + b"\n"]
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    allow_reuse_port = False  # a taken port is an error
+
+    def server_bind(self) -> None:
+        # Without the reverse look-up of our own name that HTTPServer makes: it may take seconds.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+
+class _Ipv6Server(_Server):
+    address_family = socket.AF_INET6
+
+
+class _QuietHandler(WSGIRequestHandler):
+    timeout = CONNECTION_TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: a scrape every few seconds is no news."""

@@ -1,0 +1,252 @@
+"""Every metric of the server, named once: what is observed as it happens, and what is read when it is scraped.
+
+Names, units and types follow Prometheus: base units, `_total` for what only grows. Labels take a few known values each,
+never anything a caller can choose, so the number of series is bounded.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.registry import Collector
+
+PREFIX = "encsvc"
+
+# From a hash (40 µs) to a wait that ends in a deadline: four steps per decade resolve what a person can act on.
+SECONDS = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+# A loop that is late by more than a megabyte's framing (4 ms) is worth seeing; by more than 100 ms, an alert.
+LAG_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
+PATCHES = tuple(2**power for power in range(8, 19))
+IMAGES = tuple(2**power for power in range(9))
+
+STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
+DEMAND = {True: "demanded", False: "speculative"}
+
+# What is read at a scrape: name -> (kind, help, labels).
+READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]] = {
+    "build_info": ("gauge", "Always 1; the labels say what runs.", ("version", "python", "torch")),
+    "model_info": (
+        "gauge",
+        "Always 1; the labels say what is served and how.",
+        ("model", "model_type", "fingerprint", "dtype", "device", "attention", "decoder"),
+    ),
+    "draining": ("gauge", "1 once the server refuses new calls in order to end.", ()),
+    "device_peak_flops": ("gauge", "Floating-point operations per second the device can do at best.", ()),
+    "queue_images": ("gauge", "Images between admission and outcome.", ("state", "class")),
+    "queue_patches": ("gauge", "Patches of those images.", ("state", "class")),
+    "queue_source_bytes": ("gauge", "Bytes of the image files queued.", ()),
+    "queue_requests": ("gauge", "Requests with an image in the queue.", ()),
+    "queue_claims": ("gauge", "Callers' interests in queued images.", ()),
+    "queue_clients": ("gauge", "Clients with an image in the queue.", ()),
+    "queue_max_images": ("gauge", "Images the queue takes before it refuses.", ()),
+    "queue_max_patches": ("gauge", "Patches the queue takes before it refuses.", ()),
+    "queue_max_source_bytes": ("gauge", "Image bytes the queue takes before it refuses.", ()),
+    "store_used_bytes": ("gauge", "Bytes of the tier's pages that hold embeddings.", ("tier",)),
+    "store_size_bytes": ("gauge", "Bytes of the tier.", ("tier",)),
+    "store_pinned_bytes": ("gauge", "Bytes of embeddings that someone is reading.", ("tier",)),
+    "store_largest_free_bytes": ("gauge", "Largest run of free pages.", ("tier",)),
+    "store_entries": ("gauge", "Embeddings held.", ("tier",)),
+    "store_hits": ("counter", "Lookups that found the embedding, by tier.", ("tier",)),
+    "store_misses": ("counter", "Lookups that found it in no tier.", ()),
+    "store_evictions": ("counter", "Embeddings dropped to make room.", ("tier",)),
+    "store_writes": ("counter", "Embeddings written.", ("tier",)),
+    "store_pins": ("gauge", "Holds on embeddings.", ()),
+    "store_moves": ("counter", "Embeddings moved between tiers.", ("direction",)),
+    "store_waits": ("counter", "Writes that waited for a pin to end.", ()),
+    "store_refusals": ("counter", "Writes refused because everything stayed pinned.", ()),
+    "segment_free_bytes": ("gauge", "Free bytes of the file system that holds the shared memory.", ()),
+    "sources_bytes": ("gauge", "Image files kept to make evicted embeddings again.", ()),
+    "sources_size_bytes": ("gauge", "Bytes that may be kept of them.", ()),
+    "sources_images": ("gauge", "How many image files are kept.", ()),
+    "upload_bytes": ("gauge", "Bytes of images that have arrived in part.", ()),
+    "index_state": ("gauge", "1 for the state this replica is in, 0 for the others.", ("state",)),
+    "index_peers": ("gauge", "Other live replicas that this one sees.", ()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One number at the moment of a scrape; `name` is one of `READINGS`."""
+
+    name: str
+    value: float
+    labels: Sequence[str] = ()
+
+
+Read = Callable[[], Iterable[Reading]]
+
+
+class _Readings(Collector):
+    """Asks for all readings once per scrape."""
+
+    def __init__(self) -> None:
+        self.read: Read = tuple
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # registering must not read: the rooms may not stand yet
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for reading in self.read():
+            kind, text, labels = READINGS[reading.name]
+            if reading.name not in families:
+                family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                families[reading.name] = family(f"{PREFIX}_{reading.name}", text, labels=labels)
+            assert len(reading.labels) == len(labels), reading
+            families[reading.name].add_metric(list(reading.labels), reading.value)
+        yield from families.values()
+
+
+def reason(error: Exception | None) -> str:
+    """Return the label of an error: `image_limit` for `ImageLimitError`; empty for none. As many as the family has."""
+    if error is None:
+        return ""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
+
+
+class Metrics:
+    """The metrics of one server. Every method takes microseconds and may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._readings = _Readings()
+        self._registry.register(self._readings)
+        ProcessCollector(registry=self._registry)
+        self._stage = self._histogram("stage", "Time of an image in a stage", SECONDS, "stage")
+        self._queue_wait = self._histogram(
+            "queue_wait", "Time from admission to the decoder", SECONDS, "class"
+        )
+        self._encode = self._histogram("encode", "Time of an image from admission to kept rows", SECONDS)
+        self._fetch_wait = self._histogram(
+            "fetch_wait", "Time from a Fetch until an image's rows are at hand", SECONDS, "outcome"
+        )
+        self._transfer = self._histogram(
+            "transfer", "Time to hand the rows of one image over", SECONDS, "transport"
+        )
+        self._index_call = self._histogram(
+            "index_call", "Time of one call to the index", SECONDS, "call", "outcome"
+        )
+        self._peer_fetch = self._histogram(
+            "peer_fetch", "Time to get rows from another replica", SECONDS, "outcome"
+        )
+        self._loop_lag = self._histogram(
+            "event_loop_lag", "How late the event loop wakes a sleeper", LAG_SECONDS
+        )
+        self._batch_patches = self._sizes("batch_patches", "Patches in a batch of the vision tower", PATCHES)
+        self._batch_images = self._sizes("batch_images", "Images in a batch of the vision tower", IMAGES)
+        self._padding = self._counter("padding_patches", "Patches computed for shape's sake only")
+        self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
+        self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
+        self._submitted = self._counter("submitted_images", "Images answered in Submit", "outcome", "reason")
+        self._encoded = self._counter("encoded_images", "Images that left the pipeline", "outcome", "reason")
+        self._fetched = self._counter("fetched_images", "Images answered in Fetch", "outcome", "reason")
+        self._transfer_bytes = self._counter("transfer_bytes", "Bytes of rows handed over", "transport")
+        self._upload_bytes = self._counter("uploaded_bytes", "Bytes of images received")
+        self._calls = self._counter("calls", "Calls ended", "call", "status")
+        self._in_progress = Gauge(
+            f"{PREFIX}_calls_in_progress",
+            "Calls that are open; a Fetch over shared memory stays open while its rows are read.",
+            ("call",),
+            registry=self._registry,
+        )
+        self.flops: Callable[[Sequence[tuple[int, int, int]]], float] = lambda _grids: 0.0
+
+    def read_from(self, read: Read) -> None:
+        """Take all `Reading`s from `read`, which is called on the exporter's threads, once per scrape."""
+        self._readings.read = read
+
+    def wsgi(self) -> Callable[..., Iterable[bytes]]:
+        """Return the WSGI application that answers a scrape."""
+        return make_wsgi_app(self._registry)
+
+    # The pipeline
+
+    def queued(self, seconds: float, *, demanded: bool) -> None:
+        """Count an image's wait for the decoder."""
+        self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
+
+    def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float, padding_patches: int = 0) -> None:
+        """Count a batch that was encoded, and how long the device was busy with it."""
+        self._batch_patches.observe(sum(t * h * w for t, h, w in grids))
+        self._batch_images.observe(len(grids))
+        self._busy.inc(seconds)
+        self._padding.inc(padding_patches)
+        self._flops.inc(self.flops(grids))
+
+    def encoded(self, seconds: float, stage_ms: Mapping[str, float], error: Exception | None = None) -> None:
+        """Count an image that leaves the pipeline: with its rows kept, or with an error."""
+        for stage in STAGES:
+            if stage in stage_ms:
+                self.stage(stage, stage_ms[stage] / 1000)
+        if error is None:
+            self._encode.observe(seconds)
+        self._encoded.labels("failed" if error else "kept", reason(error)).inc()
+
+    def stage(self, stage: str, seconds: float) -> None:
+        """Count an image's time in one of `STAGES`."""
+        assert stage in STAGES, stage
+        self._stage.labels(stage).observe(seconds)
+
+    # The edge
+
+    def call_began(self, call: str) -> None:
+        """Count an open call."""
+        self._in_progress.labels(call).inc()
+
+    def call_ended(self, call: str, status: str) -> None:
+        """Count a call that has ended with a status of gRPC."""
+        self._in_progress.labels(call).dec()
+        self._calls.labels(call, status).inc()
+
+    def submitted(
+        self, outcome: Literal["cached", "queued", "failed"], error: Exception | None = None
+    ) -> None:
+        """Count an image whose fate in Submit is known."""
+        self._submitted.labels(outcome, reason(error)).inc()
+
+    def uploaded(self, size: int, seconds: float) -> None:
+        """Count an image whose last byte arrived `seconds` after it was named."""
+        self._upload_bytes.inc(size)
+        self.stage("upload", seconds)
+
+    def fetched(
+        self,
+        outcome: Literal["device", "host", "peer", "encoded", "failed"],
+        wait_s: float,
+        error: Exception | None = None,
+    ) -> None:
+        """Count an image of a Fetch: where its rows came from, and how long they were waited for."""
+        self._fetched.labels(outcome, reason(error)).inc()
+        self._fetch_wait.labels(outcome).observe(wait_s)
+
+    def transferred(self, transport: Literal["inline", "shm"], size: int, seconds: float) -> None:
+        """Count rows handed over."""
+        self._transfer_bytes.labels(transport).inc(size)
+        self._transfer.labels(transport).observe(seconds)
+
+    # The fleet and the loop
+
+    def index_call(self, call: str, seconds: float, ok: bool) -> None:
+        """Count a call to the index."""
+        self._index_call.labels(call, "ok" if ok else "failed").observe(seconds)
+
+    def peer_fetch(self, seconds: float, ok: bool) -> None:
+        """Count an attempt to get rows from another replica."""
+        self._peer_fetch.labels("ok" if ok else "failed").observe(seconds)
+
+    def loop_lag(self, seconds: float) -> None:
+        """Count how late a sleeper was woken."""
+        self._loop_lag.observe(seconds)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return self._sizes(f"{name}_seconds", text, buckets, *labels)
+
+    def _sizes(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", f"{text}.", labels, buckets=buckets, registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", f"{text}.", labels, registry=self._registry)

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, fields
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
-
 from encoder_service.scheduler.work import Amount, Work
 
 # A refused caller is sent away until this much of the queue has drained, so that callers do not come back one

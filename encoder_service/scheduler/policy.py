@@ -7,7 +7,7 @@ from encoder_service.scheduler.work import MAX_PRIORITY, Claim, Request
 
 # How many times its own work may be encoded for later arrivals before nothing that still arrives overtakes a
 # request. Small is fair and slow on average, large the reverse. Chosen by simulation: docs/scheduling.md.
-STRETCH = 6
+STRETCH = 7
 
 SPECULATIVE_LANE = 64  # lanes below are demanded: two (blocking, ahead of need) for each of 17 priorities
 

@@ -176,6 +176,11 @@ class Scheduler:
         if work.state is not State.GONE:
             self._forget(work)
 
+    @property
+    def queued(self) -> Amount:
+        """What is held in all, from admission to outcome."""
+        return self._admission.held
+
     def snapshot(self) -> Snapshot:
         """Return the counts of this moment."""
         held = {key: amount for key, amount in self._book.amounts.items() if key[0] is not State.GONE}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
-class State(Enum):
+class State(StrEnum):
     """Where a work stands. It only moves down this list, but for SPLIT, from where it is encoded again."""
 
     WAITING = "waiting"  # its bytes are held, nothing is decoded

@@ -1,0 +1,295 @@
+"""Compares scheduling policies in simulation, measures what a call of the scheduler costs, and prints tables."""
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.simulator import UNLIMITED, Job, Load, Machine, Simulation
+from encoder_service.scheduler import LEAST_WORK_LEFT, POLICIES, Claim, Limits, Scheduler, least_work_left
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
+
+# Images of a request -> weight: most chats send one, some send an album.
+SKEWED = {1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1}
+UNIFORM = dict.fromkeys(range(1, 33), 1)
+BIG_IMAGES = 16
+
+FIRST, OURS = "first-come", LEAST_WORK_LEFT.name
+NEVER_YIELDS = replace(LEAST_WORK_LEFT, name="without blocking first", blocking_first=False)
+STRETCHES = {f"stretch {s}": least_work_left(s) for s in (0, 1, 2, 4, 7, 10, 16)}
+BY_NAME = {policy.name: policy for policy in (*POLICIES, NEVER_YIELDS)} | STRETCHES
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One question to the simulator; `seeds` runs of `count` requests each, pooled."""
+
+    policy: str
+    load: Load
+    count: int
+    seeds: int
+    machine: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a trial found, over all requests of all seeds that were not refused."""
+
+    ttft_s: NDArray[np.float64]
+    images: NDArray[np.int64]
+    images_per_s: float
+    refused: float
+    most_queued_images: int
+    retry_after_ms: float
+
+    @property
+    def mean(self) -> float:
+        """Mean TTFT."""
+        return float(self.ttft_s.mean())
+
+    @property
+    def p99(self) -> float:
+        """99th percentile of TTFT."""
+        return float(np.percentile(self.ttft_s, 99))
+
+    @property
+    def big_p99(self) -> float:
+        """99th percentile of TTFT of the requests with many images."""
+        return float(np.percentile(self.ttft_s[self.images >= BIG_IMAGES], 99))
+
+
+Run = tuple[list[float | None], list[int], float, int, list[int]]
+
+
+def run_seed(trial: Trial, seed: int) -> Run:
+    """Run one seed of a trial (in a worker process)."""
+    jobs: list[Job] = trial.load.jobs(trial.count, seed)
+    outcome = Simulation(Machine(policy=BY_NAME[trial.policy], **trial.machine), jobs).run()
+    images = [len(job.images) for job in jobs]
+    return outcome.ttft_s, images, outcome.images_per_s, outcome.most_queued_images, outcome.retry_after_ms
+
+
+def answer(trials: Sequence[Trial]) -> list[Figures]:
+    """Run all trials on the processors there are."""
+    tasks = [(trial, seed) for trial in trials for seed in range(trial.seeds)]
+    with ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        runs = iter(list(pool.map(run_seed, *zip(*tasks, strict=True))))
+    return [_pool([next(runs) for _ in range(trial.seeds)]) for trial in trials]
+
+
+def _pool(runs: list[Run]) -> Figures:
+    ttft = [value for run in runs for value in run[0]]
+    images = [count for run in runs for count in run[1]]
+    kept = [at for at, value in enumerate(ttft) if value is not None]
+    hints = [hint for run in runs for hint in run[4]]
+    return Figures(
+        ttft_s=np.array([ttft[at] for at in kept], dtype=np.float64),
+        images=np.array([images[at] for at in kept]),
+        images_per_s=sum(run[2] for run in runs) / len(runs),
+        refused=1 - len(kept) / len(ttft),
+        most_queued_images=max(run[3] for run in runs),
+        retry_after_ms=float(np.median(hints)) if hints else 0.0,
+    )
+
+
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> None:
+    """Print a Markdown table; numbers with three digits that mean something."""
+    print(f"\n{title}\n")
+    print("| " + " | ".join(heads) + " |")
+    print("|" + "---|" * len(heads))
+    for row in rows:
+        print("| " + " | ".join(x if isinstance(x, str) else f"{x:.3g}" for x in row) + " |")
+
+
+def compare(title: str, load: Load, count: int, seeds: int, few: int, **machine: Any) -> dict[str, Figures]:
+    """Compare all policies on one load, the two that matter most on more seeds; return those two."""
+    others = [policy.name for policy in POLICIES if policy.name not in (FIRST, OURS)]
+    trials = [Trial(name, load, count, seeds, machine) for name in (FIRST, OURS)]
+    trials += [Trial(name, load, count, few, machine) for name in (FIRST, *others)]
+    first, ours, first_of_few, *rest = answer(trials)
+    pairs = [(FIRST, first, first), *((n, f, first_of_few) for n, f in zip(others, rest, strict=True))]
+    heads = ("policy", "mean TTFT", "first-come / it", "p99", "p99 / first-come", f"p99 of ≥ {BIG_IMAGES} images",
+             "/ first-come", "images/s")  # fmt: skip
+    rows = [
+        (name, f.mean, base.mean / f.mean, f.p99, f.p99 / base.p99, f.big_p99, f.big_p99 / base.big_p99,
+         f.images_per_s) for name, f, base in (*pairs, (OURS, ours, first))
+    ]  # fmt: skip
+    table(title, heads, rows)
+    return {FIRST: first, OURS: ours}
+
+
+def sizes_section() -> dict[str, float]:
+    """Compare the policies where the targets are: one encoder at 80 % load."""
+    found = compare("Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", Load(SKEWED), 5000, 8, 1)
+    first, ours = found[FIRST], found[OURS]
+    even = compare("Sizes 1 to 32 alike, Poisson arrivals, load 0.8", Load(UNIFORM), 2000, 4, 1)
+    compare("Skewed sizes, bursts of 8 requests on average, load 0.8", Load(SKEWED, burst=8), 3000, 3, 1)
+    return {
+        "mean_ttft_fcfs_over_ours": first.mean / ours.mean,
+        "p99_ttft_ours_over_fcfs": ours.p99 / first.p99,
+        "big_p99_ours_over_fcfs": ours.big_p99 / first.big_p99,
+        "throughput_ours_over_fcfs": ours.images_per_s / first.images_per_s,
+        "uniform_mean_ttft_fcfs_over_ours": even[FIRST].mean / even[OURS].mean,
+        "uniform_p99_ttft_ours_over_fcfs": even[OURS].p99 / even[FIRST].p99,
+    }
+
+
+def need_section() -> dict[str, float]:
+    """Show what it is worth to let images that no chunk waits for yield to images that block one."""
+    rows: list[Sequence[str | float]] = []
+    for prefill_s in (0.4, 3.0, 6.0):
+        # Enough prefill engines that none of them is the bottleneck: each request prefills at its own pace.
+        machine = {"prefill_s": prefill_s, "prefill_engines": 10_000}
+        names = (FIRST, NEVER_YIELDS.name, OURS)
+        figures = answer([Trial(name, Load(SKEWED), 2000, 2, machine) for name in names])
+        base = figures[0]
+        rows += [
+            (prefill_s, name, f.mean, base.mean / f.mean, f.p99, f.p99 / base.p99)
+            for name, f in zip(names, figures, strict=True)
+        ]
+    heads = ("prefill per chunk", "policy", "mean TTFT", "first-come / it", "p99", "p99 / first-come")
+    table("Prefill slower than encoding: blocking images first, load 0.8", heads, rows)
+    return {}
+
+
+def fleet_section() -> dict[str, float]:
+    """Spread the images of each request over many replicas: each of them sees only its part of a request."""
+    fleet = (1, 4, 16, 64)
+    trials = [
+        Trial(name, Load(SKEWED, replicas=n), min(2000 * n, 8000), 1, {"replicas": n, "prefill_engines": n})
+        for n in fleet
+        for name in (FIRST, OURS)
+    ]
+    figures = iter(answer(trials))
+    rows: list[Sequence[str | float]] = []
+    for n in fleet:
+        first, ours = next(figures), next(figures)
+        rows.append(
+            (
+                str(n),
+                first.mean,
+                ours.mean,
+                first.mean / ours.mean,
+                first.p99,
+                ours.p99,
+                ours.images_per_s / n,
+            )
+        )
+    heads = (
+        "replicas",
+        "first-come mean",
+        "ours mean",
+        "ratio",
+        "first-come p99",
+        "ours p99",
+        "images/s a replica",
+    )
+    table("Images of a request spread over replicas by content, load 0.8 of the fleet", heads, rows)
+    return {}
+
+
+# Room for four of the largest requests: about what the device encodes while a request of 32 images ages.
+OVERLOAD_LIMITS = replace(UNLIMITED, images=128)
+
+
+def overload_section() -> dict[str, float]:
+    """Offer ten times what the encoder can do, with a bounded queue."""
+    names = ("0.8", "10")
+    machine = {"limits": OVERLOAD_LIMITS}
+    calm, flood = answer(
+        [Trial(OURS, Load(SKEWED, load=float(load), clients=16), count, 2, machine)
+         for load, count in zip(names, (4000, 20_000), strict=True)]
+    )  # fmt: skip
+    rows = [
+        (name, f.mean, f.p99, f"{f.refused:.0%}", str(f.most_queued_images), f"{f.retry_after_ms / 1000:.0f}")
+        for name, f in zip(names, (calm, flood), strict=True)
+    ]
+    heads = (
+        "load",
+        "mean TTFT of the admitted",
+        "p99",
+        "requests refused",
+        "most images queued",
+        "median retry hint",
+    )
+    table(f"Ten times overload, queue of {OVERLOAD_LIMITS.images} images", heads, rows)
+    return {"overload_p99_over_80": flood.p99 / calm.p99, "overload_images_per_s": flood.images_per_s}
+
+
+def cost_section() -> dict[str, float]:
+    """Time the calls with 10 000 images queued."""
+    source, spent = random.Random(0), {}  # type: random.Random, dict[str, list[float]]
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = call(*arguments)
+        spent.setdefault(name, []).append((time.perf_counter() - begin) * 1e6)
+        return result
+
+    limits = Limits(images=20_000, patches=10**9, source_bytes=10**12, claims=10**6)
+    scheduler = Scheduler(limits, max_ahead_patches=16_384, max_ahead_images=64)
+    claims: list[Claim] = []
+    for turn in range(4_000):
+        now = turn * 0.01
+        for chunk in range(source.choices(list(SKEWED), list(SKEWED.values()))[0]):
+            if scheduler.snapshot().claims >= 10_000:
+                break
+            claim = Claim(
+                f"request-{turn}", f"client-{turn % 50}", 0, chunk, now + chunk * 0.1, demanded=True
+            )
+            patches = source.choice((1024, 3520, 8160))
+            timed("admit", scheduler.admit, claim, source.randbytes(32), patches, 300_000, now)
+            claims.append(claim)
+        if turn < 2_000:
+            continue
+        for work in timed("next_to_prepare", scheduler.next_to_prepare, now, 8_192, 8):
+            timed("prepared", scheduler.prepared, work, now)
+        timed("done", scheduler.done, timed("next_batch", scheduler.next_batch, now, 8_192), 0.05)
+        timed("withdraw", scheduler.withdraw, source.choice(claims))
+    rows = [(name, np.percentile(us, 50), np.percentile(us, 99)) for name, us in spent.items()]
+    table("Cost of a call with 10 000 images queued, microseconds", ("call", "p50", "p99"), rows)
+    return {f"{name}_p99_us": float(np.percentile(us, 99)) for name, us in spent.items()}
+
+
+# A section prints its tables and returns its figures for the JSON line. What is measured on a real server joins
+# this list.
+SECTIONS: tuple[Callable[[], dict[str, float]], ...] = (
+    sizes_section,
+    need_section,
+    fleet_section,
+    overload_section,
+    cost_section,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as one JSON object, as the last line"
+    )
+    parser.add_argument("--plots", action="store_true", help="also draw the plots of docs/scheduling.md")
+    arguments = parser.parse_args()
+    figures: dict[str, float] = {}
+    for section in SECTIONS:
+        figures |= section()
+    if arguments.plots:
+        from bench.scheduler_plots import draw
+
+        draw(IMAGES)
+    if arguments.json:
+        print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Admission: limits, shares, retry hints, and that what is given is given back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_service.scheduler import Claim, Limits, Scheduler
+
+
+def limits(**changes) -> Limits:
+    return Limits(**{"images": 100, "patches": 10_000, "source_bytes": 10**6, "claims": 1000, **changes})
+
+
+def make(**changes) -> Scheduler:
+    return Scheduler(limits(**changes), max_ahead_patches=1000, max_ahead_images=16)
+
+
+def admit(scheduler, number, *, client="c", patches=10, source_bytes=100) -> Claim:
+    claim = Claim(f"r{number}", client, demanded=True)
+    scheduler.admit(claim, f"{number}".encode(), patches, source_bytes, 0.0)
+    return claim
+
+
+def fill(scheduler, count, *, client="c", **kind) -> list[Claim]:
+    return [admit(scheduler, f"{client}.{number}", client=client, **kind) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "named"),
+    [
+        ({"images": 4}, {}, "images"),
+        ({"patches": 40}, {}, "patches"),
+        ({"source_bytes": 400}, {}, "source_bytes"),
+    ],
+)
+def test_each_limit_refuses_and_names_itself(changes, kind, named):
+    scheduler = make(**changes)
+    for number in range(4):
+        admit(scheduler, number, client=f"c{number}", **kind)
+    with pytest.raises(OverloadedError, match=f"full: \\d+ {named}"):
+        admit(scheduler, 4, client="c4", **kind)
+
+
+def test_a_refusal_keeps_nothing_and_a_place_that_is_given_back_can_be_taken():
+    scheduler = make(images=1)
+    (claim,) = fill(scheduler, 1)
+    refused = Claim("other", "other")
+    with pytest.raises(OverloadedError):
+        scheduler.admit(refused, b"other", 10, 100, 0.0)
+    assert refused.work is None
+    assert scheduler.snapshot().requests == 1
+    scheduler.withdraw(claim)
+    assert scheduler.admit(refused, b"other", 10, 100, 0.0)
+
+
+def test_an_image_that_could_never_fit_is_refused_for_good():
+    with pytest.raises(ImageLimitError, match="10001 patches"):
+        admit(make(), 0, patches=10_001)
+
+
+def test_joining_costs_no_room_in_the_queue_until_the_claims_are_at_their_limit():
+    scheduler = make(images=1, claims=5)
+    for number in range(5):
+        claim = Claim(f"r{number}", f"c{number}")
+        assert scheduler.admit(claim, b"same", 10, 100, 0.0) == (number == 0)
+    with pytest.raises(OverloadedError, match="callers"):
+        scheduler.claim(Claim("r5", "c5"), b"same", 0.0)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75, 0.9])
+def test_one_client_alone_fills_its_share_and_no_more(share):
+    scheduler = make(client_share=share)
+    with pytest.raises(OverloadedError, match="share"):
+        fill(scheduler, 100)
+    assert abs(scheduler.queued.images - 100 * share) <= 1
+
+
+def test_a_newcomer_finds_room_however_many_clients_fill_their_shares():
+    scheduler = make(images=1000, patches=10**6, claims=10**6)
+    for client in range(12):
+        before = scheduler.queued.images
+        with pytest.raises(OverloadedError, match="share"):
+            fill(scheduler, 1000, client=f"c{client}")
+        assert scheduler.queued.images > before
+
+
+def test_the_share_counts_patches_too():
+    scheduler = make(images=10_000)
+    with pytest.raises(OverloadedError, match=r"share.*patches"):
+        fill(scheduler, 10_000, patches=100)
+    assert scheduler.queued.patches == 7_500
+
+
+def test_the_retry_hint_is_the_time_in_which_a_quarter_of_the_queue_drains():
+    scheduler = make(images=41)
+    for number in range(41):
+        admit(scheduler, number, client=f"c{number}", patches=100)
+    (work,) = scheduler.next_to_prepare(0.0, 1, 1)
+    scheduler.prepared(work, 0.0)
+    scheduler.done(scheduler.next_batch(0.0, 1000), 0.5)  # 100 patches in half a second
+    admit(scheduler, 50, client="c50", patches=100)
+    with pytest.raises(OverloadedError) as refused:
+        admit(scheduler, 51, client="c51")
+    assert refused.value.retry_after_ms == 1000 * 0.25 * 4100 / 200
+
+
+def test_the_retry_hint_follows_the_device_and_stays_within_bounds():
+    hints = []
+    for seconds in (1e-6, 0.01, 0.1, 1.0, 1e6):
+        scheduler = make(images=2)
+        for n in range(2):
+            admit(scheduler, n, client=f"c{n}")
+        (work,) = scheduler.next_to_prepare(0.0, 1, 1)
+        scheduler.prepared(work, 0.0)
+        scheduler.done(scheduler.next_batch(0.0, 1000), seconds)
+        admit(scheduler, 5, client="c5")
+        with pytest.raises(OverloadedError) as refused:
+            admit(scheduler, 6, client="c6")
+        hints.append(refused.value.retry_after_ms)
+    assert hints == sorted(hints)
+    assert hints[0] >= 1
+    assert hints[-1] <= 60_000
+    assert len(set(hints)) >= 3
+
+
+def test_the_rate_forgets_what_the_device_did_long_ago():
+    scheduler = make()
+    for number, seconds in enumerate([1.0] * 30 + [0.1] * 600):
+        admit(scheduler, number, patches=100)
+        (work,) = scheduler.next_to_prepare(0.0, 1, 1)
+        scheduler.prepared(work, 0.0)
+        scheduler.done(scheduler.next_batch(0.0, 1000), seconds)
+    assert scheduler.snapshot().patches_per_s == pytest.approx(1000, rel=0.05)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3000), st.integers(1, 300_000)), max_size=60))
+def test_limits_hold_and_all_is_given_back_for_any_mixture(images):
+    scheduler = make(images=20)
+    claims = []
+    for number, (client, patches, source_bytes) in enumerate(images):
+        try:
+            claims.append(
+                admit(scheduler, number, client=f"c{client}", patches=patches, source_bytes=source_bytes)
+            )
+        except OverloadedError:
+            continue
+        held = scheduler.queued
+        assert held.images <= 20
+        assert held.patches <= 10_000
+        assert held.source_bytes <= 10**6
+    for claim in claims:
+        scheduler.withdraw(claim)
+    assert (scheduler.queued.images, scheduler.queued.patches, scheduler.queued.source_bytes) == (0, 0, 0)
+    assert scheduler.snapshot().clients == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"images": 0}, {"patches": -1}, {"client_share": 1.0}, {"client_share": 0.0}]
+)
+def test_limits_that_make_no_sense_are_refused(changes):
+    with pytest.raises(ValueError, match=r"limit|client_share"):
+        limits(**changes)

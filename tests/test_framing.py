@@ -5,12 +5,13 @@ import threading
 
 import pytest
 import xxhash
-from encoder_contract.errors import InternalError
-from encoder_contract.framing import MESSAGE_BYTES, checksum, frame, frame_rows, parse_fetch_response
-from encoder_contract.v1 import encoder_pb2 as pb
 from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from encoder_contract.errors import InternalError
+from encoder_contract.framing import MESSAGE_BYTES, checksum, frame, frame_rows, parse_fetch_response
+from encoder_contract.v1 import encoder_pb2 as pb
 
 indices = st.integers(0, 2**32 - 1)
 payloads = st.binary(max_size=300)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from encoder_contract.errors import ImageLimitError, InvalidRequestError, OverloadedError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from encoder_contract.errors import ImageLimitError, InvalidRequestError, OverloadedError
 from encoder_service.store import Store, StoreSizeError, capacity
 from encoder_service.store.mover import PROMOTE_HITS
 

@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from encoder_contract.errors import OverloadedError
 from torch import Tensor
 
+from encoder_contract.errors import OverloadedError
 from encoder_service.store.tiers import Grid, Slot, Tier, TierName, copy_bytes
 
 _NAP_S = 0.05

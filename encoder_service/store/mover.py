@@ -5,7 +5,6 @@ import time
 from collections import deque
 
 from encoder_contract.errors import OverloadedError
-
 from encoder_service.store.ledger import Ledger
 from encoder_service.store.tiers import Slot, Tier
 

@@ -6,7 +6,6 @@ from typing import Self
 
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.handle import Handle
-
 from encoder_service.store.ledger import Ledger
 from encoder_service.store.segment import Segment
 from encoder_service.store.tiers import Grid, Slot, TierName

@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
-
 from encoder_service.store.capacity import GIB, StoreSizeError, check_host
 
 log = logging.getLogger(__name__)

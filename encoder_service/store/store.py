@@ -7,9 +7,9 @@ from heapq import nlargest
 from pathlib import Path
 
 import torch
-from encoder_contract.errors import ImageLimitError
 from torch import Tensor
 
+from encoder_contract.errors import ImageLimitError
 from encoder_service.store import pinned
 from encoder_service.store.capacity import GIB, StoreSizeError, device_error
 from encoder_service.store.ledger import Ledger

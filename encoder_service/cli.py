@@ -1,10 +1,11 @@
-"""The command line of the server: `encoder-service serve`."""
+"""The command line of the server: `encoder-service serve` and `encoder-service top`."""
 
 import argparse
 import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from encoder_contract.version import __version__
 from encoder_service.config import ConfigError, add_flags, read_config
@@ -28,13 +29,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "(in brackets behind its help); flags win.",
     )
     add_flags(serve)
+    _add_top(commands)
     given = vars(parser.parse_args(arguments))
-    given.pop("command")
+    command = given.pop("command")
     try:
-        return _serve(given)
+        return _top(given) if command == "top" else _serve(given)
     except ConfigError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return BAD_USAGE
+
+
+def _add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch running servers",
+        description="A live view of one or more replicas, from their metrics: queue, rates, waits, tiers.",
+    )
+    top.add_argument(
+        "endpoints",
+        nargs="*",
+        metavar="HOST:PORT",
+        help="--metrics-listen of the servers (default 127.0.0.1:9464)",
+    )
+    top.add_argument("--interval-s", type=float, default=2.0, help="seconds between frames (default 2)")
+    top.add_argument("--once", action="store_true", help="print one frame, over each server's life, and end")
+
+
+def _top(given: dict[str, Any]) -> int:
+    from rich.console import Console
+
+    from encoder_service.top import run
+
+    endpoints = given.pop("endpoints") or ["127.0.0.1:9464"]
+    try:
+        return asyncio.run(run(endpoints, console=Console(), **given))
+    except KeyboardInterrupt:
+        return 0
 
 
 def _serve(given: dict[str, object]) -> int:

@@ -39,3 +39,11 @@ def set_up_logging(level: str, style: str) -> None:
         JsonFormatter() if style == "json" else ConsoleFormatter("%(asctime)s %(levelname)-7s %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def toggle_debug(level: str) -> None:
+    """Log everything, or, when that is so already, from `level` on again. For a running server: SIGUSR1."""
+    root = logging.getLogger()
+    debugging = root.level == logging.DEBUG and level != "debug"
+    root.setLevel(level.upper() if debugging else logging.DEBUG)
+    root.log(root.level, "log level is now %s", logging.getLevelName(root.level).lower())

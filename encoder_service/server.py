@@ -20,6 +20,7 @@ from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.decode import Decoder
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat
+from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.pipeline import Pipeline, Stages
 from encoder_service.preprocess import to_patches
@@ -123,6 +124,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, toggle_debug, self._config.log_level)
         await self.start()
         print(self.banner(), flush=True)  # noqa: T201 - the one block that says what was chosen
         await self._stop.wait()

@@ -12,8 +12,9 @@ PACKAGES = {"encoder_contract": ROOT / "proto", "encoder_service": ROOT, "prefil
 # From the top down; a module imports only from floors below its own. Rooms share a floor: strangers.
 FLOORS = [
     ["cli"],
+    ["top"],
     ["server"],
-    ["service", "watch", "readings"],
+    ["service", "watch", "readings", "scrape"],
     ["submitting", "fetching"],
     ["wire", "calls"],
     ["encoder"],
@@ -39,7 +40,7 @@ FENCES = {
     "grpc_health": {"encoder_service/server", "prefill_client/"},
     "redis": {"encoder_service/index/"},
     "transformers": {"prefill_client/reference/"},
-    "prometheus_client": {"encoder_service/metrics"},
+    "prometheus_client": {"encoder_service/metrics", "encoder_service/scrape"},
     "nvidia": {"encoder_service/decode"},
     "flash_attn": {"encoder_service/vision/"},
     "safetensors": {"encoder_service/vision/", "prefill_client/reference/"},

@@ -76,13 +76,26 @@ def test_one_client_alone_fills_its_share_and_no_more(share):
     assert abs(scheduler.queued.images - 100 * share) <= 1
 
 
-def test_a_newcomer_finds_room_however_many_clients_fill_their_shares():
-    scheduler = make(images=1000, patches=10**6, claims=10**6)
-    for client in range(12):
-        before = scheduler.queued.images
-        with pytest.raises(OverloadedError, match="share"):
-            fill(scheduler, 1000, client=f"c{client}")
-        assert scheduler.queued.images > before
+def test_clients_that_always_want_more_end_up_with_equal_shares_and_leave_room():
+    scheduler = make(images=130, patches=10**6)
+    held = {"early": 0, "late": 0, "last": 0}
+    number = 0
+    for turn in range(1000):
+        for client in list(held)[: 1 + turn // 250]:
+            try:
+                while True:
+                    number += 1
+                    admit(scheduler, number, client=client)
+                    held[client] += 1
+            except OverloadedError:
+                pass
+        (work,) = scheduler.next_to_prepare(0.0, 1, 1)
+        scheduler.prepared(work, 0.0)
+        batch = scheduler.next_batch(0.0, 10)
+        held[work.client_id] -= 1
+        scheduler.done(batch, 0.1)
+    assert held == {client: pytest.approx(3 / 10 * 130, abs=2) for client in held}
+    assert admit(scheduler, "newcomer", client="newcomer").work
 
 
 def test_the_share_counts_patches_too():

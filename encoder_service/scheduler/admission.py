@@ -23,7 +23,7 @@ class Limits:
     # Claims cost memory but no device time, so joining is free until here.
     claims: int
     # What one client alone may fill of each of the first three; with others there, each client may hold
-    # share / (1 - share) times what is still free, so that a newcomer always finds room.
+    # share / (1 - share) times what is still free: the greedy end up equal, and a part stays free.
     client_share: float = 0.75
 
     def __post_init__(self) -> None:

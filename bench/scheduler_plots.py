@@ -1,0 +1,75 @@
+"""Draws the plots of docs/scheduling.md from simulations."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from bench.simulator import Load
+from bench.trials import FIRST, OURS, SKEWED, STRETCHES, UNIFORM, Trial, answer
+from encoder_service.scheduler import POLICIES
+
+LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+COLORS = {FIRST: "#777777", "earliest-need": "#2a78b8", "chunk-first": "#d08020", OURS: "#2f8f4e"}
+
+
+def draw(folder: Path) -> None:
+    """Write every plot into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The same file for the same data, whenever it is drawn.
+    plt.rcParams.update({"svg.hashsalt": "scheduling", "axes.spines.top": False, "axes.spines.right": False})
+    for name, figure in (("load", _load()), ("tail", _tail()), ("stretch", _stretch())):
+        figure.tight_layout()
+        figure.savefig(folder / f"scheduling-{name}.svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def _load() -> Figure:
+    trials = [Trial(p.name, Load(SKEWED, load=load), 2500, 2) for p in POLICIES for load in LOADS]
+    found = iter(answer(trials))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for policy in POLICIES:
+        figures = [next(found) for _ in LOADS]
+        left.plot(LOADS, [f.mean for f in figures], "o-", color=COLORS[policy.name], label=policy.name)
+        right.plot(LOADS, [f.p99 for f in figures], "o-", color=COLORS[policy.name])
+    for axes, title in ((left, "mean"), (right, "p99")):
+        axes.set(
+            title=f"TTFT, {title}", xlabel="load of the encoder", ylabel="encodes of one image", yscale="log"
+        )
+    left.legend(frameon=False)
+    return figure
+
+
+def _tail() -> Figure:
+    names = [policy.name for policy in POLICIES]
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.4))
+    for axes, (title, sizes) in zip(both, (("skewed", SKEWED), ("uniform", UNIFORM)), strict=True):
+        for name, found in zip(names, answer([Trial(n, Load(sizes), 2500, 2) for n in names]), strict=True):
+            waits = sorted(found.ttft_s)
+            rest = [1 - at / len(waits) for at in range(len(waits))]
+            axes.plot(waits, rest, color=COLORS[name], label=name)
+        axes.set(title=f"{title} sizes, load 0.8", xlabel="TTFT", ylabel="share of requests above", xscale="log",
+                 yscale="log")  # fmt: skip
+    both[0].legend(frameon=False)
+    return figure
+
+
+def _stretch() -> Figure:
+    load = Load(SKEWED)
+    names = [FIRST, *(policy.name for policy in STRETCHES.values())]
+    base, *found = answer([Trial(name, load, 4000, 4) for name in names])
+
+    def share(of: str) -> list[float]:
+        return [getattr(f, of) / getattr(base, of) for f in found]
+
+    figure, axes = plt.subplots(figsize=(5.5, 3.4))
+    for of, label in (("mean", "mean"), ("p99", "p99"), ("big_p99", "p99 of the big ones")):
+        axes.plot(list(STRETCHES), share(of), "o-", label=label)
+    axes.axhline(1, color="#777777", linewidth=0.8)
+    axes.set(xlabel="stretch", ylabel="TTFT over first-come's", ylim=(0, None))
+    axes.legend(frameon=False)
+    return figure

@@ -1,6 +1,6 @@
-"""The layers the towers share: patch embedding, rotary self-attention, and how rows are worked through in tiles."""
+"""The layers the towers share: patch embedding, rotary self-attention, and how a block works through its tiles."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,9 @@ class Layout:
     """How the packed patches of one forward lie: everything but the pixels, ready on the device.
 
     `rotary` complex64 [patches, 1, 1, head size / 2]; `position` [patches, embed] or None; `segments` one per image,
-    `windows` one per window or None; `order` and `inverse` [rows] or None (see `GridTables`); `tile` is how many
-    patches the pointwise parts and products take at once, 0 for all.
+    `windows` one per window or None; `order` and `inverse` [rows] or None (see `GridTables`). `tile` is how many
+    patches the products and pointwise parts take at once, 0 for all: on the CPU a tile's intermediate values then
+    stay in the cache between a product and what follows it.
     """
 
     rotary: Tensor
@@ -32,18 +33,12 @@ class Layout:
 
     @property
     def patches(self) -> int:
-        """Packed patches, padding included."""
+        """Packed patches."""
         return self.rotary.shape[0]
 
-
-def tiles(rows: int, tile: int) -> Iterator[slice]:
-    """Cut `rows` into slices of `tile` rows and a shorter last one; `tile` 0 leaves them whole.
-
-    On the CPU a tile's intermediate values stay in the cache between a product and what follows it.
-    """
-    step = tile or rows
-    for begin in range(0, rows, step):
-        yield slice(begin, min(begin + step, rows))
+    def cut(self, packed: Tensor) -> list[Tensor]:
+        """Views of `packed` [patches, ...], tile by tile; the last may be shorter."""
+        return list(torch.split(packed, self.tile)) if self.tile else [packed]
 
 
 class PatchProjection(nn.Module):
@@ -86,16 +81,15 @@ class PatchEmbed(nn.Module):
         self._folded = folded
         del self.proj
 
-    def forward(self, patches: Tensor, position: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """uint8 [patches, values] (and what to add) → [patches, embed]."""
+    def forward(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> list[Tensor]:
+        """uint8 [patches, values] → embeddings with their positions, a list of tiles [patches, embed]."""
         assert self._folded is not None
-        centred = patches.to(dtype).sub_(128)
-        if position is None:
-            embedded: Tensor = self._folded(centred)
-            return embedded
-        embedded = position.clone()
-        self._folded.add_to(embedded, centred)
-        return embedded
+        centred = [tile.to(dtype).sub_(128) for tile in layout.cut(patches)]
+        if layout.position is None:
+            return [self._folded(tile) for tile in centred]
+        positions = layout.cut(layout.position)
+        # The table is kept for the next image of this grid, so it must not be summed into.
+        return [self._folded.plus(at.clone(), tile) for at, tile in zip(positions, centred, strict=True)]
 
 
 class SelfAttention(nn.Module):
@@ -116,29 +110,37 @@ class SelfAttention(nn.Module):
         """
         pairs = torch.arange(self._head_size).view(2, -1).t().flatten()
         head = torch.arange(2 * self._heads)[:, None] * self._head_size + pairs
-        order = torch.cat(
-            [head.flatten(), torch.arange(2 * len(pairs) * self._heads, self.qkv.weight.shape[0])]
-        )
-        order = order.to(self.qkv.weight.device)
+        values = torch.arange(head.numel(), self.qkv.weight.shape[0])
+        order = torch.cat([head.flatten(), values]).to(self.qkv.weight.device)
         assert self.qkv.bias is not None
         self.qkv.weight = nn.Parameter(self.qkv.weight[order], requires_grad=False)
         self.qkv.bias = nn.Parameter(self.qkv.bias[order], requires_grad=False)
 
-    def project(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """[patches, embed] → queries, keys, values [patches, 3, heads, head size], rotated."""
-        projected: Tensor = self.qkv(x).view(len(x), 3, self._heads, self._head_size)
-        rotate(projected[:, :2], rotary)
-        return projected
+    def forward(
+        self, hidden: Sequence[Tensor], norm: nn.Module, segments: Segments, layout: Layout
+    ) -> list[Tensor]:
+        """Normalise and mix tiles [patches, embed] → tiles [patches, embed], before the output projection."""
+        query, key, value = self._project(hidden, norm, layout).unbind(1)
+        mixed = layout.attend(query, key, value, segments, self._scale)
+        return layout.cut(mixed.flatten(1))
 
-    def attend(self, projected: Tensor, segments: Segments, attention: Attention) -> Tensor:
-        """[patches, 3, heads, head size] → [patches, embed], before the output projection."""
-        query, key, value = projected.unbind(1)
-        return attention(query, key, value, segments, self._scale).flatten(1)
+    def _project(self, hidden: Sequence[Tensor], norm: nn.Module, layout: Layout) -> Tensor:
+        """Queries, keys and values of all tiles [patches, 3, heads, head size], the first two rotated."""
+        shape = (3, self._heads, self._head_size)
+        if len(hidden) == 1:
+            whole: Tensor = self.qkv(norm(hidden[0])).view(-1, *shape)
+            rotate(whole[:, :2], layout.rotary, whole[:, :2])
+            return whole
+        packed = hidden[0].new_empty(layout.patches, *shape)
+        for tile, rotary, out in zip(hidden, layout.cut(layout.rotary), layout.cut(packed), strict=True):
+            projected = self.qkv(norm(tile)).view(-1, *shape)
+            rotate(projected[:, :2], rotary, out[:, :2])
+            out[:, 2] = projected[:, 2]
+        return packed
 
 
-def rotate(values: Tensor, rotary: Tensor) -> None:
-    """Rotate neighbouring pairs of the last dimension in place, in float32: one complex product."""
+def rotate(values: Tensor, rotary: Tensor, out: Tensor) -> None:
+    """Rotate neighbouring pairs of the last dimension in float32, one complex product, into `out` (may be `values`)."""
     pairs = values.float().view(*values.shape[:-1], -1, 2)
-    torch.view_as_complex(pairs).mul_(rotary)
-    if values.dtype is not torch.float32:
-        values.copy_(pairs.flatten(-2))
+    rotated = torch.view_as_complex(pairs).mul_(rotary)
+    out.copy_(torch.view_as_real(rotated).flatten(-2))

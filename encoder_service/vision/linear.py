@@ -52,12 +52,13 @@ class Linear(nn.Module):
             return product
         return functional.gelu(product, approximate="tanh" if activation == "gelu_tanh" else "none")
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Add the product to `residual` [rows, outputs] in place."""
+    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return `residual` [rows, outputs] + the product; `residual` is used up."""
         if self._packed is not None:
-            residual.copy_(torch.ops.mkldnn._linear_pointwise(x, residual, self._packed, self.bias, "add"))
-        else:
-            residual.add_(functional.linear(x, self.weight, self.bias))
+            operator = torch.ops.mkldnn._linear_pointwise.binary
+            total: Tensor = operator(x, residual, self._packed, self.bias, "add")
+            return total
+        return residual.add_(functional.linear(x, self.weight, self.bias))
 
 
 def packing_available() -> bool:

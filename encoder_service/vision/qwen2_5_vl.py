@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention, tiles
+from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention
 from encoder_service.vision.linear import Linear
 from encoder_service.vision.spec import TowerSpec
 
@@ -18,9 +18,9 @@ class Mlp(nn.Module):
         self.up_proj = Linear(spec.embed, spec.intermediate)
         self.down_proj = Linear(spec.intermediate, spec.embed)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Add the MLP of `x` to `residual`, both [patches, embed]."""
-        self.down_proj.add_to(residual, functional.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
+    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return `residual` + the MLP of `x`, all [patches, embed]; `residual` is used up."""
+        return self.down_proj.plus(residual, functional.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -34,17 +34,14 @@ class Block(nn.Module):
         self.mlp = Mlp(spec)
         self._windowed = windowed
 
-    def forward(self, hidden: Tensor, layout: Layout) -> None:
-        """Advance `hidden` [patches, embed] in place."""
+    def forward(self, hidden: list[Tensor], layout: Layout) -> None:
+        """Advance the residual stream, tiles [patches, embed], in place."""
         segments = layout.windows if self._windowed else layout.segments
         assert segments is not None
-        cuts = list(tiles(len(hidden), layout.tile))
-        parts = [self.attn.project(self.norm1(hidden[cut]), layout.rotary[cut]) for cut in cuts]
-        projected = parts[0] if len(parts) == 1 else torch.cat(parts)
-        mixed = self.attn.attend(projected, segments, layout.attend)
-        for cut in cuts:
-            self.attn.proj.add_to(hidden[cut], mixed[cut])
-            self.mlp.add_to(hidden[cut], self.norm2(hidden[cut]))
+        mixed = self.attn(hidden, self.norm1, segments, layout)
+        for number, tile in enumerate(mixed):
+            residual = self.attn.proj.plus(hidden[number], tile)
+            hidden[number] = self.mlp.plus(residual, self.norm2(residual))
 
 
 class Merger(nn.Module):
@@ -84,8 +81,8 @@ class Qwen25VLTower(nn.Module):
         assert layout.inverse is not None
         unit = self.spec.merge_unit
         ordered = patches.view(-1, unit * patches.shape[1])[layout.order].view(-1, patches.shape[1])
-        hidden = self.patch_embed(ordered, None, self.merger.ln_q.weight.dtype)
+        hidden = self.patch_embed(ordered, layout, self.merger.ln_q.weight.dtype)
         for block in self.blocks:
             block(hidden, layout)
-        rows: Tensor = self.merger(hidden)[layout.inverse]
+        rows: Tensor = self.merger(torch.cat(hidden))[layout.inverse]
         return rows

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention, tiles
+from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention
 from encoder_service.vision.linear import Linear
 from encoder_service.vision.spec import TowerSpec
 
@@ -16,9 +16,9 @@ class Mlp(nn.Module):
         self.linear_fc1 = Linear(spec.embed, spec.intermediate)
         self.linear_fc2 = Linear(spec.intermediate, spec.embed)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Add the MLP of `x` to `residual`, both [patches, embed]."""
-        self.linear_fc2.add_to(residual, self.linear_fc1(x, "gelu_tanh"))
+    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return `residual` + the MLP of `x`, all [patches, embed]; `residual` is used up."""
+        return self.linear_fc2.plus(residual, self.linear_fc1(x, "gelu_tanh"))
 
 
 class Block(nn.Module):
@@ -31,15 +31,12 @@ class Block(nn.Module):
         self.attn = SelfAttention(spec)
         self.mlp = Mlp(spec)
 
-    def forward(self, hidden: Tensor, layout: Layout) -> None:
-        """Advance `hidden` [patches, embed] in place."""
-        cuts = list(tiles(len(hidden), layout.tile))
-        parts = [self.attn.project(self.norm1(hidden[cut]), layout.rotary[cut]) for cut in cuts]
-        projected = parts[0] if len(parts) == 1 else torch.cat(parts)
-        mixed = self.attn.attend(projected, layout.segments, layout.attend)
-        for cut in cuts:
-            self.attn.proj.add_to(hidden[cut], mixed[cut])
-            self.mlp.add_to(hidden[cut], self.norm2(hidden[cut]))
+    def forward(self, hidden: list[Tensor], layout: Layout) -> None:
+        """Advance the residual stream, tiles [patches, embed], in place."""
+        mixed = self.attn(hidden, self.norm1, layout.segments, layout)
+        for number, tile in enumerate(mixed):
+            residual = self.attn.proj.plus(hidden[number], tile)
+            hidden[number] = self.mlp.plus(residual, self.norm2(residual))
 
 
 class Merger(nn.Module):
@@ -77,14 +74,13 @@ class Qwen3VLTower(nn.Module):
     def forward(self, patches: Tensor, layout: Layout) -> Tensor:
         """uint8 [patches, channels × patch × patch] → [rows, width]."""
         spec = self.spec
-        hidden = self.patch_embed(patches, layout.position, self.pos_embed.weight.dtype)
-        rows: Tensor = hidden.new_empty(len(patches) // spec.merge_unit, spec.width)
+        hidden = self.patch_embed(patches, layout, self.pos_embed.weight.dtype)
+        rows = hidden[0].new_empty(len(patches) // spec.merge_unit, spec.width)
+        parts = list(rows.split(spec.hidden, dim=1))
         for number, block in enumerate(self.blocks):
             block(hidden, layout)
             if number in spec.deepstack:
                 level = spec.deepstack.index(number)
-                rows[:, spec.hidden * (level + 1) : spec.hidden * (level + 2)] = self.deepstack_merger_list[
-                    level
-                ](hidden)
-        rows[:, : spec.hidden] = self.merger(hidden)
+                parts[1 + level].copy_(self.deepstack_merger_list[level](torch.cat(hidden)))
+        parts[0].copy_(self.merger(torch.cat(hidden)))
         return rows

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from encoder_contract.geometry import Grid
 from torch import Tensor
 
+from encoder_contract.geometry import Grid
 from encoder_service.vision.spec import TowerSpec
 
 # A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): 170 MB in all, eighteen

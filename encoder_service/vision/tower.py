@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from encoder_contract.geometry import Grid
 from torch import Tensor, nn
 
+from encoder_contract.geometry import Grid
 from encoder_service.processor import ProcessorSettings
 from encoder_service.vision.attention import Attention, Segments, make_attention
 from encoder_service.vision.checkpoint import VisionTensors

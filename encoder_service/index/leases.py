@@ -13,42 +13,51 @@ class Leases:
     meanwhile, and the index publishes it with the next heartbeat.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, renew_s: float, clock: Callable[[], float] = monotonic) -> None:
+        self._renew_s = renew_s
         self._clock = clock
-        self._until: dict[bytes, float] = {}
+        self._forget_at: dict[bytes, float] = {}
+        self._renew_at: dict[bytes, float] = {}
         self._owed: dict[bytes, Tier] = {}
 
-    def __len__(self) -> int:
-        return len(self._until)
-
     def add(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were granted."""
-        until = self._clock() + MAX_LEASE_S
+        """Note leases that were granted just now."""
+        now = self._clock()
         for address in addresses:
-            self._until.setdefault(address, until)
+            self._forget_at.setdefault(address, now + MAX_LEASE_S)
+            self._renew_at[address] = now + self._renew_s
+
+    def renewed(self, addresses: Iterable[bytes]) -> None:
+        """Note leases that were renewed just now, except those that ended meanwhile."""
+        self.add(address for address in addresses if address in self._renew_at)
 
     def end(self, addresses: Iterable[bytes]) -> None:
         """Forget leases, and what is owed for them."""
         for address in addresses:
-            self._until.pop(address, None)
+            self._forget_at.pop(address, None)
+            self._renew_at.pop(address, None)
             self._owed.pop(address, None)
+
+    def all(self) -> list[bytes]:
+        """Return every lease held."""
+        return list(self._renew_at)
+
+    def hasten(self) -> None:
+        """Make every lease due: the index may have lost them."""
+        self._renew_at = dict.fromkeys(self._renew_at, self._clock())
+
+    def due(self) -> list[bytes]:
+        """Return the leases to renew now; those held for too long are forgotten."""
+        now = self._clock()
+        self.end([address for address, at in self._forget_at.items() if at <= now])
+        return [address for address, at in self._renew_at.items() if at <= now]
 
     def owe(self, addresses: Iterable[bytes], tier: Tier) -> None:
         """Note publications that did not get through; without a lease nobody waits, and none is owed."""
         for address in addresses:
-            if address in self._until:
+            if address in self._renew_at:
                 self._owed[address] = tier
 
     def owed(self, tier: Tier) -> list[bytes]:
         """Return the addresses whose publication at `tier` is owed."""
         return [address for address, owed_tier in self._owed.items() if owed_tier is tier]
-
-    def all(self) -> list[bytes]:
-        """Return every lease held."""
-        return list(self._until)
-
-    def to_renew(self) -> list[bytes]:
-        """Return the leases to renew now; those held for too long are forgotten."""
-        now = self._clock()
-        self.end([address for address, until in self._until.items() if until <= now])
-        return list(self._until)

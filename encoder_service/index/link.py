@@ -1,6 +1,5 @@
 """The link to one Redis, or to a Redis Cluster: batches of addresses as one script call, or as one per slot."""
 
-import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,8 +23,6 @@ FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, EOFError)
 # Replies of a server that is there and says no: it is of no use before that changes.
 REFUSALS = (ResponseError,)
 
-# Calls under way at once: more would only queue in Redis, which serves one at a time.
-MAX_CALLS = 16
 # A connection that takes longer than this to open or to answer is given up, whatever the bound of the call.
 SOCKET_TIMEOUT_S = 1.0
 
@@ -71,7 +68,6 @@ class Link:
     def __init__(self, target: Target, client: "Redis | RedisCluster") -> None:
         self._target = target
         self._client: Any = client  # the two share the commands we use, not a type
-        self._turn = asyncio.Semaphore(MAX_CALLS)
         self.sharded_channels = False
 
     @classmethod
@@ -108,15 +104,13 @@ class Link:
 
     async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the values of many keys, in one command, or in one for each slot."""
-        async with self._turn:
-            read = self._client.mget_nonatomic if self.is_cluster else self._client.mget
-            values: list[bytes | None] = await read(keys)
-            return values
+        read = self._client.mget_nonatomic if self.is_cluster else self._client.mget
+        values: list[bytes | None] = await read(keys)
+        return values
 
     async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
         """Set a value with a time to live."""
-        async with self._turn:
-            await self._client.set(key, value, px=ttl_ms)
+        await self._client.set(key, value, px=ttl_ms)
 
     @property
     def is_cluster(self) -> bool:
@@ -149,15 +143,14 @@ class Link:
     async def _evaluate(
         self, script: Script, calls: list[list[bytes]], arguments: Sequence[Any]
     ) -> list[Any]:
-        async with self._turn:
-            replies = await self._pipeline("EVALSHA", script.sha, calls, arguments)
-            # A server that has not seen the script (new, restarted, promoted) is sent its text; one that closed an idle
-            # connection is asked once more. Every script may run twice: it states what shall be.
-            again = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
-            if again:
-                second = await self._pipeline("EVAL", script.source, [calls[n] for n in again], arguments)
-                for n, reply in zip(again, second, strict=True):
-                    replies[n] = reply
+        replies = await self._pipeline("EVALSHA", script.sha, calls, arguments)
+        # A server that has not seen the script (new, restarted, promoted) is sent its text; one that closed an idle
+        # connection is asked once more. Every script may run twice: it states what shall be.
+        again = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
+        if again:
+            second = await self._pipeline("EVAL", script.source, [calls[n] for n in again], arguments)
+            for n, reply in zip(again, second, strict=True):
+                replies[n] = reply
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply

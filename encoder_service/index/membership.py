@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable
 
 from encoder_contract.errors import ModelMismatchError
-
 from encoder_service.index import schema
 from encoder_service.index.contract import Location, Locations, Peer, Replica
 from encoder_service.index.link import Link, Script
@@ -28,7 +27,7 @@ class Membership:
         self._roll_key = roll_key
         self._ttl_ms = ttl_ms
         self._load = load
-        self._dead: set[bytes] = set()
+        self.dead: set[bytes] = set()
         self.peers: dict[bytes, Peer] = {}
 
     async def call_roll(self, link: Link, verb: str) -> bool:
@@ -59,20 +58,18 @@ class Membership:
             raise SupersededError(f"a later start of replica {ours.replica_id} has taken its place")
         roll = schema.Roll.parse(reply[1], reply[2])
         self.peers = roll.peers
-        self._dead -= roll.peers.keys()
+        self.dead -= roll.peers.keys()
         return roll.was_present
 
-    def strangers(self, values: Iterable[bytes | None]) -> bool:
-        """Return whether a location names someone who may have joined since the last roll call."""
-        known = self.peers.keys() | self._dead | {self.token}
-        return any(token not in known for value in values for token, _ in schema.records(value))
+    def strangers(self, tokens: Iterable[bytes]) -> set[bytes]:
+        """Return those who may have joined since the last roll call."""
+        return set(tokens) - self.peers.keys() - self.dead - {self.token}
 
-    def bury_strangers(self, values: Iterable[bytes | None]) -> None:
-        """After a roll call: whoever is named in a location and is not on the roll is dead."""
-        named = {token for value in values for token, _ in schema.records(value)}
-        if len(self._dead) > MAX_DEAD:
-            self._dead.clear()
-        self._dead |= named - self.peers.keys() - {self.token}
+    def bury(self, tokens: Iterable[bytes]) -> None:
+        """After a roll call: who was a stranger and is not on the roll is dead."""
+        if len(self.dead) > MAX_DEAD:
+            self.dead.clear()
+        self.dead |= self.strangers(tokens)
 
     def locations(self, value: bytes | None, without: Collection[str] = ()) -> Locations:
         """Return the live peers that a location names, except those in `without`."""
@@ -83,10 +80,10 @@ class Membership:
                 found.append(Location(peer.replica_id, peer.endpoint, tier))
         return tuple(found)
 
-    def ignored(self, without: Collection[str]) -> bytes:
+    def absent(self, without: Collection[str]) -> bytes:
         """Return the tokens whose locations keep nobody from a lease: ours, the dead's, and those of `without`."""
         unwanted = {token for token, peer in self.peers.items() if peer.replica_id in without}
-        return b"".join({self.token} | self._dead | unwanted)
+        return b"".join({self.token} | self.dead | unwanted)
 
     def token_of(self, replica_id: str) -> bytes | None:
         """Return the token of a live peer, or None."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from encoder_contract.errors import ModelMismatchError
-
 from encoder_service.index.contract import Acquired, IndexState, Location, Locations, Peer, Replica, Tier
 
 

@@ -10,8 +10,8 @@ from encoder_service.index.leases import Leases
 from encoder_service.index.link import Link, Script
 from encoder_service.index.membership import Membership
 from encoder_service.index.republish import Republisher
-from encoder_service.index.schema import Keys
-from encoder_service.index.standing import RedisSettings, Standing, Watchers
+from encoder_service.index.schema import Keys, records
+from encoder_service.index.standing import Lane, RedisSettings, Standing, Watchers
 from encoder_service.index.watch import Watch
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
@@ -32,7 +32,7 @@ class RedisIndex:
     ) -> None:
         self._settings = settings
         self._keys = Keys(settings.namespace)
-        self._leases = Leases()
+        self._leases = Leases(renew_s=settings.lease_ttl_ms / 3000)
         self._watch = Watch(self._settled, self._follow)
         self._republisher = Republisher(held, self._publish, settings.location_ttl_s)
         self._republishing: asyncio.Task[None] | None = None
@@ -98,7 +98,7 @@ class RedisIndex:
         located: dict[bytes, Locations] = {}
         for batch in _batches(addresses):
             orphans = await self._acquire(batch, without, granted, located)
-            # Only the dead hold these; now that they are known to be dead, they are in nobody's way.
+            # Only the dead hold or encode these; now that they are known to be dead, they are in nobody's way.
             granted.update(await self._acquire(orphans, without, granted, located) if orphans else ())
         self._leases.add(granted)
         return Acquired(frozenset(granted), located)
@@ -133,15 +133,16 @@ class RedisIndex:
             await link.put(self._keys.source(key), image, self._settings.source_ttl_s * 1000)
             return True
 
-        return await self._standing.ask("put_source", put, self._settings.source_timeout_ms) is not None
+        return await self._standing.ask("put_source", put, self._standing.sources) is not None
 
     async def get_source(self, key: bytes) -> bytes | None:
         """Return the bytes that any replica shared under `key`, or None."""
-        values = await self._read("get_source", [self._keys.source(key)], self._settings.source_timeout_ms)
+        values = await self._read("get_source", [self._keys.source(key)], self._standing.sources)
         return values[0] if values else None
 
     def forgotten(self) -> None:
         """Redis is new to us, or lost what it knew of us."""
+        self._leases.hasten()
         self._republisher.forgotten()
 
     def lost(self) -> None:
@@ -150,9 +151,10 @@ class RedisIndex:
 
     async def beat(self) -> None:
         """With every heartbeat, renew what we hold, and publish what did not get through."""
-        held = self._leases.to_renew()
-        if held:
-            self._leases.end(set(held) - await self.renew(held))
+        if due := self._leases.due():
+            renewed = await self.renew(due)
+            self._leases.renewed(renewed)
+            self._leases.end(set(due) - renewed)
         for tier in Tier:
             if owed := self._leases.owed(tier):
                 await self.publish(owed, tier)
@@ -174,37 +176,53 @@ class RedisIndex:
     ) -> list[bytes]:
         """Add to what is granted and located; return what is neither granted nor anywhere, nor being encoded."""
         membership = self._standing.membership
-        ignored = membership.ignored(without) if membership else b""
-        arguments = (self._token, self._settings.lease_ttl_ms, ignored)
+        absent, dead = (membership.absent(without), b"".join(membership.dead)) if membership else (b"", b"")
+        arguments = (self._token, self._settings.lease_ttl_ms, absent, dead)
         replies = await self._run("acquire", ACQUIRE, self._pairs(addresses), *arguments)
         if replies is None:
             granted.update(addresses)
             return []
-        granted.update(a for a, reply in zip(addresses, replies, strict=True) if reply == 1)
-        values = {a: reply for a, reply in zip(addresses, replies, strict=True) if isinstance(reply, bytes)}
-        live = await self._live(values, without)
+        by_address = dict(zip(addresses, replies, strict=True))
+        granted.update(address for address, reply in by_address.items() if reply == 1)
+        values = {address: reply for address, reply in by_address.items() if isinstance(reply, bytes)}
+        holders = {address: reply[0] for address, reply in by_address.items() if isinstance(reply, list)}
+        live = await self._live(values, holders.values(), without)
         located |= live
-        return [address for address in values if address not in live]
+        orphans = [address for address in values if address not in live]
+        return orphans + [address for address, holder in holders.items() if not self._lives(holder)]
 
     async def _live(
-        self, values: Mapping[bytes, bytes | None], without: Collection[str] = ()
+        self,
+        values: Mapping[bytes, bytes | None],
+        others: Iterable[bytes] = (),
+        without: Collection[str] = (),
     ) -> dict[bytes, Locations]:
-        """Return the live locations; whoever is not known by name is looked up on the roll first, once."""
+        """Return the live locations; first, any stranger in them or among `others` is looked up on the roll, once."""
         membership = self._standing.membership
         if membership is None:
             return {}
-        if membership.strangers(values.values()):
-            await self._standing.call_roll(self._settings.call_timeout_ms)
-            membership.bury_strangers(values.values())
+        named = {token for value in values.values() for token, _ in records(value)}.union(others)
+        if membership.strangers(named):
+            await self._standing.call_roll(self._standing.calls)
+            membership.bury(named)
         return {a: live for a, value in values.items() if (live := membership.locations(value, without))}
+
+    def _lives(self, holder: bytes) -> bool:
+        membership = self._standing.membership
+        return membership is not None and holder not in membership.dead
 
     async def _settled(self, addresses: Collection[bytes]) -> dict[bytes, Locations]:
         values = await self._read("wait", [key for pair in self._pairs(addresses) for key in pair])
         if values is None:
             return {} if self.state is IndexState.JOINED else dict.fromkeys(addresses, ())
-        live = await self._live(dict(zip(addresses, values[::2], strict=True)))
-        leases = zip(addresses, values[1::2], strict=True)
-        return {address: live.get(address, ()) for address, lease in leases if address in live or not lease}
+        holders = {a: holder for a, holder in zip(addresses, values[1::2], strict=True) if holder}
+        live = await self._live(dict(zip(addresses, values[::2], strict=True)), holders.values())
+        encoding = {address for address, holder in holders.items() if self._lives(holder)}
+        return {
+            address: live.get(address, ())
+            for address in addresses
+            if address in live or address not in encoding
+        }
 
     async def _follow(self, begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
         async def follow(link: Link, _: Membership) -> None:
@@ -228,9 +246,9 @@ class RedisIndex:
         return await self._standing.ask(name, lambda link, _: link.run(script, keys, *arguments))
 
     async def _read(
-        self, name: str, keys: Sequence[bytes], timeout_ms: int | None = None
+        self, name: str, keys: Sequence[bytes], lane: Lane | None = None
     ) -> list[bytes | None] | None:
-        return await self._standing.ask(name, lambda link, _: link.read(keys), timeout_ms)
+        return await self._standing.ask(name, lambda link, _: link.read(keys), lane)
 
     def _pairs(self, addresses: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
         return [(self._keys.location(address), self._keys.lease(address)) for address in addresses]

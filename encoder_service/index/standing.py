@@ -8,7 +8,6 @@ from time import monotonic
 from typing import Protocol, TypeVar
 
 from encoder_contract.errors import ModelMismatchError
-
 from encoder_service.index.breaker import Breaker
 from encoder_service.index.contract import IndexState, Replica
 from encoder_service.index.link import FAULTS, REFUSALS, Link, Target
@@ -19,6 +18,13 @@ Answer = TypeVar("Answer")
 
 # Nobody waits for a heartbeat or a probe: time enough to open connections, TLS and a cluster's map included.
 BEAT_TIMEOUT_MS = 2000
+# Calls under way at once: more would only queue in Redis, which serves one at a time.
+MAX_CALLS = 16
+# Megabytes each; more at once would only make each of them later.
+MAX_SOURCE_CALLS = 4
+# How many bounds a call may wait for its turn, when we have more calls than turns; that is not Redis's fault and does
+# not count as its failure. A call takes four bounds at the very most.
+BOUNDS_TO_WAIT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,9 @@ class RedisSettings:
     source_timeout_ms: int = 1000  # image bytes are megabytes
     heartbeat_ms: int = 500
     replica_ttl_ms: int = 2000  # four heartbeats
-    lease_ttl_ms: int = 2500  # renewed with every heartbeat: four may get lost
+    # Renewed three times within it. A holder that dies loses its leases as soon as it is off the roll; this is for
+    # what nobody looks at any more, and may be long: renewing is what a full queue costs.
+    lease_ttl_ms: int = 10_000
     location_ttl_s: int = 3600  # republished three times within it
     source_ttl_s: int = 600
     max_source_bytes: int = 8 << 20
@@ -43,6 +51,14 @@ class Watchers:
 
     on_state: Callable[[IndexState, str], None] = lambda *_: None
     on_call: Callable[[str, float, bool], None] = lambda *_: None
+
+
+class Lane:
+    """Calls of one kind: how long one may take, and how many may be under way."""
+
+    def __init__(self, timeout_ms: int, max_calls: int) -> None:
+        self.timeout_s = timeout_ms / 1000
+        self.turns = asyncio.Semaphore(max_calls)
 
 
 class Follower(Protocol):
@@ -75,6 +91,9 @@ class Standing:
         self._watchers = watchers
         self._follower = follower
         self._roll_key = roll_key
+        self.calls = Lane(settings.call_timeout_ms, MAX_CALLS)
+        self.sources = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self.beats = Lane(BEAT_TIMEOUT_MS, 1)
         self._breaker = Breaker()
         self._reason = ""
         self._has_joined = False
@@ -89,16 +108,32 @@ class Standing:
         return b"SPUBLISH" if self._link is not None and self._link.sharded_channels else b"PUBLISH"
 
     async def ask(
-        self, name: str, call: Callable[[Link, Membership], Awaitable[Answer]], timeout_ms: int | None = None
+        self, name: str, call: Callable[[Link, Membership], Awaitable[Answer]], lane: Lane | None = None
     ) -> Answer | None:
         """Return the answer of `call`, or None, at once or after the bound, when there is none to be had."""
         if self.state is not IndexState.JOINED:
             return None
+        lane = lane or self.calls
+        try:
+            async with asyncio.timeout(BOUNDS_TO_WAIT * lane.timeout_s):
+                await lane.turns.acquire()
+        except TimeoutError:
+            return None
+        try:
+            return await self._ask_now(name, call, lane.timeout_s)
+        finally:
+            lane.turns.release()
+
+    async def _ask_now(
+        self, name: str, call: Callable[[Link, Membership], Awaitable[Answer]], timeout_s: float
+    ) -> Answer | None:
+        if self.state is not IndexState.JOINED:
+            return None  # it was lost while we waited for our turn
         assert self._link is not None
         assert self.membership is not None
         began, ok = monotonic(), False
         try:
-            async with asyncio.timeout((timeout_ms or self._settings.call_timeout_ms) / 1000):
+            async with asyncio.timeout(timeout_s):
                 answer = await call(self._link, self.membership)
             self._breaker.succeeded()
             ok = True
@@ -122,10 +157,10 @@ class Standing:
             raise
         self._keeper = asyncio.create_task(self._keep(), name="index-keeper")
 
-    async def call_roll(self, timeout_ms: int) -> bool | None:
+    async def call_roll(self, lane: Lane) -> bool | None:
         """Beat, and learn who is alive; return whether we were on the roll, or None when that was not to be had."""
         try:
-            return await self.ask("beat", lambda link, ours: ours.call_roll(link, "beat"), timeout_ms)
+            return await self.ask("beat", lambda link, ours: ours.call_roll(link, "beat"), lane)
         except ModelMismatchError as refusal:
             self._breaker.failed(monotonic(), refused=True)
             self._lose(refusal.message)
@@ -156,7 +191,7 @@ class Standing:
                 await self._probe_quietly()
 
     async def _beat(self) -> None:
-        was_present = await self.call_roll(BEAT_TIMEOUT_MS)
+        was_present = await self.call_roll(self.beats)
         if was_present is False:
             self._follower.forgotten()
         if was_present is not None:

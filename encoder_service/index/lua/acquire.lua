@@ -1,15 +1,16 @@
--- Grants the lease of addresses that nobody encodes and no replica holds, except those ignored.
--- KEYS: location, lease, for each address. ARGV: token, time to live (ms), tokens ignored.
--- Returns for each address: its location, or 1 when granted, or 0 when another holds the lease.
-local token, ttl_ms, ignored = ARGV[1], ARGV[2], ARGV[3]
+-- Grants the lease of addresses that nobody encodes and no replica holds; the dead do not count.
+-- KEYS: location, lease, for each address.
+-- ARGV: token, time to live (ms), tokens whose locations do not count, tokens whose leases do not count.
+-- Returns for each address: its location, or 1 when granted, or {token} of the other who holds the lease.
+local token, ttl_ms, absent, dead = ARGV[1], ARGV[2], ARGV[3], set_of(ARGV[4])
 local replies = {}
 for i = 1, #KEYS, 2 do
-  local location = without(get(KEYS[i]), ignored)
+  local location = without(get(KEYS[i]), absent)
   local holder = get(KEYS[i + 1])
-  local reply = 0
+  local reply = { holder }
   if location ~= '' then
     reply = location
-  elseif holder == '' or holder == token then
+  elseif holder == '' or holder == token or dead[holder] then
     redis.call('SET', KEYS[i + 1], token, 'PX', ttl_ms)
     reply = 1
   end

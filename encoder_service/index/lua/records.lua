@@ -1,22 +1,28 @@
--- Prelude of every script: a location is a string of records, each an 8-byte replica token and a byte of tier.
+-- Prelude of every script. A token of 8 bytes stands for one life of a replica; a location is a string of records,
+-- each a token and a byte of tier. A call takes as many addresses as it is given keys for, all of one slot.
 local TOKEN, RECORD = 8, 9
 
--- The records of a location without those of the given tokens (a string of tokens).
-local function without(location, tokens)
-  local ignored, kept = {}, {}
+-- The set of tokens in a string of tokens.
+local function set_of(tokens)
+  local set = {}
   for i = 1, #tokens, TOKEN do
-    ignored[string.sub(tokens, i, i + TOKEN - 1)] = true
+    set[string.sub(tokens, i, i + TOKEN - 1)] = true
   end
+  return set
+end
+
+-- The records of a location without those of the given tokens.
+local function without(location, tokens)
+  local unwanted, kept = set_of(tokens), {}
   for i = 1, #location, RECORD do
     local record = string.sub(location, i, i + RECORD - 1)
-    if not ignored[string.sub(record, 1, TOKEN)] then
+    if not unwanted[string.sub(record, 1, TOKEN)] then
       kept[#kept + 1] = record
     end
   end
   return table.concat(kept)
 end
 
--- The keys of one call are of one slot; a call takes as many addresses as it is given keys for.
 local function get(key)
   return redis.call('GET', key) or ''
 end

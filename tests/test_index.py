@@ -366,7 +366,7 @@ def test_a_replica_that_could_not_be_written_down_is_refused() -> None:
         Replica("a", 1, "two words", MODEL, PROCESSOR)
 
 
-@pytest.mark.parametrize("fixture", ["redis_url", "cluster_url"])
+@pytest.mark.parametrize("fixture", ["redis_url", "old_redis_url", "cluster_url"])
 async def test_a_hint_wakes_a_waiter_long_before_the_next_reread(
     fixture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

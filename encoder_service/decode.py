@@ -32,8 +32,6 @@ from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
 
 log = logging.getLogger(__name__)
 
-Device = Literal["cpu", "gpu"]
-
 # The readers themselves and not Image.open, which has a pixel limit of its own (ours was checked before) and
 # follows the other pictures in a JPEG.
 _READERS: dict[str, type[ImageFile]] = {
@@ -58,25 +56,30 @@ class _JpegBackend(Protocol):
 class Decoder:
     """Decodes images into pixels on one device. Safe to call from several threads; DALI serves one at a time.
 
-    `device` is "cpu" or "gpu" (the current CUDA device; nvJPEG through DALI); `threads` bounds the decoding
-    threads. `backend` "auto" takes DALI where it is installed; naming one that is not there is a
-    `ValueError`, and so is "gpu" without one.
+    `device` is "cpu", "gpu" (the current CUDA device) or "gpu:N": nvJPEG, through DALI. `threads` bounds the
+    decoding threads. `backend` "auto" takes DALI where it is installed; naming one that is not there is a
+    `ValueError`, and so is a GPU that is not there.
     `max_image_pixels` bounds the memory of one image (3 bytes a pixel, a few times that while Pillow works).
     `name` says what was chosen.
     """
 
     def __init__(
         self,
-        device: Device = "cpu",
+        device: str = "cpu",
         *,
         threads: int = 4,
         backend: Literal["auto", "dali", "pillow"] = "auto",
         max_image_pixels: int = 100_000_000,
     ) -> None:
         self._max_image_pixels = max_image_pixels
-        if device == "gpu" and not torch.cuda.is_available():
-            raise ValueError("decoding on the gpu needs a CUDA device, and torch sees none")
-        self._torch_device = torch.device("cuda" if device == "gpu" else "cpu")
+        kind, _, ordinal = device.partition(":")
+        if kind not in ("cpu", "gpu") or (ordinal and not ordinal.isdecimal()):
+            raise ValueError(f"the decoder's device must be cpu, gpu or gpu:N, not {device!r}")
+        if kind == "gpu" and int(ordinal or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"decoding on {device} needs that CUDA device; torch sees {torch.cuda.device_count()}"
+            )
+        self._torch_device = torch.device(device.replace("gpu", "cuda"))
         self._jpegs: _JpegBackend | None = None
         if backend != "pillow":
             try:
@@ -199,7 +202,7 @@ def _rgb(picture: Image.Image) -> Image.Image:
 class _Dali:
     """JPEG decoding by DALI's dynamic mode, which unlike a DALI pipeline survives a bad image."""
 
-    def __init__(self, device: Device, threads: int) -> None:
+    def __init__(self, device: str, threads: int) -> None:
         # Errors only on the standard error stream, where DALI would add warnings about odd images; they cannot
         # be turned off. Ordinary bad files do not get this far (see `_is_for_dali`).
         os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "1")
@@ -210,14 +213,15 @@ class _Dali:
         self._device = device
         self._dynamic: Any = dynamic
         self._rgb = dali.types.RGB
-        self._context = dynamic.EvalContext(num_threads=threads)
+        with dynamic.Device(device):
+            self._context = dynamic.EvalContext(num_threads=threads)
         # A context belongs to one thread at a time; DALI spreads a batch over its own threads.
         self._lock = threading.Lock()
 
     def decode(self, images: Sequence[bytes]) -> list[Tensor]:
         """Return uint8 [H, W, 3] as stored for each JPEG; raise RuntimeError when any of them cannot be read.
 
-        The tensors share one allocation, which lives until the last of them is gone.
+        On the CPU the tensors share one allocation, which lives until the last of them is gone.
         """
         with self._lock, self._context, self._dynamic.EvalMode.sync_full:
             batch = self._dynamic.decoders.image(
@@ -229,4 +233,11 @@ class _Dali:
                 # Ours is applied instead, the one the grid was computed from.
                 adjust_orientation=False,
             )
-            return [torch.utils.dlpack.from_dlpack(sample) for sample in batch.tensors]
+            stored = [torch.utils.dlpack.from_dlpack(sample) for sample in batch.tensors]
+            if self._device == "cpu":
+                return stored
+            # DALI reuses GPU memory as soon as Python lets go of it, while torch's stream may yet read it: hand
+            # out copies that torch owns.
+            owned = [sample.clone() for sample in stored]
+            torch.cuda.current_stream(owned[0].device).synchronize()
+            return owned

@@ -224,8 +224,15 @@ def test_without_dali_pillow_decodes_and_asking_for_dali_is_an_error(monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_decoding_on_a_gpu_that_is_not_there_is_an_error_at_start():
-    with pytest.raises(ValueError, match="CUDA"):
-        Decoder("gpu")
+    for device in ("gpu", "gpu:3"):
+        with pytest.raises(ValueError, match=f"{device} needs that CUDA device"):
+            Decoder(device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu:x", "gpu:-1", ""])
+def test_a_device_of_another_name_is_an_error_at_start(device):
+    with pytest.raises(ValueError, match="must be cpu, gpu or gpu:N"):
+        Decoder(device)
 
 
 def test_nothing_to_decode_is_nothing(decoder):

@@ -10,6 +10,25 @@ MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mis
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image as callers name it: content digest, pixel bounds of the variant (0: the model's), tenant salt."""
+
+    digest: bytes
+    min_pixels: int = 0
+    max_pixels: int = 0
+    salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        assert len(self.digest) == DIGEST_BYTES, self.digest
+        assert len(self.salt) <= MAX_SALT_BYTES, self.salt
+
+    @property
+    def source_key(self) -> bytes:
+        """32 bytes that name the image's file; tenants must not learn what others sent, so the salt is in it."""
+        return blake3.blake3(self.digest + self.salt).digest() if self.salt else self.digest
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """What turns an image's bytes into rows on this server; equal for every image.
 
@@ -20,25 +39,20 @@ class Recipe:
     processor: bytes
     dtype: str
 
-    def address(
-        self, content: bytes, *, min_pixels: int = 0, max_pixels: int = 0, salt: bytes = b""
-    ) -> bytes:
-        """Return the 32-byte address of the image whose content digest is `content`.
+    def address(self, image: ImageRef) -> bytes:
+        """Return the 32-byte store address of `image`.
 
-        BLAKE3 over length-prefixed fields: no two different sets of fields share an encoding. The pixel bounds
-        are the image's variant, zero for the model's own.
+        BLAKE3 over length-prefixed fields: no two different sets of fields share an encoding.
         """
-        assert len(content) == DIGEST_BYTES, content
-        assert len(salt) <= MAX_SALT_BYTES, salt
         fields = (
             b"encoder-service address v1",
-            content,
+            image.digest,
             self.model,
             self.processor,
-            min_pixels.to_bytes(8, "little"),
-            max_pixels.to_bytes(8, "little"),
+            image.min_pixels.to_bytes(8, "little"),
+            image.max_pixels.to_bytes(8, "little"),
             self.dtype.encode(),
-            salt,
+            image.salt,
         )
         hasher = blake3.blake3()
         for field in fields:

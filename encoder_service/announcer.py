@@ -1,8 +1,9 @@
-"""Tells the index what this replica holds: changes of a moment go out together, the last word on an address wins."""
+"""Tells the index what happens here: changes of a moment go out together, the last word on an address wins."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 
 # Changes are collected for this long: a batch of the ViT ends within it, and nobody notices.
 COLLECT_S = 0.001
@@ -10,13 +11,20 @@ COLLECT_S = 0.001
 Tell = Callable[[Sequence[bytes]], Awaitable[None]]
 
 
-class Announcer:
-    """`held` and `gone` return at once; a task of its own talks to the index. Belongs to the event loop."""
+class _Word(Enum):
+    HELD = "held"
+    GONE = "gone"
+    RELEASED = "released"
 
-    def __init__(self, publish: Tell, retract: Tell) -> None:
+
+class Announcer:
+    """`held`, `gone` and `released` return at once; a task of its own talks to the index. One event loop's."""
+
+    def __init__(self, *, publish: Tell, retract: Tell, release: Tell) -> None:
         self._publish = publish
         self._retract = retract
-        self._changes: dict[bytes, bool] = {}
+        self._release = release
+        self._words: dict[bytes, _Word] = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -33,13 +41,19 @@ class Announcer:
         await self._say()
 
     def held(self, address: bytes) -> None:
-        """Say that this replica holds `address` now."""
-        self._changes[address] = True
-        self._changed.set()
+        """Say that this replica holds `address`; ends its lease."""
+        self._note(address, _Word.HELD)
 
     def gone(self, address: bytes) -> None:
-        """Say that it no longer does."""
-        self._changes[address] = False
+        """Say that it no longer holds it."""
+        self._note(address, _Word.GONE)
+
+    def released(self, address: bytes) -> None:
+        """Say that it will not encode it."""
+        self._note(address, _Word.RELEASED)
+
+    def _note(self, address: bytes, word: _Word) -> None:
+        self._words[address] = word
         self._changed.set()
 
     async def _run(self) -> None:
@@ -49,11 +63,13 @@ class Announcer:
             await self._say()
 
     async def _say(self) -> None:
-        changes, self._changes = self._changes, {}
+        words, self._words = self._words, {}
         self._changed.clear()
-        held = [address for address, is_held in changes.items() if is_held]
-        gone = [address for address, is_held in changes.items() if not is_held]
-        if gone:
-            await self._retract(gone)
-        if held:
-            await self._publish(held)
+        said = {word: [a for a, last in words.items() if last is word] for word in _Word}
+        if said[_Word.GONE]:
+            await self._retract(said[_Word.GONE])
+        # What came and went before anyone was told still has its lease.
+        if ended := said[_Word.GONE] + said[_Word.RELEASED]:
+            await self._release(ended)
+        if said[_Word.HELD]:
+            await self._publish(said[_Word.HELD])

@@ -71,6 +71,12 @@ def _serve(given: dict[str, object]) -> int:
     config = read_config(given, os.environ)
     set_up_logging(config.log_level, config.log_format)
     # torch takes seconds to import: not before the flags are known to be good.
-    from encoder_service.server import Server, load_model
+    from encoder_service.model import load_model
+    from encoder_service.server import Server
 
-    return asyncio.run(Server(config, load_model(config)).serve())
+    model = load_model(config)
+
+    async def serve() -> int:
+        return await Server(config, model).serve()
+
+    return asyncio.run(serve())

@@ -30,6 +30,20 @@ class Config:
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
     )
     listen: str = knob("127.0.0.1:50051", help="host:port or unix:/path to serve on; port 0 takes a free one")
+    advertise: str = knob(
+        "", help="host:port under which other replicas reach this one; empty: as it listens"
+    )
+    index: str = knob(
+        "memory",
+        help="where replicas meet: memory (a single node) or redis://host:port, rediss://, redis://…?cluster=true",
+    )
+    index_prefix: str = knob("encoder", help="first part of the names of all keys in Redis")
+    index_timeout_ms: int = knob(
+        100, help="longest time a call to the index may take before it counts as failed"
+    )
+    index_at_start: Literal["require", "alone"] = knob(
+        "require", help="whether an index that cannot be reached at start is an error"
+    )
     metrics_listen: str = knob(
         "", help="host:port for Prometheus and a page on what runs here; port 0 takes a free one; empty: none"
     )
@@ -101,6 +115,14 @@ class Config:
             self._require(getattr(self, name) >= 0, name, "must not be negative")
         self._require(0 < self.max_client_share < 1, "max_client_share", "must lie between 0 and 1")
         self._require(":" in self.listen, "listen", "must be host:port or unix:/path")
+        is_redis = self.index.startswith(("redis://", "rediss://", "redis+cluster://", "rediss+cluster://"))
+        self._require(is_redis or self.index == "memory", "index", "must be memory or a redis:// URL")
+        wildcard = self.listen.startswith(("0.0.0.0:", "[::]:"))
+        self._require(
+            not (is_redis and wildcard and not self.advertise),
+            "advertise",
+            "must say how other replicas reach this one, since it listens on every address",
+        )
         _, _, port = self.metrics_listen.rpartition(":")
         is_address = ":" in self.metrics_listen and port.isdecimal()
         self._require(not self.metrics_listen or is_address, "metrics_listen", "must be host:port or empty")

@@ -5,18 +5,18 @@ Runs on the event loop and touches no pixels: what takes time happens in the pip
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Literal
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import (
-    DigestMismatchError,
-    InvalidRequestError,
-    UnknownImageError,
-)
+from encoder_contract.errors import DigestMismatchError, EncoderError, InvalidRequestError, UnknownImageError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.header import Header, check_limits, read_header
-from encoder_service.address import Recipe
+from encoder_service.address import ImageRef, Recipe
+from encoder_service.fleet import Fleet
+from encoder_service.index import Locations
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Job, Pipeline
 from encoder_service.refusals import Refusals
@@ -27,15 +27,20 @@ from encoder_service.store import Pin, Store
 # Hashing this much takes about 40 µs; more goes to a worker thread, so that the loop's lag stays small.
 HASH_ON_LOOP_BYTES = 256 << 10
 
+# How often a Fetch looks whether an image that nobody has submitted here has turned up elsewhere.
+LOOK_AROUND_S = 0.25
+
+# A lease ends by itself when its holder dies; this is only how long to sleep before looking again.
+LEASE_WAIT_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
-class ImageRef:
-    """An image as callers name it: content digest, pixel bounds of the variant (0: the model's), tenant salt."""
+class Named:
+    """An image of a Submit call, the grid its caller computed, and the claim that goes with it."""
 
-    digest: bytes
-    min_pixels: int = 0
-    max_pixels: int = 0
-    salt: bytes = b""
+    image: ImageRef
+    claimed_grid: Grid | None
+    claim: Claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,15 @@ class Known:
     address: bytes
     grid: Grid | None
     cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows, pinned; where they were found, and the job that made them if they had to be waited for."""
+
+    pin: Pin
+    source: Literal["device", "host", "peer", "encoded"]
+    job: Job | None = None
 
 
 class Encoder:
@@ -61,6 +75,8 @@ class Encoder:
         pipeline: Pipeline,
         store: Store,
         refusals: Refusals,
+        fleet: Fleet,
+        transfer_s: Callable[[int], float],
         metrics: Metrics,
     ) -> None:
         self._recipe = recipe
@@ -71,36 +87,167 @@ class Encoder:
         self._pipeline = pipeline
         self._store = store
         self._refusals = refusals
+        self._fleet = fleet
+        self._transfer_s = transfer_s
         self._metrics = metrics
         self._awaited: defaultdict[bytes, set[asyncio.Future[None]]] = defaultdict(set)
 
-    def address(self, image: ImageRef) -> bytes:
-        """Return the store address of `image`."""
-        return self._recipe.address(
-            image.digest, min_pixels=image.min_pixels, max_pixels=image.max_pixels, salt=image.salt
-        )
+    # Submit
 
-    def name(self, image: ImageRef, claim: Claim, claimed_grid: Grid | None = None) -> Known:
-        """Answer a submitted name: cached, queued now, or (grid None) its bytes are needed.
+    async def name(self, images: Sequence[Named]) -> list[Known | EncoderError]:
+        """Answer submitted names: cached, queued now, refused, or (grid None) the bytes are needed.
 
-        Raises the refusal when the image is already known to be bad, and `OverloadedError` when the queue is full.
+        Asks the index about all that is not known here in one step.
         """
-        address = self.address(image)
-        self._refusals.check(address)
-        if (entry := self._store.pin(address)) is not None:
-            with entry:
-                return Known(address, _confirmed(Grid(*entry.grid), claimed_grid), cached=True)
-        if (job := self._start(image, address, claim)) is not None:
-            return Known(address, _confirmed(job.grid, claimed_grid))
-        return Known(address, None)
+        addresses = [self._recipe.address(named.image) for named in images]
+        answers = [self._known_here(named, address) for named, address in zip(images, addresses, strict=True)]
+        unknown = [number for number, answer in enumerate(answers) if answer is None]
+        acquired = await self._fleet.acquire([addresses[number] for number in unknown])
+        for number in unknown:
+            named, address = images[number], addresses[number]
+            if address in acquired.granted:
+                answers[number] = self._begun_from_source(named, address)
+            else:  # a peer has it, or is at it: its grid is what the caller computed
+                answers[number] = Known(address, named.claimed_grid, cached=address in acquired.located)
+        return [answer for answer in answers if answer is not None]
 
-    async def receive(
-        self, image: ImageRef, data: bytes, claim: Claim, claimed_grid: Grid | None = None
-    ) -> Known:
+    async def receive(self, named: Named, data: bytes) -> Known:
         """Take the bytes of an image, check them against their name and the limits, and queue it.
 
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
+        image = named.image
+        await self._check_digest(image, data)
+        address = self._recipe.address(image)
+        header, grid = self._read(image, data)
+        _confirm(grid, named.claimed_grid)
+        self._sources.put(image.source_key, data)
+        await self._fleet.share_source(image, data)
+        if self._store.contains(address):
+            return Known(address, grid, cached=True)
+        self._submit(address, data, header, grid, named.claim)
+        return Known(address, grid)
+
+    def withdraw(self, claim: Claim) -> None:
+        """Give up a claim; an image that nobody else wants is dropped before its batch starts."""
+        self._pipeline.withdraw(claim)
+
+    def forget(self, image: ImageRef) -> None:
+        """Say that bytes that were asked for will not come."""
+        address = self._recipe.address(image)
+        if not self._pipeline.has(address):
+            self._fleet.gave_up(address)
+
+    # Fetch
+
+    async def locate(self, images: Sequence[ImageRef]) -> dict[bytes, Locations]:
+        """Return where peers hold those of the images that are not known here, in one step."""
+        addresses = [self._recipe.address(image) for image in images]
+        unknown = [a for a in addresses if not self._store.contains(a) and not self._pipeline.has(a)]
+        return await self._fleet.locate(unknown) if unknown and self._fleet.joined else {}
+
+    async def rows(
+        self, image: ImageRef, claim: Claim, grace_s: float, located: dict[bytes, Locations]
+    ) -> Found:
+        """Return the rows of `image`, pinned: held here, encoded here, or brought over from a peer.
+
+        `located` is what `locate` just said. Waits for an encoding that is under way or can be started; for an image
+        that nobody has submitted, at most `grace_s`, then `UnknownImageError`. Cancelling withdraws the claim.
+        """
+        address = self._recipe.address(image)
+        deadline = asyncio.get_running_loop().time() + grace_s
+        locations = located.get(address, ())
+        failed: set[str] = set()
+        while True:
+            if (found := await self.rows_here(image, claim)) is not None:
+                return found
+            live = tuple(location for location in locations if location.replica_id not in failed)
+            if live and not self._cheaper_here(image):
+                keeper = await self._fleet.bring(image, address, live, failed)
+                if keeper is not None and (pin := self._store.pin(address)) is not None:
+                    return Found(await _on_host(pin), "peer")
+            elif await self._begin(image, address, claim, deadline):
+                continue
+            locations = (await self._fleet.locate([address])).get(address, ())
+
+    async def rows_here(self, image: ImageRef, claim: Claim) -> Found | None:
+        """Return the rows of `image` if they are held here or being made here; None when they are not."""
+        address = self._recipe.address(image)
+        if (pin := self._store.pin(address)) is not None:
+            tier = pin.tier
+            return Found(await _on_host(pin), tier)
+        self._refusals.check(address)
+        if (job := self._pipeline.join(address, claim)) is None:
+            return None
+        return Found(await _on_host(await self._pipeline.wait(job, claim)), "encoded", job)
+
+    # Inside
+
+    def _known_here(self, named: Named, address: bytes) -> Known | EncoderError | None:
+        try:
+            self._refusals.check(address)
+            if (pin := self._store.pin(address)) is not None:
+                with pin:
+                    return Known(address, _confirm(Grid(*pin.grid), named.claimed_grid), cached=True)
+            if (job := self._pipeline.join(address, named.claim)) is not None:
+                return Known(address, _confirm(job.grid, named.claimed_grid))
+        except EncoderError as error:
+            return error
+        return None
+
+    def _begun_from_source(self, named: Named, address: bytes) -> Known | EncoderError:
+        data = self._sources.get(named.image.source_key)
+        if data is None:
+            return Known(address, None)
+        try:
+            header, grid = self._read(named.image, data)
+            _confirm(grid, named.claimed_grid)
+            self._submit(address, data, header, grid, named.claim)
+        except EncoderError as error:
+            self._fleet.gave_up(address)
+            return error
+        return Known(address, grid)
+
+    async def _begin(self, image: ImageRef, address: bytes, claim: Claim, deadline: float) -> bool:
+        """Start encoding `image` from bytes held anywhere; False after a wait, when it is worth looking around."""
+        data = self._sources.get(image.source_key) or await self._source_elsewhere(image)
+        if data is None:
+            await self._submitted(address, image, deadline)
+            return False
+        acquired = await self._fleet.acquire([address])
+        if address in acquired.granted:
+            header, grid = self._read(image, data)
+            self._submit(address, data, header, grid, claim)
+            return True
+        if address not in acquired.located:
+            await self._fleet.wait_elsewhere(address, LEASE_WAIT_S)
+        return False
+
+    def _submit(self, address: bytes, data: bytes, header: Header, grid: Grid, claim: Claim) -> None:
+        self._pipeline.submit(address, data, header.upright, grid, claim)
+        self._wake(address)
+
+    async def _source_elsewhere(self, image: ImageRef) -> bytes | None:
+        data = await self._fleet.find_source(image)
+        if data is None:
+            return None
+        try:
+            await self._check_digest(image, data)
+        except DigestMismatchError:
+            return None  # whoever can write to the index cannot thereby choose our embeddings
+        self._sources.put(image.source_key, data)
+        return data
+
+    def _cheaper_here(self, image: ImageRef) -> bool:
+        """Whether encoding from bytes at hand should take less time than the rows would take from a peer."""
+        data = self._sources.get(image.source_key)
+        if data is None:
+            return False
+        _, grid = self._read(image, data)
+        encode_s = self._pipeline.encode_s(grid.patches)
+        return 0 < encode_s < self._transfer_s(self._geometry.tokens(grid))
+
+    async def _check_digest(self, image: ImageRef, data: bytes) -> None:
         began = monotonic()
         digest = (
             content_digest(data)
@@ -110,52 +257,14 @@ class Encoder:
         self._metrics.stage("hash", monotonic() - began)
         if digest != image.digest:
             raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
-        address = self.address(image)
-        header, grid = self._read(image, data)
-        _confirmed(grid, claimed_grid)
-        self._sources.put(digest + image.salt, data)
-        if self._store.contains(address):
-            return Known(address, grid, cached=True)
-        self._pipeline.submit(address, data, header.upright, grid, claim)
-        self._wake(address)
-        return Known(address, grid)
-
-    async def rows(self, image: ImageRef, claim: Claim, grace_s: float) -> tuple[Pin, Job | None]:
-        """Return the rows of `image`, pinned, and the job that made them if they had to be waited for.
-
-        Waits for an encoding that is under way or can be started from kept bytes; for an image that nobody has
-        submitted, at most `grace_s`, then `UnknownImageError`. Cancelling withdraws the claim.
-        """
-        address = self.address(image)
-        deadline = asyncio.get_running_loop().time() + grace_s
-        while True:
-            if (pin := self._store.pin(address)) is not None:
-                return pin, None
-            self._refusals.check(address)
-            job = self._start(image, address, claim)
-            if job is None:
-                await self._submitted(address, image, deadline)
-                continue
-            return await self._pipeline.wait(job, claim), job
-
-    def withdraw(self, claim: Claim) -> None:
-        """Give up a claim; an image that nobody else wants is dropped before its batch starts."""
-        self._pipeline.withdraw(claim)
-
-    def _start(self, image: ImageRef, address: bytes, claim: Claim) -> Job | None:
-        """Join the job of `address`, or start one from kept bytes; None when there are none."""
-        if (job := self._pipeline.join(address, claim)) is not None:
-            return job
-        data = self._sources.get(image.digest + image.salt)
-        if data is None:
-            return None
-        header, grid = self._read(image, data)
-        return self._pipeline.submit(address, data, header.upright, grid, claim)
 
     def _read(self, image: ImageRef, data: bytes) -> tuple[Header, Grid]:
         header = read_header(data)
         check_limits(
-            header, len(data), max_image_bytes=self._max_image_bytes, max_image_pixels=self._max_image_pixels
+            header,
+            len(data),
+            max_image_bytes=self._max_image_bytes,
+            max_image_pixels=self._max_image_pixels,
         )
         geometry = self._geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
         return header, geometry.grid(*header.upright)
@@ -166,16 +275,18 @@ class Encoder:
                 waiter.set_result(None)
 
     async def _submitted(self, address: bytes, image: ImageRef, deadline: float) -> None:
+        """Wait until `image` is submitted here, or it is time to look around; `UnknownImageError` at the deadline."""
         loop = asyncio.get_running_loop()
+        if loop.time() >= deadline:
+            raise UnknownImageError(f"image {image.digest.hex()} was not submitted: submit it, then fetch")
         waiter = loop.create_future()
         self._awaited[address].add(waiter)
+        until = min(deadline, loop.time() + LOOK_AROUND_S) if self._fleet.joined else deadline
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(until):
                 await waiter
         except TimeoutError:
-            raise UnknownImageError(
-                f"image {image.digest.hex()} was not submitted: submit it, then fetch"
-            ) from None
+            return
         finally:
             waiting = self._awaited.get(address)
             if waiting is not None:
@@ -184,7 +295,14 @@ class Encoder:
                     del self._awaited[address]
 
 
-def _confirmed(grid: Grid, claimed: Grid | None) -> Grid:
+async def _on_host(pin: Pin) -> Pin:
+    """Return `pin`, its rows in the host tier."""
+    if pin.tier != "host":
+        await asyncio.to_thread(pin.to_host)
+    return pin
+
+
+def _confirm(grid: Grid, claimed: Grid | None) -> Grid:
     if claimed is not None and claimed != grid:
         raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, the image has {tuple(grid)}")
     return grid

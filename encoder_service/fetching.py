@@ -1,20 +1,26 @@
 """One Fetch call: rows of each image as soon as they are ready, each in exactly one outcome."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from encoder_contract.errors import EncoderError, InvalidRequestError
+from encoder_contract.errors import EncoderError, InvalidRequestError, UnknownImageError
 from encoder_contract.framing import checksum, frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
+from encoder_service.address import ImageRef
 from encoder_service.calls import Call
-from encoder_service.encoder import Encoder, ImageRef
-from encoder_service.pipeline import Job
+from encoder_service.encoder import Encoder, Found
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 
+SOURCES = {
+    "device": pb.SOURCE_DEVICE,
+    "host": pb.SOURCE_HOST,
+    "peer": pb.SOURCE_PEER,
+    "encoded": pb.SOURCE_ENCODED,
+}
 CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
 
 
@@ -29,6 +35,9 @@ class Wanted:
     claim: Claim
 
 
+RowsOf = Callable[[Wanted], Awaitable[Found]]
+
+
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """What a row is on this server."""
@@ -41,17 +50,33 @@ class RowFormat:
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     wanted: Wanted
-    pin: Pin | None = None
-    job: Job | None = None
+    found: Found | None = None
     error: EncoderError | None = None
 
 
+async def rows_anywhere(encoder: Encoder, images: Sequence[Wanted], grace_s: float) -> RowsOf:
+    """Return what finds rows here or elsewhere; asks at once, for all images together, who else holds them."""
+    located = await encoder.locate([wanted.image for wanted in images])
+    return lambda wanted: encoder.rows(wanted.image, wanted.claim, grace_s, located)
+
+
+def rows_of_this_replica(encoder: Encoder) -> RowsOf:
+    """Return what finds rows that are held or being made here; anything else is unknown."""
+
+    async def rows_of(wanted: Wanted) -> Found:
+        found = await encoder.rows_here(wanted.image, wanted.claim)
+        if found is None:
+            raise UnknownImageError(f"this replica does not hold image {wanted.image.digest.hex()}")
+        return found
+
+    return rows_of
+
+
 async def fetch(
-    encoder: Encoder,
+    rows_of: RowsOf,
     images: Sequence[Wanted],
     call: Call,
     *,
-    grace_s: float,
     use_handles: bool,
     rows: RowFormat,
 ) -> AsyncGenerator[pb.FetchResponse | bytes]:
@@ -61,11 +86,11 @@ async def fetch(
     it. Whatever ends the call releases every pin and withdraws every claim.
     """
     pins: list[Pin] = []
-    tasks = {asyncio.create_task(_resolve(encoder, wanted, grace_s, pins, call)) for wanted in images}
+    tasks = {asyncio.create_task(_resolve(rows_of, wanted, pins, call)) for wanted in images}
     try:
         for ready in asyncio.as_completed(tasks):
             outcome = await ready
-            if outcome.pin is None:
+            if outcome.found is None:
                 assert outcome.error is not None
                 yield pb.FetchResponse(error=wire.error_message(outcome.wanted.index, outcome.error))
             elif use_handles:
@@ -76,7 +101,7 @@ async def fetch(
             else:
                 async for message in _inline(outcome, rows, call):
                     yield message
-                outcome.pin.release()
+                outcome.found.pin.release()
         call.complete = True
         if use_handles and pins:
             await asyncio.Event().wait()  # until the caller cancels: it is reading
@@ -88,10 +113,11 @@ async def fetch(
             pin.release()
 
 
-async def _resolve(encoder: Encoder, wanted: Wanted, grace_s: float, pins: list[Pin], call: Call) -> _Outcome:
+async def _resolve(rows_of: RowsOf, wanted: Wanted, pins: list[Pin], call: Call) -> _Outcome:
     began = monotonic()
     try:
-        pin, job = await encoder.rows(wanted.image, wanted.claim, grace_s)
+        found = await rows_of(wanted)
+        pin = found.pin
         pins.append(pin)
         if not (wanted.begin < (wanted.end or pin.tokens) <= pin.tokens):
             raise InvalidRequestError(
@@ -101,13 +127,14 @@ async def _resolve(encoder: Encoder, wanted: Wanted, grace_s: float, pins: list[
         known = wire.known_error(error)
         call.fetched("failed", monotonic() - began, {}, known)
         return _Outcome(wanted, error=known)
-    call.fetched("encoded" if job else "host", monotonic() - began, job.stage_ms if job else {})
-    return _Outcome(wanted, pin=pin, job=job)
+    call.fetched(found.source, monotonic() - began, found.job.stage_ms if found.job else {})
+    return _Outcome(wanted, found)
 
 
 def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
-    wanted, pin = outcome.wanted, outcome.pin
-    assert pin is not None
+    wanted, found = outcome.wanted, outcome.found
+    assert found is not None
+    pin = found.pin
     end = wanted.end or pin.tokens
     ready = pb.ImageReady(
         index=wanted.index,
@@ -118,16 +145,16 @@ def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
         width=rows.width,
         dtype=rows.dtype,
         row_bytes=(end - wanted.begin) * rows.row_bytes,
-        source=pb.SOURCE_ENCODED if outcome.job else pb.SOURCE_HOST,
+        source=SOURCES[found.source],
     )
-    if outcome.job is not None:
-        ready.stage_ms.update(outcome.job.stage_ms)
+    if found.job is not None:
+        ready.stage_ms.update(found.job.stage_ms)
     return ready
 
 
 async def _inline(outcome: _Outcome, rows: RowFormat, call: Call) -> AsyncIterator[pb.FetchResponse | bytes]:
-    ready, pin = _ready(outcome, rows), outcome.pin
-    assert pin is not None
+    assert outcome.found is not None
+    ready, pin = _ready(outcome, rows), outcome.found.pin
     began = monotonic()
     views = pin.rows(ready.row_begin, ready.row_end)
     if ready.row_bytes <= CHECKSUM_ON_LOOP_BYTES:
@@ -141,7 +168,7 @@ async def _inline(outcome: _Outcome, rows: RowFormat, call: Call) -> AsyncIterat
 
 
 def _handle_message(outcome: _Outcome, rows: RowFormat) -> pb.FetchResponse:
-    ready, pin = _ready(outcome, rows), outcome.pin
-    assert pin is not None
+    assert outcome.found is not None
+    ready, pin = _ready(outcome, rows), outcome.found.pin
     ready.handle.CopyFrom(pin.handle(ready.row_begin, ready.row_end).to_message())
     return pb.FetchResponse(ready=ready)

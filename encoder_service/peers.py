@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -14,7 +15,7 @@ from encoder_contract.errors import InternalError, UnavailableError, from_status
 from encoder_contract.framing import checksum, parse_fetch_response
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.encoder import ImageRef
+from encoder_service.address import ImageRef
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 MAX_CHANNELS = 64  # peers talked to at a time; an idle channel costs a few hundred kilobytes
@@ -44,10 +45,18 @@ class RowType:
 class Peers:
     """Channels to peers, and how fast they are. Belongs to the event loop."""
 
-    def __init__(self, model: bytes, processor: bytes, rows: RowType) -> None:
+    def __init__(
+        self,
+        model: bytes,
+        processor: bytes,
+        rows: RowType,
+        on_fetch: Callable[[float, bool], None] = lambda _seconds, _ok: None,
+    ) -> None:
+        """Fingerprints and row type are those of the fleet; `on_fetch` is told seconds and success of each attempt."""
         self._model = model
         self._processor = processor
         self._rows = rows
+        self._on_fetch = on_fetch
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self.bytes_per_s = ASSUMED_BYTES_PER_S
 
@@ -61,7 +70,7 @@ class Peers:
         One attempt. Raises an `EncoderError` when the peer has not got it, fails, is silent, or sends what is not
         the image's rows.
         """
-        began = monotonic()
+        began, ok = monotonic(), False
         call = self._channel(endpoint).unary_stream(
             FETCH,
             request_serializer=pb.FetchRequest.SerializeToString,
@@ -69,12 +78,14 @@ class Peers:
         )(self._request(image))
         try:
             grid, buffer = await self._receive(call, address)
+            ok = True
         except TimeoutError as error:
             raise UnavailableError(f"the peer {endpoint} was silent for {SILENCE_S:g} s") from error
         except grpc.aio.AioRpcError as error:
             raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
         finally:
             call.cancel()
+            self._on_fetch(monotonic() - began, ok)
         rate = buffer.numel() / max(monotonic() - began, 1e-6)
         self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
         return grid, buffer.view(self._rows.dtype).view(-1, self._rows.width)

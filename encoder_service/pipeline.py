@@ -17,7 +17,13 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, InternalError, InvalidImageError, UnavailableError
+from encoder_contract.errors import (
+    AbandonedError,
+    EncoderError,
+    InternalError,
+    InvalidImageError,
+    UnavailableError,
+)
 from encoder_contract.geometry import Grid
 from encoder_service.lanes import Lane
 from encoder_service.metrics import Metrics
@@ -94,7 +100,7 @@ class Pipeline:
         batch_patches: int,
         device: str = "cpu",
         metrics: Metrics | None = None,
-        on_failure: Callable[[bytes, EncoderError], None] = lambda _address, _error: None,
+        on_end: Callable[[bytes, EncoderError | None], None] = lambda _address, _error: None,
         on_lost_device: Callable[[], None] = lambda: None,
     ) -> None:
         self._scheduler = scheduler
@@ -103,7 +109,7 @@ class Pipeline:
         self._batch_patches = batch_patches
         self._device = device
         self._metrics = metrics or Metrics()
-        self._on_failure = on_failure
+        self._on_end = on_end
         self._on_lost_device = on_lost_device
         self._turn = threading.Condition()
         self._jobs: dict[bytes, Job] = {}
@@ -145,12 +151,22 @@ class Pipeline:
 
     # The event loop's side
 
+    def has(self, address: bytes) -> bool:
+        """Whether `address` is on its way."""
+        return address in self._jobs
+
+    def encode_s(self, patches: int) -> float:
+        """Return how long so many patches take the device, seconds, by what was measured; 0 before that."""
+        rate = self._scheduler.patches_per_s
+        return patches / rate if rate else 0.0
+
     def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
         """Queue an image, or join its job. Raises `OverloadedError` when the queue is full."""
         now = monotonic()
         with self._turn:
             if (job := self._jobs.get(address)) is not None:
-                self._scheduler.claim(claim, address, now)
+                if claim.work is None:
+                    self._scheduler.claim(claim, address, now)
                 return job
             if self._stopping:
                 raise UnavailableError("the server is shutting down: use another one")
@@ -164,7 +180,7 @@ class Pipeline:
         """Join the job of `address`, if there is one: a Fetch thereby makes it demanded."""
         with self._turn:
             job = self._jobs.get(address)
-            if job is not None:
+            if job is not None and claim.work is None:
                 self._scheduler.claim(claim, address, monotonic())
         return job
 
@@ -186,7 +202,9 @@ class Pipeline:
                 return
             job = self._jobs.pop(work.address)
             self._turn.notify_all()
-        self._fail_waiters(job, UnavailableError("the image was withdrawn"))
+        abandoned = AbandonedError("everyone who wanted the image has left")
+        self._on_end(job.address, abandoned)
+        self._fail_waiters(job, abandoned)
 
     def _finish(self, job: Job, outcome: Pin | EncoderError) -> None:
         with self._turn:
@@ -194,8 +212,8 @@ class Pipeline:
                 del self._jobs[job.address]
         error = outcome if isinstance(outcome, EncoderError) else None
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
+        self._on_end(job.address, error)
         if isinstance(outcome, EncoderError):
-            self._on_failure(job.address, outcome)
             self._fail_waiters(job, outcome)
             return
         with outcome:  # held until everyone who waits has a hold of its own

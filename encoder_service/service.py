@@ -22,7 +22,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
 from encoder_service.calls import Call
 from encoder_service.encoder import Encoder
-from encoder_service.fetching import RowFormat, Wanted, fetch
+from encoder_service.fetching import RowFormat, Wanted, fetch, rows_anywhere, rows_of_this_replica
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim
 from encoder_service.submitting import Submitting
@@ -111,11 +111,15 @@ class EncoderService:
             self._admit(caller)
             wanted = self._wanted(request, context)
             grace_ms = min(request.grace_ms, self._edge.description.limits.max_grace_ms)
+            rows_of = (
+                rows_of_this_replica(self._encoder)
+                if request.local_only
+                else await rows_anywhere(self._encoder, wanted, grace_ms / 1000)
+            )
             messages = fetch(
-                self._encoder,
+                rows_of,
                 wanted,
                 call,
-                grace_s=grace_ms / 1000,
                 use_handles=self._may_share(request, context),
                 rows=self._edge.rows,
             )

@@ -1,26 +1,15 @@
 """One Submit call: names answered at once, bytes collected only for those that need them."""
 
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from encoder_contract.errors import InvalidRequestError
+from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
 from encoder_service.calls import Call
-from encoder_service.encoder import Encoder, ImageRef, Known
+from encoder_service.encoder import Encoder, Known, Named
 from encoder_service.scheduler import Claim
 from encoder_service.uploads import Upload, UploadBudget
-
-
-@dataclass(slots=True)
-class _Expected:
-    """An image that was named and whose bytes are to come."""
-
-    image: ImageRef
-    grid: Grid | None
-    claim: Claim
-    upload: Upload
 
 
 class Submitting:
@@ -47,7 +36,7 @@ class Submitting:
         self._max_images = max_images
         self._max_image_bytes = max_image_bytes
         self._named: set[int] = set()
-        self._expected: dict[int, _Expected] = {}
+        self._expected: dict[int, tuple[Named, Upload]] = {}
         self._claims: list[Claim] = []
 
     async def answers(self, requests: AsyncIterator[pb.SubmitRequest]) -> AsyncIterator[pb.SubmitResponse]:
@@ -55,12 +44,12 @@ class Submitting:
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "names":
-                for name in request.names.names:
-                    yield self._name(name)
-            elif kind == "bytes":
-                answer = await self._bytes(request.bytes)
-                if answer is not None:
+                for answer in await self._names(request.names.names):
                     yield answer
+            elif kind == "bytes":
+                outcome = await self._bytes(request.bytes)
+                if outcome is not None:
+                    yield outcome
             else:
                 raise InvalidRequestError("after `open`, a Submit call holds names and bytes only")
         if self._expected:
@@ -68,53 +57,67 @@ class Submitting:
 
     def close(self, *, withdraw: bool) -> None:
         """Drop unfinished uploads; `withdraw` also gives up what this call submitted and nobody else wants."""
-        for expected in self._expected.values():
-            expected.upload.discard()
+        for named, upload in self._expected.values():
+            upload.discard()
+            self._encoder.forget(named.image)
         self._expected.clear()
         if withdraw:
             for claim in self._claims:
                 self._encoder.withdraw(claim)
 
-    def _name(self, name: pb.ImageName) -> pb.SubmitResponse:
-        if name.index in self._named:
-            raise InvalidRequestError(f"index {name.index} was used twice")
+    async def _names(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
+        answers: list[pb.SubmitResponse] = []
+        images: dict[int, Named] = {}
+        for name in names:
+            self._check_index(name.index)
+            try:
+                image = wire.image_ref(name.digest, name.variant, self._salt)
+            except InvalidRequestError as error:
+                answers.append(self._failed(name.index, error))
+                continue
+            claim = self._new_claim()
+            self._claims.append(claim)
+            images[name.index] = Named(image, wire.claimed_grid(name), claim)
+        known = await self._encoder.name(list(images.values()))
+        for (index, named), answer in zip(images.items(), known, strict=True):
+            answers.append(self._answer_name(index, named, answer))
+        return answers
+
+    def _check_index(self, index: int) -> None:
+        if index in self._named:
+            raise InvalidRequestError(f"index {index} was used twice")
         if len(self._named) >= self._max_images:
             raise InvalidRequestError(
                 f"more than max_images_per_call = {self._max_images} images in one call"
             )
-        self._named.add(name.index)
-        claim = self._new_claim()
-        self._claims.append(claim)
-        try:
-            image = wire.image_ref(name.digest, name.variant, self._salt)
-            known = self._encoder.name(image, claim, wire.claimed_grid(name))
-        except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
-            return self._failed(name.index, error)
-        if known.grid is None:
-            upload = Upload(self._budget, self._max_image_bytes)
-            self._expected[name.index] = _Expected(image, wire.claimed_grid(name), claim, upload)
-        return self._answer(name.index, known)
+        self._named.add(index)
+
+    def _answer_name(self, index: int, named: Named, answer: Known | EncoderError) -> pb.SubmitResponse:
+        if isinstance(answer, EncoderError):
+            return self._failed(index, answer)
+        if answer.grid is None:
+            self._expected[index] = (named, Upload(self._budget, self._max_image_bytes))
+        return self._answer(index, answer)
 
     async def _bytes(self, piece: pb.ImageBytes) -> pb.SubmitResponse | None:
-        expected = self._expected.get(piece.index)
-        if expected is None:
+        if piece.index not in self._expected:
             # The image has failed already (over a limit): the rest of its bytes was on its way.
             if piece.index in self._named:
                 return None
             raise InvalidRequestError(f"bytes of image {piece.index}, which was not named")
+        named, upload = self._expected[piece.index]
         try:
-            expected.upload.add(piece.data)
+            upload.add(piece.data)
             if not piece.last:
                 return None
-            del self._expected[piece.index]
-            self._call.uploaded(expected.upload.size, expected.upload.seconds)
-            known = await self._encoder.receive(
-                expected.image, expected.upload.take(), expected.claim, expected.grid
-            )
+            self._call.uploaded(upload.size, upload.seconds)
+            known = await self._encoder.receive(named, upload.take())
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
-            expected.upload.discard()
-            self._expected.pop(piece.index, None)
+            upload.discard()
+            del self._expected[piece.index]
+            self._encoder.forget(named.image)
             return self._failed(piece.index, error)
+        del self._expected[piece.index]
         return self._answer(piece.index, known)
 
     def _failed(self, index: int, error: Exception) -> pb.SubmitResponse:

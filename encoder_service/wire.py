@@ -11,8 +11,8 @@ from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.errors import EncoderError, InternalError, InvalidRequestError, Status
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import MAX_SALT_BYTES
-from encoder_service.encoder import ImageRef, Known
+from encoder_service.address import MAX_SALT_BYTES, ImageRef
+from encoder_service.encoder import Known
 
 log = logging.getLogger(__name__)
 

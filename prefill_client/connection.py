@@ -153,9 +153,11 @@ class Connection:
 
 async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
     await call.write(pb.SubmitRequest(open=caller))
-    for index, image in enumerate(images):
-        grid = pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w)
-        await call.write(pb.SubmitRequest(name=pb.ImageName(index=index, digest=image.digest, grid=grid)))
+    names = [
+        pb.ImageName(index=index, digest=image.digest, grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w))
+        for index, image in enumerate(images)
+    ]
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
     answers: dict[int, Submitted] = {}
     while len(answers) < len(images):
         response = await call.read()

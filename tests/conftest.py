@@ -15,7 +15,8 @@ from bench.checkpoints import write_checkpoint
 from encoder_contract.errors import EncoderError
 from encoder_service.config import Config
 from encoder_service.decode import Decoder
-from encoder_service.server import Model, Server, load_model
+from encoder_service.model import Model, load_model
+from encoder_service.server import Server
 from prefill_client.client import EncoderClient
 
 torch.set_num_threads(2)

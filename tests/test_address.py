@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_service.address import Recipe
+from encoder_service.address import ImageRef, Recipe
 
 RECIPE = Recipe(model=b"m" * 32, processor=b"p" * 32, dtype="bfloat16")
 
@@ -19,7 +19,7 @@ GOLDEN = {
 
 
 def test_golden_addresses_never_change() -> None:
-    found = {fields: RECIPE.address(bytes(range(32)), **dict(fields)).hex() for fields in GOLDEN}
+    found = {fields: RECIPE.address(ImageRef(bytes(range(32)), **dict(fields))).hex() for fields in GOLDEN}
     assert found == GOLDEN
 
 
@@ -39,9 +39,7 @@ fields = st.fixed_dictionaries(
 
 def address(of: dict[str, Any]) -> bytes:
     recipe = replace(RECIPE, model=of["model"], processor=of["processor"], dtype=of["dtype"])
-    return recipe.address(
-        of["content"], min_pixels=of["min_pixels"], max_pixels=of["max_pixels"], salt=of["salt"]
-    )
+    return recipe.address(ImageRef(of["content"], of["min_pixels"], of["max_pixels"], of["salt"]))
 
 
 @given(fields, fields)

@@ -14,11 +14,12 @@ FLOORS = [
     ["cli"],
     ["top"],
     ["server"],
-    ["service", "watch", "readings", "scrape"],
+    ["service", "description", "watch", "readings", "scrape"],
     ["submitting", "fetching"],
-    ["wire", "calls"],
+    ["wire", "calls", "peers", "model"],
     ["encoder"],
-    ["pipeline"],
+    ["pipeline", "fleet"],
+    ["announcer"],
     [
         "decode",
         "preprocess",
@@ -36,11 +37,21 @@ FLOORS = [
 
 # Library -> the only places that may import it.
 FENCES = {
-    "grpc": {"encoder_service/server", "encoder_service/service", "encoder_service/wire", "prefill_client/"},
+    "grpc": {
+        "encoder_service/server",
+        "encoder_service/service",
+        "encoder_service/wire",
+        "encoder_service/peers",
+        "prefill_client/",
+    },
     "grpc_health": {"encoder_service/server", "prefill_client/"},
     "redis": {"encoder_service/index/"},
     "transformers": {"prefill_client/reference/"},
-    "prometheus_client": {"encoder_service/metrics", "encoder_service/scrape"},
+    "prometheus_client": {
+        "encoder_service/metrics",
+        "encoder_service/scrape",
+        "prefill_client/reference/metrics",
+    },
     "nvidia": {"encoder_service/decode"},
     "flash_attn": {"encoder_service/vision/"},
     "safetensors": {"encoder_service/vision/", "prefill_client/reference/"},

@@ -15,8 +15,9 @@ from encoder_contract.errors import (
     UnknownImageError,
 )
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.model import Model
 from encoder_service.preprocess import to_patches
-from encoder_service.server import Model, Server
+from encoder_service.server import Server
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest
 from tests.conftest import Gate
@@ -134,14 +135,17 @@ async def test_fetch_of_what_nobody_submits_ends_in_not_found_after_its_grace(cl
     assert outcomes[1].error is None
 
 
+def naming(*names: pb.ImageName) -> pb.SubmitRequest:
+    return pb.SubmitRequest(names=pb.ImageNames(names=names))
+
+
 async def raw_submit(
     client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
 ) -> dict[int, list[pb.ImageState]]:
     """Speak the protocol by hand, past the client's own checks."""
     call = client._connection._stub.Submit(timeout=20)
     await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
-    for name, _ in images:
-        await call.write(pb.SubmitRequest(name=name))
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
     states: dict[int, list[pb.ImageState]] = {}
     left = len(images)
     while left:
@@ -210,7 +214,7 @@ async def test_every_bad_image_fails_alone_and_its_neighbours_are_encoded(client
 async def test_an_image_over_the_byte_limit_is_refused_naming_it(client: EncoderClient) -> None:
     call = client._connection._stub.Submit(timeout=20)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(pb.SubmitRequest(name=pb.ImageName(index=1, digest=bytes(32))))
+    await call.write(naming(pb.ImageName(index=1, digest=bytes(32))))
     assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
     piece = bytes(1 << 20)
     for n in range(34):
@@ -256,7 +260,7 @@ async def test_a_file_that_is_no_image_fails_at_the_client_without_its_neighbour
 
 
 @pytest.mark.parametrize("messages", [
-    [pb.SubmitRequest(name=pb.ImageName(index=1, digest=bytes(32)))],
+    [naming(pb.ImageName(index=1, digest=bytes(32)))],
     [pb.SubmitRequest(open=pb.Caller()), pb.SubmitRequest(bytes=pb.ImageBytes(index=5, data=b"x", last=True))],
     [pb.SubmitRequest(open=pb.Caller(priority=99))],
     [pb.SubmitRequest(open=pb.Caller(request_id="x" * 200))],
@@ -281,7 +285,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
         call = client._connection._stub.Submit(timeout=20)
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         for index, image in enumerate(images):
-            await call.write(pb.SubmitRequest(name=pb.ImageName(index=index, digest=content_digest(image))))
+            await call.write(naming(pb.ImageName(index=index, digest=content_digest(image))))
             assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
             whole = index % 2 == 0
             piece = pb.ImageBytes(index=index, data=image if whole else image[:5000], last=whole)

@@ -181,6 +181,11 @@ class Scheduler:
         """What is held in all, from admission to outcome."""
         return self._admission.held
 
+    @property
+    def patches_per_s(self) -> float:
+        """The measured rate of the device; 0 before the first batch."""
+        return self._rate.patches_per_s
+
     def snapshot(self) -> Snapshot:
         """Return the counts of this moment."""
         held = {key: amount for key, amount in self._book.amounts.items() if key[0] is not State.GONE}

@@ -57,6 +57,11 @@ class Ledger:
         with self._turn:
             return next((tier.name for tier in self.tiers if address in tier.slots), None)
 
+    def addresses(self) -> list[bytes]:
+        """Return the addresses of all embeddings, in any tier."""
+        with self._turn:
+            return list({address for tier in self.tiers for address in tier.slots})
+
     def claim(self, address: bytes, tiers: Collection[Tier], deadline: float) -> Slot | None:
         """Return the embedding, pinned, if one of `tiers` holds it; else None, and the caller is its writer.
 

@@ -120,6 +120,10 @@ class Store:
         """Return the tier that `pin` would find, or None; neither holds nor counts."""
         return self._ledger.tier_of(address)
 
+    def addresses(self) -> list[bytes]:
+        """Return the addresses of all embeddings held now."""
+        return self._ledger.addresses()
+
     def evict(self, address: bytes) -> bool:
         """Drop the embedding from all tiers; False, and nothing done, if it is not held or in use."""
         return self._ledger.evict(address)

@@ -335,26 +335,44 @@ class SubmitRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: builtins.int
-    NAME_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> Global___Caller: ...
     @property
-    def name(self) -> Global___ImageName: ...
+    def names(self) -> Global___ImageNames: ...
     @property
     def bytes(self) -> Global___ImageBytes: ...
     def __init__(
         self,
         *,
         open: Global___Caller | None = ...,
-        name: Global___ImageName | None = ...,
+        names: Global___ImageNames | None = ...,
         bytes: Global___ImageBytes | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "name", b"name", "open", b"open"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "name", b"name", "open", b"open"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "name", "bytes"] | None: ...
+    def HasField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "names", b"names", "open", b"open"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "names", b"names", "open", b"open"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "names", "bytes"] | None: ...
 
 Global___SubmitRequest: typing_extensions.TypeAlias = SubmitRequest
+
+@typing.final
+class ImageNames(google.protobuf.message.Message):
+    """Images named together are looked up together: a caller names all it has at once."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: builtins.int
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageName]: ...
+    def __init__(
+        self,
+        *,
+        names: collections.abc.Iterable[Global___ImageName] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["names", b"names"]) -> None: ...
+
+Global___ImageNames: typing_extensions.TypeAlias = ImageNames
 
 @typing.final
 class ImageName(google.protobuf.message.Message):
@@ -498,12 +516,15 @@ class FetchRequest(google.protobuf.message.Message):
     TRANSPORTS_FIELD_NUMBER: builtins.int
     GRACE_MS_FIELD_NUMBER: builtins.int
     SHM_PROOF_FIELD_NUMBER: builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: builtins.int
     grace_ms: builtins.int
     """How long to wait for an image that nobody has submitted yet, milliseconds; then NOT_FOUND."""
     shm_proof: builtins.bytes
     """With TRANSPORT_SHM: the first 16 bytes of the file `DescribeResponse.shm_segment`. Who can read them is of the
     same user on the same host; without them the server answers inline.
     """
+    local_only: builtins.bool
+    """Set by replicas among themselves: answer only from what this replica holds or is encoding, else NOT_FOUND."""
     @property
     def caller(self) -> Global___Caller: ...
     @property
@@ -520,9 +541,10 @@ class FetchRequest(google.protobuf.message.Message):
         transports: collections.abc.Iterable[Global___Transport.ValueType] | None = ...,
         grace_ms: builtins.int = ...,
         shm_proof: builtins.bytes = ...,
+        local_only: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "local_only", b"local_only", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 

@@ -1,0 +1,122 @@
+"""The fleet as this replica sees it: who holds an image, who encodes it, and rows brought over from a peer."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from torch import Tensor
+
+from encoder_contract.errors import EncoderError
+from encoder_contract.geometry import Grid
+from encoder_service.address import ImageRef
+from encoder_service.announcer import Announcer
+from encoder_service.index import Acquired, Index, IndexState, Location, Locations, Tier
+from encoder_service.store import Pin
+
+log = logging.getLogger(__name__)
+
+# (endpoint, image, address) -> grid and rows [tokens, width]; raises an EncoderError.
+FetchFromPeer = Callable[[str, ImageRef, bytes], Awaitable[tuple[Grid, Tensor]]]
+Put = Callable[[bytes, Tensor, Grid], Pin]
+
+
+class Fleet:
+    """Index, peers and shared sources behind the questions that the path of an image asks. One event loop's."""
+
+    def __init__(self, index: Index, fetch: FetchFromPeer, put: Put) -> None:
+        self._index = index
+        self._fetch = fetch
+        self._put = put
+        self._leased: set[bytes] = set()
+        self._bringing: dict[bytes, asyncio.Task[Pin | None]] = {}
+        self._announcer = Announcer(
+            publish=lambda addresses: index.publish(addresses, Tier.HOST),
+            retract=index.retract,
+            release=index.release,
+        )
+
+    @property
+    def joined(self) -> bool:
+        """Whether there is anyone to ask."""
+        return self._index.state is IndexState.JOINED
+
+    def start(self) -> None:
+        """Begin to tell the index what happens here."""
+        self._announcer.start()
+
+    async def stop(self) -> None:
+        """Tell it what is left to tell."""
+        await self._announcer.stop()
+
+    async def locate(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
+        """Return where peers hold the addresses."""
+        return await self._index.locate(addresses)
+
+    async def acquire(self, addresses: Sequence[bytes]) -> Acquired:
+        """Ask to be the one who encodes the addresses; asks nobody about those it already is."""
+        asked = [address for address in addresses if address not in self._leased]
+        answer = await self._index.acquire(asked) if asked else Acquired(frozenset(), {})
+        self._leased |= answer.granted
+        return Acquired(answer.granted | (set(addresses) & self._leased), answer.located)
+
+    async def wait_elsewhere(self, address: bytes, timeout_s: float) -> None:
+        """Wait until the replica that encodes the address has published it, or has given up."""
+        await self._index.wait_published(address, timeout_s)
+
+    def kept(self, address: bytes) -> None:
+        """Say that this replica holds the address now."""
+        self._leased.discard(address)
+        self._announcer.held(address)
+
+    def gone(self, address: bytes) -> None:
+        """Say that this replica no longer holds the address."""
+        self._announcer.gone(address)
+
+    def gave_up(self, address: bytes) -> None:
+        """Say that this replica will not encode the address after all."""
+        if address in self._leased:
+            self._leased.discard(address)
+            self._announcer.released(address)
+
+    async def bring(
+        self, image: ImageRef, address: bytes, locations: Locations, failed: set[str]
+    ) -> Pin | None:
+        """Bring the rows over from one of `locations` into the store; None when none of them has them.
+
+        Each location is tried once and goes to `failed` if that does not work. Callers share one transfer, and so may
+        share the pin: it is for holding the entry until each has a pin of its own.
+        """
+        task = self._bringing.get(address)
+        if task is None:
+            task = asyncio.create_task(self._bring(image, address, locations, failed))
+            self._bringing[address] = task
+            task.add_done_callback(lambda _: self._bringing.pop(address, None))
+        return await asyncio.shield(task)
+
+    async def share_source(self, image: ImageRef, data: bytes) -> None:
+        """Let any replica finish what this one begins."""
+        if self.joined:
+            await self._index.put_source(image.source_key, data)
+
+    async def find_source(self, image: ImageRef) -> bytes | None:
+        """Return bytes that another replica was given."""
+        return await self._index.get_source(image.source_key) if self.joined else None
+
+    async def _bring(
+        self, image: ImageRef, address: bytes, locations: Locations, failed: set[str]
+    ) -> Pin | None:
+        for location in locations:
+            try:
+                grid, rows = await self._fetch(location.endpoint, image, address)
+                pin = await asyncio.to_thread(self._put, address, rows, grid)
+            except EncoderError as error:
+                await self._distrust(location, address, error)
+                failed.add(location.replica_id)
+                continue
+            self.kept(address)
+            return pin
+        return None
+
+    async def _distrust(self, location: Location, address: bytes, error: EncoderError) -> None:
+        log.info("peer %s (%s) did not give rows: %s", location.replica_id, location.endpoint, error)
+        await self._index.retract([address], location.replica_id)

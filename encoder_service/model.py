@@ -1,0 +1,70 @@
+"""What is loaded from a checkpoint folder: vision tower, processor settings, decoder."""
+
+from dataclasses import dataclass
+
+import torch
+
+from encoder_service.address import Recipe
+from encoder_service.config import Config, ConfigError, flag
+from encoder_service.decode import Decoder
+from encoder_service.processor import ProcessorSettings
+from encoder_service.vision import Tower, load_tower, model_fingerprint
+from encoder_service.vision.spec import read_config as read_config_json
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is loaded from the checkpoint folder."""
+
+    tower: Tower
+    processor: ProcessorSettings
+    recipe: Recipe
+    decoder: Decoder
+    device: str
+
+
+def load_model(config: Config) -> Model:
+    """Load tower, processor settings and decoder. Raises `ConfigError` naming what is missing or cannot be served."""
+    if config.torch_threads:
+        torch.set_num_threads(config.torch_threads)
+    device = _device(config.device)
+    try:
+        processor = ProcessorSettings.from_folder(config.model)
+        dtype = _dtype(config)
+        tower = load_tower(
+            config.model,
+            device=device,
+            dtype=dtype,
+            processor=processor,
+            attention=config.attention,
+            batch_patches=config.batch_patches,
+        )
+        fingerprint = model_fingerprint(config.model)
+        decoder = Decoder(
+            device="gpu" if device.startswith("cuda") else "cpu",
+            threads=config.decode_threads,
+            backend=config.decoder,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
+    recipe = Recipe(fingerprint, processor.fingerprint, dtype)
+    return Model(tower, processor, recipe, decoder, device)
+
+
+def _dtype(config: Config) -> str:
+    """Return the element type to use: the checkpoint's own unless one was asked for."""
+    if config.dtype != "auto":
+        return config.dtype
+    content = read_config_json(config.model)
+    for part in (content, content.get("text_config") or {}):
+        if found := part.get("dtype") or part.get("torch_dtype"):
+            return str(found)
+    return "bfloat16"
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+    return name

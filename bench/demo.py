@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ VISION_LAYERS, TEXT_LAYERS = 8, 12
 MIN_PIXELS, MAX_PIXELS = 65536, 1280 * 768
 # Encoder and prefill run at the same time: half the cores each. Two on one core would spend it spinning.
 THREADS = max(1, (os.cpu_count() or 2) // 2)
+say = partial(print, flush=True)  # progress is shown while processes run
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 MAX_IMAGES = 16  # of a user's folder: keeps the demo under its two minutes
 
@@ -73,13 +75,8 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     say(f"\ntimeline: {picture}\n{time.monotonic() - began:.0f} s in all")
     broken = [name for name, kept, _ in results if not kept]
     if broken:
-        say(f"demo: broken: {'; '.join(broken)}", sys.stderr)
+        say(f"demo: broken: {'; '.join(broken)}", file=sys.stderr)
     return 1 if broken else 0
-
-
-def say(text: str, stream: Any = sys.stdout) -> None:
-    """Print at once: progress is shown while processes run."""
-    print(text, file=stream, flush=True)
 
 
 def written_photos(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ class Chat:
 
     async def decode(
         self, prefilled: Prefilled, *, max_tokens: int, choose: Choose = greedy
-    ) -> AsyncIterator[int]:
+    ) -> AsyncGenerator[int, None]:
         """Yield at most `max_tokens` tokens; then the KV cache is kept for a request that goes on from here."""
         steps = islice(self._engine.decode(prefilled.prompt, prefilled.logits, choose), max_tokens)
         while (token := await self._on_model(next, steps, None)) is not None:

@@ -1,0 +1,278 @@
+"""The HTTP edge of the reference prefill service: OpenAI-compatible chat completions over a `Chat`."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    ImageLimitError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from encoder_contract.errors import Status as Code
+from prefill_client.reference.chat import Chat, Prefilled
+from prefill_client.reference.completions import ChatRequest, completion, piece, usage
+from prefill_client.reference.image_urls import ImageUrls
+from prefill_client.reference.metrics import Metrics
+from prefill_client.reference.sampling import sampler
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+COMPLETIONS = "/v1/chat/completions"
+# Beside gRPC's codes, as HTTP has them; what is not here is a 500.
+_HTTP_STATUS = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.NOT_FOUND: 503,  # an image's bytes expired between Submit and Fetch: the same request again will do
+    Code.PERMISSION_DENIED: 403,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
+    Code.CANCELLED: 499,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one process takes on."""
+
+    requests: int = 64  # at once; over it 429
+    body_bytes: int = 256 << 20
+    request_s: float = 300.0
+
+
+class _CallerLeftError(Exception):
+    """The caller hung up before its answer."""
+
+
+class Admission:
+    """ASGI middleware that counts running chat requests, streamed answers to their end, and refuses too many."""
+
+    def __init__(self, app: ASGIApp, limit: int, metrics: Metrics) -> None:
+        self._app = app
+        self._limit = limit
+        self._metrics = metrics
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it with 429."""
+        if scope["type"] != "http" or scope["path"] != COMPLETIONS:
+            await self._app(scope, receive, send)
+            return
+        if self._running >= self._limit:
+            self._metrics.requests.labels("refused").inc()
+            refusal = _error_response(
+                OverloadedError(f"{self._limit} requests are running", retry_after_ms=1000)
+            )
+            await refusal(scope, receive, send)
+            return
+        self._running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
+
+
+class HttpService:
+    """The routes, and what they share."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        tokenizer: Any,
+        model: str,
+        *,
+        image_urls: ImageUrls,
+        metrics: Metrics,
+        limits: Limits,
+    ) -> None:
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._model = model
+        self._image_urls = image_urls
+        self._metrics = metrics
+        self._limits = limits
+
+    def app(self) -> FastAPI:
+        """Return the ASGI application."""
+        app = FastAPI(title="Reference prefill service", docs_url=None, redoc_url=None)
+        app.add_api_route(COMPLETIONS, self.completions, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/health", self.health)
+        app.add_api_route("/metrics", self.exposition)
+        app.add_middleware(Admission, limit=self._limits.requests, metrics=self._metrics)
+        return app
+
+    async def models(self) -> dict[str, Any]:
+        """List the one model."""
+        return {
+            "object": "list",
+            "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "local"}],
+        }
+
+    async def health(self) -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    async def exposition(self) -> Response:
+        """Give the metrics to Prometheus."""
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def completions(self, request: Request) -> Response:
+        """Answer a chat; what goes wrong before the first token is an HTTP status."""
+        outcome = "failed"
+        try:
+            async with asyncio.timeout(self._limits.request_s):
+                asked = await self._read(request)
+                prefilled = await _unless_left(request, self._prefill(asked))
+                if asked.stream:
+                    outcome = "streamed"
+                    return StreamingResponse(self._stream(asked, prefilled), media_type="text/event-stream")
+                answer = await _unless_left(request, self._whole(asked, prefilled))
+            outcome = "answered"
+            return JSONResponse(answer)
+        except TimeoutError:
+            return _error_response(DeadlineError(f"no answer within {self._limits.request_s:g} s"))
+        except EncoderError as error:
+            return _error_response(error)
+        except _CallerLeftError:
+            outcome = "left"
+            return Response(status_code=499)
+        finally:
+            self._metrics.requests.labels(outcome).inc()
+
+    async def _read(self, request: Request) -> ChatRequest:
+        """Read and check the body, off the event loop: it may hold megabytes of base64."""
+        body = bytearray()
+        async for data in request.stream():
+            body += data
+            if len(body) > self._limits.body_bytes:
+                raise ImageLimitError(f"the request has more than {self._limits.body_bytes} bytes")
+        try:
+            asked = await asyncio.to_thread(ChatRequest.model_validate_json, bytes(body))
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:5]
+            )
+            raise InvalidRequestError(wrong) from error
+        if asked.model != self._model:
+            raise InvalidRequestError(f"model {asked.model!r} is not served here; {self._model!r} is")
+        return asked
+
+    async def _prefill(self, asked: ChatRequest) -> Prefilled:
+        images = await asyncio.gather(*(self._image_urls.load(url) for url in asked.image_urls))
+        with self._metrics.first_token_seconds.time():
+            prefilled = await self._chat.prefill(
+                asked.prompt_messages(images), on_chunk=self._metrics.on_chunk
+            )
+        self._metrics.prompt_tokens.labels("cached").inc(prefilled.prefix_tokens)
+        self._metrics.prompt_tokens.labels("prefilled").inc(prefilled.layout.tokens - prefilled.prefix_tokens)
+        return prefilled
+
+    def _tokens(self, asked: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[int, None]:
+        choose = sampler(asked.temperature, asked.top_p, asked.seed)
+        return self._chat.decode(prefilled, max_tokens=asked.answer_tokens, choose=choose)
+
+    async def _whole(self, asked: ChatRequest, prefilled: Prefilled) -> dict[str, Any]:
+        tokens = [token async for token in self._tokens(asked, prefilled)]
+        used = self._usage(prefilled, tokens)
+        return completion(
+            _identity(), self._model, self._text(tokens), asked.finish_reason(len(tokens)), used
+        )
+
+    async def _stream(self, asked: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[str, None]:
+        """Yield server-sent events; text goes out when its characters are whole."""
+        identity, sent, tokens = _identity(), "", list[int]()
+        yield _event(piece(identity, self._model, {"role": "assistant", "content": ""}))
+        try:
+            async with (
+                asyncio.timeout(self._limits.request_s),
+                aclosing(self._tokens(asked, prefilled)) as decoding,
+            ):
+                async for token in decoding:
+                    tokens.append(token)
+                    text = self._text(tokens)
+                    if len(text) > len(sent) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                        yield _event(piece(identity, self._model, {"content": text[len(sent) :]}))
+                        sent = text
+        except (TimeoutError, EncoderError) as error:
+            # The status is long sent: the error is an event, which OpenAI's own client raises.
+            yield _event(_error_body(str(error) or "the answer took too long", type(error).__name__))
+            return
+        rest = self._text(tokens)[len(sent) :]
+        yield _event(piece(identity, self._model, {"content": rest}, asked.finish_reason(len(tokens))))
+        used = self._usage(prefilled, tokens)
+        if asked.stream_options.include_usage:
+            yield _event({**piece(identity, self._model, None), "usage": used})
+        yield "data: [DONE]\n\n"
+
+    def _usage(self, prefilled: Prefilled, tokens: list[int]) -> dict[str, Any]:
+        self._metrics.generated_tokens.inc(len(tokens))
+        return usage(prefilled.layout.tokens, prefilled.prefix_tokens, len(tokens))
+
+    def _text(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+
+def _identity() -> str:
+    return f"chatcmpl-{uuid4().hex}"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work, and drop it when the caller hangs up: what it held is then released."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_hang_up(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _CallerLeftError
+        return task.result()
+    finally:
+        for other in (task, watch):
+            other.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _wrong(error: ValidationError) -> str:
+    """Name the first few fields that are wrong, without what was in them: that may be megabytes."""
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
+
+
+def _error_response(error: EncoderError) -> Response:
+    headers = {"Retry-After": str(-(-error.retry_after_ms // 1000))} if error.retry_after_ms else None
+    status = _HTTP_STATUS.get(error.status, 500)
+    if status == 500:
+        log.error("a request failed", exc_info=error)
+    return JSONResponse(_error_body(error.message, type(error).__name__), status, headers)
+
+
+def _error_body(message: str, code: str) -> dict[str, Any]:
+    kind = (
+        "invalid_request_error" if code.startswith(("Invalid", "ImageLimit", "Forbidden")) else "server_error"
+    )
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

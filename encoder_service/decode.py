@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import PIL
@@ -46,13 +46,6 @@ _END_OF_JPEG = b"\xff\xd9"
 _JPEG_PADDING_BYTES = 64
 
 
-class _JpegBackend(Protocol):
-    name: str
-
-    def decode(self, images: Sequence[bytes]) -> list[Tensor]:
-        """Return uint8 [H, W, 3] as stored for each JPEG; raise RuntimeError when any of them cannot be read."""
-
-
 class Decoder:
     """Decodes images into pixels on one device. Safe to call from several threads; DALI serves one at a time.
 
@@ -80,7 +73,7 @@ class Decoder:
                 f"decoding on {device} needs that CUDA device; torch sees {torch.cuda.device_count()}"
             )
         self._torch_device = torch.device(device.replace("gpu", "cuda"))
-        self._jpegs: _JpegBackend | None = None
+        self._jpegs: _Dali | None = None
         if backend != "pillow":
             try:
                 self._jpegs = _Dali(device, threads)

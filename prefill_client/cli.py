@@ -1,4 +1,4 @@
-"""The command line of the prefill side: `prefill-client encode`."""
+"""The command line of the prefill side: `prefill-client encode` and `prefill-client serve`."""
 
 import argparse
 import asyncio
@@ -11,6 +11,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.reference.config import add_flags
 
 FAILED, BAD_USAGE = 1, 2
 
@@ -33,7 +34,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--timeout-s", type=float, default=120.0, help="give up after this long (default %(default)s)"
     )
     encode.add_argument("--inline", action="store_true", help="do not use shared memory")
+    serve = commands.add_parser(
+        "serve",
+        help="run the reference prefill service: OpenAI-compatible chat completions over HTTP",
+        description="Every flag is also an environment variable (in brackets behind its help); flags win.",
+    )
+    add_flags(serve)
     given = parser.parse_args(arguments)
+    return _serve(vars(given)) if given.command == "serve" else _encode_files(given)
+
+
+def _serve(given: dict[str, object]) -> int:
+    # torch and transformers take seconds to import, and `encode` works without them.
+    try:
+        from prefill_client.reference.server import main as serve
+    except ImportError as error:
+        print(f"prefill-client: {error}; pip install 'encoder-service[reference]'", file=sys.stderr)
+        return BAD_USAGE
+    given.pop("command")
+    try:
+        serve(given)
+    except EncoderError as error:
+        print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except (OSError, ValueError) as error:
+        print(f"prefill-client: {error}", file=sys.stderr)
+        return BAD_USAGE
+    return 0
+
+
+def _encode_files(given: argparse.Namespace) -> int:
     try:
         files = [path.read_bytes() for path in given.images]
     except OSError as error:

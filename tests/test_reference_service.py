@@ -3,7 +3,10 @@
 import asyncio
 import base64
 import json
+import re
+import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -19,15 +22,17 @@ import uvicorn
 
 from bench.images import photo
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError, UnavailableError
+from encoder_service.server import Server
+from prefill_client.cli import main
 from prefill_client.client import EncoderClient
 from prefill_client.reference.chat import Chat
+from prefill_client.reference.config import ServiceConfig, read_config
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.http_service import HttpService, Limits
 from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.language_model import load_language_model
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.prefix import PrefixCache
-from prefill_client.reference.server import ServiceConfig, read_config
 from tests.conftest import Gate
 
 MODEL = "tiny"
@@ -285,3 +290,27 @@ def test_flags_win_over_the_environment() -> None:
     environment = {"PREFILLSVC_MODEL": "a", "PREFILLSVC_CHUNK_TOKENS": "7", "PREFILLSVC_IMAGE_S": "2.5"}
     config = read_config({"model": Path("b")}, environment)
     assert config == ServiceConfig(model=Path("b"), chunk_tokens=7, image_s=2.5)
+
+
+async def test_process_serves_and_ends_with_0(server: Server, checkpoint: Path) -> None:
+    command = [Path(sys.executable).with_name("prefill-client"), "serve", "--model", checkpoint]
+    command += ["--encoder", server.endpoint, "--listen", "127.0.0.1:0", "--dtype", "float32"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout
+    async for line in process.stdout:
+        if found := re.match(rb"\s*listening\s+\S+:(\d+)$", line):
+            break
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{int(found[1])}/v1", api_key="none") as asked:
+        answer = await asked.chat.completions.create(
+            model=checkpoint.name, messages=[user("What?", data_url(FIRST))], max_tokens=2
+        )
+    assert answer.choices
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), 20) == 0
+
+
+def test_what_cannot_be_served_ends_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "--model", str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    assert main(["serve", "--model", str(tmp_path), "--chunk-tokens", "0"]) == 2
+    assert "--chunk-tokens must be positive" in capsys.readouterr().err

@@ -109,8 +109,12 @@ def load_language_model(
     """Load the language model of a checkpoint folder; the tower's weights are never read or held.
 
     DeepStack stays on without the tower: its levels belong to the language model's layers, and their number
-    is read from the configuration. Raises `ModelMismatchError` for an unknown architecture.
+    is read from the configuration. Raises `ModelMismatchError` for an unknown architecture,
+    `OSError` when the folder or a part of it is missing.
     """
+    if not (Path(folder) / "config.json").is_file():
+        # A path that is none would be taken for the name of a repository to download.
+        raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
     config = transformers.AutoConfig.from_pretrained(folder)
     if config.model_type not in _ARCHITECTURES:
         raise ModelMismatchError(f"{folder}: {config.model_type} is none of {', '.join(_ARCHITECTURES)}")

@@ -20,6 +20,7 @@ class Call:
         self._kind = kind
         self._began = monotonic()
         self._outcomes: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
         self._stage_ms: dict[str, float] = {}
         self._bytes = 0
         self._error: EncoderError | None = None
@@ -68,7 +69,7 @@ class Call:
         name = left if self._error is None else self._error.status.name
         self._metrics.call_ended(self._kind, name)
         fields: dict[str, object] = {"request": self.request_id, "client": self.client_id, "status": name}
-        fields |= {"images": self._outcomes.total(), **self._outcomes}
+        fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
         if self._bytes:
             fields["bytes"] = self._bytes
         fields["ms"] = round((monotonic() - self._began) * 1000, 1)
@@ -80,4 +81,4 @@ class Call:
     def _note(self, outcome: str, error: EncoderError | None) -> None:
         self._outcomes[outcome] += 1
         if error is not None:
-            self._outcomes[reason(error)] += 1
+            self._reasons[reason(error)] += 1

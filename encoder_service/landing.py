@@ -6,6 +6,7 @@ On threads of its own, never on the event loop; meant for a private network, lik
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from html import escape
 from socketserver import TCPServer, ThreadingMixIn
 from time import monotonic
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # A loop that has not turned for this long is stuck: what it does between two turns is bounded by milliseconds.
 STUCK_S = 10.0
 CONNECTION_TIMEOUT_S = 10  # a scraper sends its request at once; who does not is cut off
+STOP_POLL_S = 0.1  # how soon a stop is noticed
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -58,7 +60,9 @@ class Landing:
         self._server = server((host.strip("[]"), int(port)), _QuietHandler)
         self._server.set_app(self._answer)
         self.endpoint = f"{host}:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="landing", daemon=True)
+        self._thread = threading.Thread(
+            target=partial(self._server.serve_forever, STOP_POLL_S), name="landing", daemon=True
+        )
 
     def start(self) -> None:
         """Start answering."""

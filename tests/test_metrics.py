@@ -60,7 +60,8 @@ async def numbers(server: Server) -> Scrape:
 
 async def use(client: EncoderClient) -> list[bytes]:
     """Two images and a broken one, submitted and fetched inline, then again by handle."""
-    images = [photo(320, 200, 1), photo(200, 331, 2), photo(64, 64, 3)[:400]]
+    torn = photo(300, 200, 3)
+    images = [photo(320, 200, 1), photo(200, 331, 2), torn[: len(torn) // 2]]
     await client.submit(images, request_id="chat-1")
     for shm in (False, True):
         requests = [RowRequest(content_digest(image)) for image in images]
@@ -121,10 +122,10 @@ async def test_pins_show_while_a_handle_is_held(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         (image,) = await client.submit([photo(64, 64, 4)])
         async with client.fetch([RowRequest(image.digest)], shm=True, timeout_s=30) as stream:
-            await anext(stream)
-            now = await numbers(server)
-            assert (now.total("store_pins"), now.total("calls_in_progress", call="fetch")) == (1, 1)
-            assert now.total("store_pinned_bytes") > 0
+            async for _ in stream:
+                now = await numbers(server)
+                assert (now.total("store_pins"), now.total("calls_in_progress", call="fetch")) == (1, 1)
+                assert now.total("store_pinned_bytes") > 0
     await settled(server, "store_pins", 0)
 
 
@@ -213,7 +214,6 @@ async def test_a_taken_metrics_port_is_a_clear_refusal(config: Config, model: Mo
         server = Server(replace(config, metrics_listen=listen), model)
         with pytest.raises(ConfigError, match=f"--metrics-listen {listen}: the address is taken"):
             await server.start()
-        await server.drain()
 
 
 @pytest.mark.parametrize("listen", ["9464", "localhost:", "localhost:http"])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.checkpoints import write_checkpoint
+from bench.demo_checks import check
+from bench.demo_report import print_turn
+from bench.demo_timeline import draw
 from bench.images import photo
 
 ROOT = Path(__file__).parents[1]
@@ -34,16 +39,13 @@ MIN_PIXELS, MAX_PIXELS = 65536, 1280 * 768
 # Encoder and prefill run at the same time: half the cores each. Two on one core would spend it spinning.
 THREADS = max(1, (os.cpu_count() or 2) // 2)
 say = partial(print, flush=True)  # progress is shown while processes run
+ENCODES = "encsvc_encoded_images_total"
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 MAX_IMAGES = 16  # of a user's folder: keeps the demo under its two minutes
 
 
 def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     """Run the demo in `folder`; return 0 when every promise was kept."""
-    from bench.demo_checks import check
-    from bench.demo_report import print_turn
-    from bench.demo_timeline import draw
-
     began = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,19 +58,11 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
         text_layers=TEXT_LAYERS,
         preprocessor={"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}},
     )
-    turns = []
-    with server(model, folder / "server.log") as endpoint:
-        say(f"server: {endpoint}, log in {folder / 'server.log'}")
-        for event in prefill_events(model, endpoint, chunk_tokens, folder, (first, new)):
-            if event["event"] == "chunk":
-                say(f"  chunk {event['chunk']}: tokens {event['begin']} to {event['end']}")
-            elif event["event"] == "turn":
-                turns.append(event)
-                say(f"turn {len(turns)}: first token after {event['first_token_ms']:.0f} ms")
+    turns, encodes = conversation(model, chunk_tokens, folder, (first, new))
     for number, turn in enumerate(turns):
         print_turn(number, turn)
     say("\nchecking against transformers, one shot, the same pixels ...")
-    results = check(model, (first, first + new), turns, folder)
+    results = check(model, (first, first + new), turns, encodes, folder)
     for name, kept, found in results:
         say(f"  {'kept  ' if kept else 'BROKEN'}  {name}: {found}")
     picture = draw(turns, folder / "timeline.svg")
@@ -77,6 +71,29 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     if broken:
         say(f"demo: broken: {'; '.join(broken)}", file=sys.stderr)
     return 1 if broken else 0
+
+
+def conversation(
+    model: Path, chunk_tokens: int, folder: Path, files: Sequence[Sequence[Path]]
+) -> tuple[list[dict[str, Any]], int]:
+    """Run server and prefill process; return what was told of each turn, and the server's count of encodes."""
+    turns = []
+    with server(model, folder / "server.log") as (endpoint, metrics):
+        say(f"server: {endpoint}, log in {folder / 'server.log'}")
+        for event in prefill_events(model, endpoint, chunk_tokens, folder, files):
+            if event["event"] == "chunk":
+                say(f"  chunk {event['chunk']}: tokens {event['begin']} to {event['end']}")
+            else:
+                turns.append(event)
+                say(f"turn {len(turns)}: first token after {event['first_token_ms']:.0f} ms")
+        with urllib.request.urlopen(f"{metrics}metrics", timeout=START_S) as answer:
+            return turns, encodes_in(answer.read().decode())
+
+
+def encodes_in(exposition: str) -> int:
+    """Return how many images the server encoded, from its metrics."""
+    samples = (sample for family in text_string_to_metric_families(exposition) for sample in family.samples)
+    return int(sum(s.value for s in samples if s.name == ENCODES and s.labels["outcome"] == "kept"))
 
 
 def written_photos(folder: Path) -> list[Path]:
@@ -98,16 +115,17 @@ def chosen_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def server(model: Path, log: Path) -> Iterator[str]:
-    """Run `encoder-service serve` and give its endpoint; on leaving, it drains and must exit with 0."""
+def server(model: Path, log: Path) -> Iterator[tuple[str, str]]:
+    """Run `encoder-service serve`; give its endpoint and metrics URL. On leaving, it drains and must exit with 0."""
     command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve", "--model", model]
-    command += ["--listen", "127.0.0.1:0", "--store-host-gib", "0.5"]  # a tenth of it will be used
+    command += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+    command += ["--store-host-gib", "0.5"]  # a tenth of it will be used
     # Batches of about one photo: prefill goes on with the first while the next is encoded.
     command += ["--torch-threads", str(THREADS), "--batch-patches", str(MAX_PIXELS // 16**2)]
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT)
     try:
-        yield endpoint_of(process, log)
+        yield endpoints_of(process, log)
     finally:
         process.terminate()
         try:
@@ -119,12 +137,13 @@ def server(model: Path, log: Path) -> Iterator[str]:
         raise SystemExit(f"demo: the server ended with {process.returncode}, see {log}")
 
 
-def endpoint_of(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """Wait for the server's block of settings and return the address in it."""
+def endpoints_of(process: "subprocess.Popen[bytes]", log: Path) -> tuple[str, str]:
+    """Wait for the server's block of settings and return the two addresses in it."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"^\s*listening\s+(\S+)$", log.read_text(), re.MULTILINE):
-            return found[1]
+        said = dict(re.findall(r"^\s*(listening|metrics)\s+(\S+)$", log.read_text(), re.MULTILINE))
+        if len(said) == 2:
+            return said["listening"], said["metrics"]
         time.sleep(0.05)
     raise SystemExit(f"demo: the server did not start:\n{log.read_text()}")
 

@@ -19,7 +19,9 @@ Turn = Mapping[str, Any]
 Result = tuple[str, bool, str]
 
 
-def check(model: Path, files: Sequence[Sequence[Path]], turns: Sequence[Turn], folder: Path) -> list[Result]:
+def check(
+    model: Path, files: Sequence[Sequence[Path]], turns: Sequence[Turn], encodes: int, folder: Path
+) -> list[Result]:
     """Return (promise, kept, what was found); `files` holds each turn's images, those of earlier turns included."""
     results: list[Result] = [
         ("both turns were answered", len(turns) == len(files), f"{len(turns)} of {len(files)}")
@@ -38,7 +40,9 @@ def check(model: Path, files: Sequence[Sequence[Path]], turns: Sequence[Turn], f
         )
         results.append(each_row_once(number, turn))
         results.append(only_new_encoded(number, turn, turns[:number], images))
-    return results
+    distinct = {content_digest(file.read_bytes()) for file in files[-1]}
+    found = f"the server counted {encodes} encodes of {len(distinct)} images"
+    return [*results, ("each image was encoded once", encodes == len(distinct), found)]
 
 
 def each_row_once(number: int, turn: Turn) -> Result:

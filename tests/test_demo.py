@@ -102,6 +102,6 @@ def test_demo_keeps_its_promises(
     shown = capfd.readouterr().out
     assert "turn 1: 2 images new, 0 held from before" in shown
     assert "turn 2: 2 images new, 2 held from before" in shown
-    assert shown.count("  kept  ") == 7
+    assert shown.count("  kept  ") == 8
     assert "BROKEN" not in shown
     assert (tmp_path / "demo" / "timeline.svg").exists()

@@ -18,29 +18,26 @@ from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
 
 
-def compare(title: str, load: Load, count: int, seeds: int, few: int, **machine: Any) -> dict[str, Figures]:
-    """Compare all policies on one load, the two that matter most on more seeds; return those two."""
-    others = [policy.name for policy in POLICIES if policy.name not in (FIRST, OURS)]
-    trials = [Trial(name, load, count, seeds, machine) for name in (FIRST, OURS)]
-    trials += [Trial(name, load, count, few, machine) for name in (FIRST, *others)]
-    first, ours, first_of_few, *rest = answer(trials)
-    pairs = [(FIRST, first, first), *((n, f, first_of_few) for n, f in zip(others, rest, strict=True))]
-    heads = ("policy", "mean TTFT", "first-come / it", "p99", "p99 / first-come", f"p99 of ≥ {BIG_IMAGES} images",
-             "/ first-come", "images/s")  # fmt: skip
+def compare(title: str, load: Load, count: int, seeds: int) -> dict[str, Figures]:
+    """Compare all policies on the same requests; return the figures by policy."""
+    found = answer([Trial(policy.name, load, count, seeds) for policy in POLICIES])
+    base = found[0]
+    heads = ("policy", "mean TTFT", "first-come / it", "p99", "p99 / first-come",
+             f"p99 of ≥ {BIG_IMAGES} images", "/ first-come", "images/s")  # fmt: skip
     rows = [
-        (name, f.mean, base.mean / f.mean, f.p99, f.p99 / base.p99, f.big_p99, f.big_p99 / base.big_p99,
-         f.images_per_s) for name, f, base in (*pairs, (OURS, ours, first))
+        (policy.name, f.mean, base.mean / f.mean, f.p99, f.p99 / base.p99, f.big_p99, f.big_p99 / base.big_p99,
+         f.images_per_s) for policy, f in zip(POLICIES, found, strict=True)
     ]  # fmt: skip
-    table(title, heads, rows)
-    return {FIRST: first, OURS: ours}
+    table(f"{title} ({seeds} x {count} requests)", heads, rows)
+    return {policy.name: f for policy, f in zip(POLICIES, found, strict=True)}
 
 
 def sizes_section() -> dict[str, float]:
     """Compare the policies where the targets are: one encoder at 80 % load."""
-    found = compare("Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", Load(SKEWED), 5000, 8, 1)
+    found = compare("Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", Load(SKEWED), 5000, 6)
     first, ours = found[FIRST], found[OURS]
-    even = compare("Sizes 1 to 32 alike, Poisson arrivals, load 0.8", Load(UNIFORM), 2000, 4, 1)
-    compare("Skewed sizes, bursts of 8 requests on average, load 0.8", Load(SKEWED, burst=8), 3000, 3, 1)
+    even = compare("Sizes 1 to 32 alike, Poisson arrivals, load 0.8", Load(UNIFORM), 2000, 3)
+    compare("Skewed sizes, bursts of 8 requests on average, load 0.8", Load(SKEWED, burst=8), 3000, 2)
     return {
         "mean_ttft_fcfs_over_ours": first.mean / ours.mean,
         "p99_ttft_ours_over_fcfs": ours.p99 / first.p99,
@@ -71,36 +68,18 @@ def need_section() -> dict[str, float]:
 
 def fleet_section() -> dict[str, float]:
     """Spread the images of each request over many replicas: each of them sees only its part of a request."""
-    fleet = (1, 4, 16, 64)
-    trials = [
-        Trial(name, Load(SKEWED, replicas=n), min(2000 * n, 8000), 1, {"replicas": n, "prefill_engines": n})
-        for n in fleet
-        for name in (FIRST, OURS)
-    ]
-    figures = iter(answer(trials))
     rows: list[Sequence[str | float]] = []
-    for n in fleet:
-        first, ours = next(figures), next(figures)
-        rows.append(
-            (
-                str(n),
-                first.mean,
-                ours.mean,
-                first.mean / ours.mean,
-                first.p99,
-                ours.p99,
-                ours.images_per_s / n,
-            )
-        )
-    heads = (
-        "replicas",
-        "first-come mean",
-        "ours mean",
-        "ratio",
-        "first-come p99",
-        "ours p99",
-        "images/s a replica",
-    )
+    for n in (1, 4, 16, 64):
+        machine = {"replicas": n, "prefill_engines": n}
+        load, count = Load(SKEWED, replicas=n), min(2000 * n, 8000)
+        first, ours, whole = answer(
+            [Trial(FIRST, load, count, 1, machine), Trial(OURS, load, count, 1, machine),
+             Trial(OURS, load, count, 1, machine | {"spread": False})]
+        )  # fmt: skip
+        rows.append((str(n), first.mean, ours.mean, first.mean / ours.mean, first.p99, ours.p99, whole.mean,
+                     whole.p99, ours.images_per_s / n))  # fmt: skip
+    heads = ("replicas", "first-come mean", "ours mean", "ratio", "first-come p99", "ours p99",
+             "ours, request kept whole, mean", "p99", "images/s a replica")  # fmt: skip
     table("Images of a request spread over replicas by content, load 0.8 of the fleet", heads, rows)
     return {}
 
@@ -115,7 +94,7 @@ def overload_section() -> dict[str, float]:
     machine = {"limits": OVERLOAD_LIMITS}
     calm, flood = answer(
         [Trial(OURS, Load(SKEWED, load=float(load), clients=16), count, 2, machine)
-         for load, count in zip(names, (4000, 20_000), strict=True)]
+         for load, count in zip(names, (4000, 10_000), strict=True)]
     )  # fmt: skip
     rows = [
         (name, f.mean, f.p99, f"{f.refused:.0%}", str(f.most_queued_images), f"{f.retry_after_ms / 1000:.0f}")

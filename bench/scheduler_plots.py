@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from bench.simulator import Load
-from bench.trials import FIRST, OURS, SKEWED, STRETCHES, UNIFORM, Trial, answer
+from bench.trials import FIRST, LINEAR, OURS, SKEWED, STRETCHES, UNIFORM, Trial, answer
 from encoder_service.scheduler import POLICIES
 
 LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -59,17 +59,21 @@ def _tail() -> Figure:
 
 
 def _stretch() -> Figure:
-    load = Load(SKEWED)
-    names = [FIRST, *(policy.name for policy in STRETCHES.values())]
-    base, *found = answer([Trial(name, load, 4000, 4) for name in names])
-
-    def share(of: str) -> list[float]:
-        return [getattr(f, of) / getattr(base, of) for f in found]
-
-    figure, axes = plt.subplots(figsize=(5.5, 3.4))
-    for of, label in (("mean", "mean"), ("p99", "p99"), ("big_p99", "p99 of the big ones")):
-        axes.plot(list(STRETCHES), share(of), "o-", label=label)
+    curves = {"logarithmic (ours)": (STRETCHES, "#2f8f4e"), "linear": (LINEAR, "#8050a0")}
+    names = [FIRST, *(policy.name for policies, _ in curves.values() for policy in policies.values())]
+    base, *rest = answer([Trial(name, Load(SKEWED), 5000, 4) for name in names])
+    found = iter(rest)
+    figure, axes = plt.subplots(figsize=(6, 3.8))
+    for label, (policies, color) in curves.items():
+        figures = [next(found) for _ in policies]
+        points = [(base.mean / f.mean, f.p99 / base.p99) for f in figures]
+        axes.plot(*zip(*points, strict=True), "o-", color=color, label=label)
+        for stretch, point in zip(policies, points, strict=True):
+            axes.annotate(
+                str(stretch), point, textcoords="offset points", xytext=(4, -10), fontsize=8, color=color
+            )
     axes.axhline(1, color="#777777", linewidth=0.8)
-    axes.set(xlabel="stretch", ylabel="TTFT over first-come's", ylim=(0, None))
+    axes.set(xlabel="first-come's mean TTFT over its own", ylabel="its p99 over first-come's",
+             title="the price of a shorter mean, by stretch")  # fmt: skip
     axes.legend(frameon=False)
     return figure

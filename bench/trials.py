@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.simulator import Job, Load, Machine, Simulation
-from encoder_service.scheduler import LEAST_WORK_LEFT, POLICIES, least_work_left
+from encoder_service.scheduler import LEAST_WORK_LEFT, POLICIES, Policy, least_work_left
 
 # Images of a request -> weight: most chats send one, some send an album.
 SKEWED = {1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1}
@@ -19,11 +19,21 @@ BIG_IMAGES = 16
 
 FIRST, OURS = "first-come", LEAST_WORK_LEFT.name
 NEVER_YIELDS = replace(LEAST_WORK_LEFT, name="without blocking first", blocking_first=False)
-STRETCHES = {
-    stretch: replace(least_work_left(stretch), name=f"stretch {stretch}")
-    for stretch in (0, 1, 2, 4, 7, 10, 16, 30)
-}
-BY_NAME = {policy.name: policy for policy in (*POLICIES, NEVER_YIELDS, *STRETCHES.values())}
+STRETCHES = {s: replace(least_work_left(s), name=f"stretch {s}") for s in (2, 4, 8, 15, 30, 60)}
+
+
+def linear(stretch: float) -> Policy:
+    """Return our policy without the logarithm: a request is due after `stretch` times its own work."""
+    return Policy(
+        f"linear {stretch}",
+        request_key=lambda request: request.mark + stretch * request.left_patches,
+        claim_key=lambda claim: claim.chunk,
+        blocking_first=True,
+    )
+
+
+LINEAR = {stretch: linear(stretch) for stretch in (1, 2, 4, 7, 15, 30)}
+BY_NAME = {policy.name: policy for policy in (*POLICIES, NEVER_YIELDS, *STRETCHES.values(), *LINEAR.values())}
 
 
 @dataclass(frozen=True)

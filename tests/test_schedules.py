@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench.simulator import Load, Machine, Simulation
 from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler, State, Work, least_work_left
-from encoder_service.scheduler.policy import STRETCH
+from encoder_service.scheduler.policy import STRETCH, allowance
 
 PATCHES = 100
 
@@ -32,7 +32,7 @@ class Model:
         ranks = []
         for claim in (c for c in live if c.work is work):
             works = {c.work for c in live if c.request_id == claim.request_id and c.work}
-            due = self.marks[claim.request_id] + STRETCH * sum(w.patches for w in works)
+            due = self.marks[claim.request_id] + allowance(sum(w.patches for w in works), claim.request.scale)
             ahead = claim.demanded and claim.needed_at is not None and claim.needed_at > now
             ranks.append((not claim.demanded, -claim.priority, ahead, due))
         return min(ranks)
@@ -189,7 +189,7 @@ def test_random_schedules_agree_with_a_naive_model(block):
 # A flood of small requests
 
 
-def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, int]:
+def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
     """Let small requests flood the queue from the moment a big one is demanded.
 
     Return the patches encoded until the big one is done, and the bound that the documentation states.
@@ -199,6 +199,11 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, int]:
     scheduler = Scheduler(
         limits, max_ahead_patches=ahead, max_ahead_images=10, policy=least_work_left(stretch)
     )
+    for number in range(50):  # so that the scheduler knows what an ordinary request is: one small image
+        scheduler.admit(Claim(f"w{number}", "warm"), b"warm", PATCHES, 1000, 0.0)
+        (work,) = scheduler.next_to_prepare(0.0, 10**9, 10)
+        scheduler.prepared(work, 0.0)
+        scheduler.done(scheduler.next_batch(0.0, PATCHES), 0.1)
     big = [Claim("big", "big", chunk=chunk, demanded=True) for chunk in range(10)]
     for claim in big:
         scheduler.admit(claim, f"big{claim.chunk}".encode(), PATCHES, 1000, 0.0)
@@ -217,7 +222,7 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, int]:
         batch = scheduler.next_batch(0.0, PATCHES)
         encoded += sum(work.patches for work in batch)
         scheduler.done(batch, 0.1)
-    return encoded, stretch * 10 * PATCHES + limits.patches + 2 * ahead
+    return encoded, allowance(10 * PATCHES, 2 * PATCHES, stretch) + limits.patches + 2 * ahead
 
 
 @settings(max_examples=15, deadline=None)

@@ -4,6 +4,10 @@ from encoder_service.scheduler.order import Order
 from encoder_service.scheduler.policy import Policy
 from encoder_service.scheduler.work import Amount, Claim, Request, State, Work
 
+# The scale of a request is twice the mean over about this many requests that ended lately: enough that one
+# album among snapshots does not move it.
+MEAN_OVER_REQUESTS = 256
+
 
 class Book:
     """Keeps every relation between works, claims and requests, and the counts over them, consistent.
@@ -19,6 +23,8 @@ class Book:
         self.claims = 0
         self.clock_patches = 0
         self.amounts = {(state, demanded): Amount() for state in State for demanded in (False, True)}
+        self.mean_request_patches = 0.0
+        self._ended = 0
         self._numbers = 0
 
     def open(self, work: Work) -> None:
@@ -47,7 +53,8 @@ class Book:
         if work not in request.works:
             request.works[work] = 0
             request.left_patches += work.patches
-            request.mark = self.clock_patches
+            request.named_patches += work.patches
+            request.mark, request.scale = self.clock_patches, 2 * self.mean_request_patches
             _rekey(request)
         request.works[work] += 1
         self.claims += 1
@@ -75,7 +82,7 @@ class Book:
         if request.works:
             _rekey(request)
         else:
-            del self.requests[request.request_id]
+            self._end(request)
 
     def move(self, work: Work, state: State, now: float) -> None:
         """Bring a work into another state, and into the order of that state if it has one."""
@@ -102,6 +109,11 @@ class Book:
         """Return what is decoded or being decoded and not in a batch yet."""
         preparing, ready = self.amounts[State.PREPARING, demanded], self.amounts[State.PREPARED, demanded]
         return Amount(preparing.images + ready.images, preparing.patches + ready.patches)
+
+    def _end(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self._ended = min(self._ended + 1, MEAN_OVER_REQUESTS)
+        self.mean_request_patches += (request.named_patches - self.mean_request_patches) / self._ended
 
     def _count_demand(self, work: Work, claim: Claim, sign: int) -> None:
         self.amounts[work.state, work.demanded].add(work, -1)

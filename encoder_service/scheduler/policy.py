@@ -1,13 +1,14 @@
 """Policies: which of the images that could be worked on comes first. The server uses `LEAST_WORK_LEFT`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from encoder_service.scheduler.work import MAX_PRIORITY, Claim, Request
 
-# How many times its own work may be encoded for later arrivals before nothing that still arrives overtakes a
-# request. Small is fair and slow on average, large the reverse. Chosen by simulation: docs/scheduling.md.
-STRETCH = 7
+# The larger, the more of what arrives later may overtake a request: faster on average, slower for the big ones.
+# Chosen by simulation, as is the shape of the curve: docs/scheduling.md.
+STRETCH = 15
 
 SPECULATIVE_LANE = 64  # lanes below are demanded: two (blocking, ahead of need) for each of 17 priorities
 
@@ -43,11 +44,22 @@ def _chunk(claim: Claim) -> float:
     return claim.chunk
 
 
-def least_work_left(stretch: int = STRETCH) -> Policy:
-    """Order requests by when they are due on the work clock: `mark + stretch * left_patches`."""
+def allowance(left_patches: int, scale_patches: float, stretch: float = STRETCH) -> float:
+    """Return how many patches may be encoded before a request with so much work left is due.
+
+    `stretch` times its work for a small request, and only logarithmically more for one much larger than the
+    scale, so that the largest do not pay for all others. Never more than `stretch * left_patches`.
+    """
+    if not scale_patches:
+        return stretch * left_patches
+    return stretch * scale_patches * math.log1p(left_patches / scale_patches)
+
+
+def least_work_left(stretch: float = STRETCH) -> Policy:
+    """Order requests by when they are due on the work clock: `mark + allowance(work left)`."""
     return Policy(
         name="least-work-left",
-        request_key=lambda request: request.mark + stretch * request.left_patches,
+        request_key=lambda request: request.mark + allowance(request.left_patches, request.scale, stretch),
         claim_key=_chunk,
         blocking_first=True,
     )

@@ -71,13 +71,16 @@ class Request:
 
     `mark` is the reading of the work clock (patches handed to the device so far) when the request last named
     an image it had not named before: a request that grows starts to age anew, so that an identifier used for
-    ever cannot stay the oldest one for ever.
+    ever cannot stay the oldest one for ever. `scale` is what the policy held a large request to be at that
+    moment, in patches; 0 before any request has ended.
     """
 
     request_id: str
     number: int  # order of arrival, unique
     mark: int = 0
+    scale: float = 0.0
     left_patches: int = 0
+    named_patches: int = 0  # all the work it ever named here
     works: dict[Work, int] = field(default_factory=dict, repr=False)  # outstanding work -> claims on it
     lines: dict[tuple[int, int], Line] = field(default_factory=dict, repr=False)
 

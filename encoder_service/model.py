@@ -41,8 +41,9 @@ def load_model(config: Config) -> Model:
         )
         fingerprint = model_fingerprint(config.model)
         decoder = Decoder(
-            device="gpu" if device.startswith("cuda") else "cpu",
+            device=device.replace("cuda", "gpu"),
             threads=config.decode_threads,
+            max_image_pixels=config.max_image_pixels,
             backend=config.decoder,
         )
     except (OSError, ValueError) as error:

@@ -1,10 +1,11 @@
 """Attention over packed segments: one small interface, and every backend that can serve it."""
 
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,11 +27,18 @@ class Segments:
     longest: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
-        """Segments of these lengths; empty ones are left out."""
-        kept = tuple(length for length in lengths if length)
-        bounds = torch.tensor([0, *kept], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(kept, bounds.to(device, non_blocking=True), max(kept))
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
+        """Segments of these lengths; there is at least one row."""
+        return cls(tuple(lengths), running_bounds(lengths, device), max(lengths))
+
+
+def running_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The running sum of `lengths` from 0, int32 [len(lengths) + 1] on `device`."""
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if device.type == "cuda":
+        # Only from pinned memory does a copy never wait for the device.
+        return bounds.pin_memory().to(device, non_blocking=True)
+    return bounds
 
 
 class Attention(Protocol):
@@ -51,7 +59,7 @@ class SegmentAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """See `Attention`."""
-        runs = [(length, len(list(run))) for length, run in groupby(segments.lengths)]
+        runs = [(length, len(list(run))) for length, run in groupby(segments.lengths) if length]
         if len(runs) == 1:
             return self._run(query, key, value, *runs[0], scale)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -77,19 +85,15 @@ class TorchVarlenAttention:
 
     name, graphs = "varlen", True
 
-    def __init__(self, *, batch_invariant: bool) -> None:
+    def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn
 
         self._attend = varlen_attn
-        # One split: the order of summation must not depend on the longest segment of the batch.
-        self._num_splits = 1 if batch_invariant else None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """See `Attention`."""
         bounds, longest = segments.bounds, segments.longest
-        output = self._attend(
-            query, key, value, bounds, bounds, longest, longest, scale=scale, num_splits=self._num_splits
-        )
+        output = self._attend(query, key, value, bounds, bounds, longest, longest, scale=scale)
         assert isinstance(output, Tensor)  # no auxiliary outputs were asked for
         return output
 
@@ -110,26 +114,15 @@ class CudnnAttention:
 
 
 class FlashAttention:
-    """Dao's flash attention over packed segments (CUDA): releases 2, 3 and 4, each from its own package."""
+    """Dao's flash attention over packed segments (CUDA): releases 2, 3 and 4, each in a module of its own."""
 
     graphs = True
+    _MODULES: ClassVar = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 
-    def __init__(self, release: int, *, batch_invariant: bool) -> None:
+    def __init__(self, release: int) -> None:
         self.name = f"flash{release}"
-        self._options: dict[str, object] = {}
-        if release == 2:
-            from flash_attn import flash_attn_varlen_func
-        elif release == 3:
-            from flash_attn_interface import flash_attn_varlen_func
-
-            if batch_invariant:
-                self._options["num_splits"] = 1
-        else:
-            from flash_attn.cute import flash_attn_varlen_func
-
-            if batch_invariant:
-                self._options["num_splits"] = 1
-        self._attend: Callable[..., Tensor | tuple[Tensor, ...]] = flash_attn_varlen_func
+        module = importlib.import_module(self._MODULES[release])
+        self._attend: Callable[..., Tensor | tuple[Tensor, ...]] = module.flash_attn_varlen_func
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """See `Attention`."""
@@ -143,7 +136,6 @@ class FlashAttention:
             max_seqlen_k=segments.longest,
             softmax_scale=scale,
             causal=False,
-            **self._options,
         )
         return output[0] if isinstance(output, tuple) else output
 
@@ -153,9 +145,7 @@ class FlashAttention:
 BACKENDS = ("cudnn", "flash4", "flash3", "varlen", "flash2", "sdpa")
 
 
-def make_attention(
-    name: str, device: torch.device, dtype: torch.dtype, *, batch_invariant: bool
-) -> Attention:
+def make_attention(name: str, device: torch.device, dtype: torch.dtype) -> Attention:
     """Return the backend called `name`, or with "auto" the first of `BACKENDS` that runs on `device` in `dtype`.
 
     Every candidate is tried on a small input first, so a missing package or an unsupported device shows here, at
@@ -167,12 +157,12 @@ def make_attention(
         reason = why_not(name, device, dtype)
         if reason:
             raise ValueError(f"attention {name!r} cannot run here: {reason}")
-        return _build(name, batch_invariant)
+        return _build(name)
     for candidate in BACKENDS:
         reason = why_not(candidate, device, dtype)
         if not reason:
             logger.info("attention: %s (auto, on %s in %s)", candidate, device, dtype)
-            return _build(candidate, batch_invariant)
+            return _build(candidate)
         logger.debug("attention: not %s: %s", candidate, reason)
     raise AssertionError("scaled dot product attention runs everywhere")
 
@@ -186,7 +176,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if dtype is torch.float32:
         return "it has no float32 kernel"
     try:
-        attend = _build(name, batch_invariant=False)
+        attend = _build(name)
         rows = torch.zeros(48, 2, 72, dtype=dtype, device=device)
         attend(rows, rows, rows, Segments.of([16, 32], device), 1.0)
         torch.cuda.synchronize(device)
@@ -196,11 +186,11 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def _build(name: str, batch_invariant: bool) -> Attention:
+def _build(name: str) -> Attention:
     if name == "sdpa":
         return SegmentAttention()
     if name == "varlen":
-        return TorchVarlenAttention(batch_invariant=batch_invariant)
+        return TorchVarlenAttention()
     if name == "cudnn":
         return CudnnAttention()
-    return FlashAttention(int(name.removeprefix("flash")), batch_invariant=batch_invariant)
+    return FlashAttention(int(name.removeprefix("flash")))

@@ -1,10 +1,11 @@
 """The layers the towers share: patch embedding, rotary self-attention, and how a block works through its tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from encoder_service.processor import ProcessorSettings
 from encoder_service.vision.attention import Attention, Segments
@@ -29,6 +30,7 @@ class Layout:
     order: Tensor | None
     inverse: Tensor | None
     attend: Attention
+    rotate: "Rotation"
     tile: int
 
     @property
@@ -76,8 +78,8 @@ class PatchEmbed(nn.Module):
             bias += self.proj.bias.double()
         weight = still * (processor.rescale_factor / std)[:, None, None]
         folded = Linear(weight[0].numel(), len(weight))
-        folded.weight = nn.Parameter(weight.flatten(1).to(dtype), requires_grad=False)
-        folded.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        folded.weight = _frozen(weight.flatten(1).to(dtype))
+        folded.bias = _frozen(bias.to(dtype))
         self._folded = folded
         del self.proj
 
@@ -113,8 +115,23 @@ class SelfAttention(nn.Module):
         values = torch.arange(head.numel(), self.qkv.weight.shape[0])
         order = torch.cat([head.flatten(), values]).to(self.qkv.weight.device)
         assert self.qkv.bias is not None
-        self.qkv.weight = nn.Parameter(self.qkv.weight[order], requires_grad=False)
-        self.qkv.bias = nn.Parameter(self.qkv.bias[order], requires_grad=False)
+        self.qkv.weight = _frozen(self.qkv.weight[order])
+        self.qkv.bias = _frozen(self.qkv.bias[order])
+
+    def pad_heads(self, head_size: int) -> None:
+        """Widen every head to `head_size` with zero weights, once, for kernels that prefer it.
+
+        It is exact, zeros add nothing. Call it after `interleave`; the rotation of the added pairs does not matter.
+        """
+        extra = head_size - self._head_size
+        assert self.qkv.bias is not None
+        weight = self.qkv.weight.view(3, self._heads, self._head_size, -1)
+        bias = self.qkv.bias.view(3, self._heads, self._head_size)
+        self.qkv.weight = _frozen(functional.pad(weight, (0, 0, 0, extra)).flatten(0, 2))
+        self.qkv.bias = _frozen(functional.pad(bias, (0, extra)).flatten())
+        columns = self.proj.weight.view(-1, self._heads, self._head_size)
+        self.proj.weight = _frozen(functional.pad(columns, (0, extra)).flatten(1))
+        self._head_size = head_size  # the scale stays that of the model's own head size
 
     def forward(
         self, hidden: Sequence[Tensor], norm: nn.Module, segments: Segments, layout: Layout
@@ -129,18 +146,46 @@ class SelfAttention(nn.Module):
         shape = (3, self._heads, self._head_size)
         if len(hidden) == 1:
             whole: Tensor = self.qkv(norm(hidden[0])).view(-1, *shape)
-            rotate(whole[:, :2], layout.rotary, whole[:, :2])
+            turned = whole[:, :2]
+            layout.rotate(turned, layout.rotary, turned)
             return whole
         packed = hidden[0].new_empty(layout.patches, *shape)
         for tile, rotary, out in zip(hidden, layout.cut(layout.rotary), layout.cut(packed), strict=True):
             projected = self.qkv(norm(tile)).view(-1, *shape)
-            rotate(projected[:, :2], rotary, out[:, :2])
+            layout.rotate(projected[:, :2], rotary, out[:, :2])
             out[:, 2] = projected[:, 2]
         return packed
 
 
+# (values [patches, 2, heads, head size], rotary, out): rotate neighbouring pairs of the last dimension in float32.
+Rotation = Callable[[Tensor, Tensor, Tensor], None]
+
+
 def rotate(values: Tensor, rotary: Tensor, out: Tensor) -> None:
-    """Rotate neighbouring pairs of the last dimension in float32, one complex product, into `out` (may be `values`)."""
+    """Rotate by one complex product; `out` may be `values`."""
     pairs = values.float().view(*values.shape[:-1], -1, 2)
     rotated = torch.view_as_complex(pairs).mul_(rotary)
     out.copy_(torch.view_as_real(rotated).flatten(-2))
+
+
+def compiled_rotation() -> Rotation:
+    """`rotate` in place as one kernel: without it the float32 copies cost three passes over queries and keys."""
+
+    def rotate_in_place(values: Tensor, turns: Tensor) -> None:
+        cosine, sine = turns.unbind(-1)
+        pairs = values.view(*values.shape[:-1], -1, 2).float()
+        first, second = pairs.unbind(-1)
+        rotated = torch.stack((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+        values.copy_(rotated.flatten(-2))
+
+    kernel = torch.compile(rotate_in_place, dynamic=True)
+
+    def rotation(values: Tensor, rotary: Tensor, out: Tensor) -> None:
+        assert out is values
+        kernel(values, torch.view_as_real(rotary))
+
+    return rotation
+
+
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)

@@ -75,8 +75,8 @@ class Qwen3VLTower(nn.Module):
         """uint8 [patches, channels × patch × patch] → [rows, width]."""
         spec = self.spec
         hidden = self.patch_embed(patches, layout, self.pos_embed.weight.dtype)
-        rows = hidden[0].new_empty(len(patches) // spec.merge_unit, spec.width)
-        parts = list(rows.split(spec.hidden, dim=1))
+        rows: Tensor = hidden[0].new_empty(len(patches) // spec.merge_unit, spec.width)
+        parts = torch.split(rows, spec.hidden, dim=1)
         for number, block in enumerate(self.blocks):
             block(hidden, layout)
             if number in spec.deepstack:

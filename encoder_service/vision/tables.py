@@ -60,9 +60,17 @@ class TableCache:
         return tables
 
 
-def make_tables(grid: Grid, spec: TowerSpec, learned: Tensor | None, device: torch.device) -> GridTables:
-    """Make the tables of `grid` on `device`; `learned` is the tower's position table, whose dtype `position` gets."""
+def make_tables(
+    grid: Grid, spec: TowerSpec, learned: Tensor | None, device: torch.device, head_size: int
+) -> GridTables:
+    """Make the tables of `grid` on `device`.
+
+    `learned` is the tower's position table, whose dtype `position` gets; `head_size` may be larger than the model's
+    own: the values added to a head are zeros and are rotated by nothing.
+    """
     rotary = rotary_table(grid, spec)
+    unmoved = rotary.new_ones(grid.patches, (head_size - spec.head_size) // 2)
+    rotary = torch.cat([rotary, unmoved], dim=1)
     position = None
     if learned is not None:
         position = position_table(grid, spec, learned).to(learned.dtype)

@@ -1,6 +1,7 @@
 """The vision towers: equal to transformers, independent of their neighbours, bounded in memory."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -19,12 +20,22 @@ MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"]
 GRIDS = [Grid(1, 8, 12), Grid(1, 2, 2), Grid(1, 34, 20), Grid(1, 4, 40), Grid(1, 22, 18)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """These models are too small to share between cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     return {kind: write_checkpoint(root / kind, kind, shards=2) for kind in MODEL_TYPES}
 
 
+@functools.cache
 def load(folder, dtype="float32", **options):
     processor = ProcessorSettings.from_folder(folder)
     return load_tower(folder, device="cpu", dtype=dtype, processor=processor, **options)
@@ -89,9 +100,8 @@ def test_rows_do_not_depend_on_their_neighbours_to_the_bit(folders, model_type, 
 
 def test_two_towers_of_one_folder_give_equal_bits(folders):
     patches = random_patches(GRIDS, 768)
-    first, second = (
-        torch.cat(load(folders["qwen3_vl"], "bfloat16").encode(patches, GRIDS)) for _ in range(2)
-    )
+    towers = (load.__wrapped__(folders["qwen3_vl"], "bfloat16") for _ in range(2))
+    first, second = (torch.cat(tower.encode(patches, GRIDS)) for tower in towers)
     assert equal_bits(first, second)
 
 
@@ -103,13 +113,14 @@ def test_widened_heads_change_nothing_but_rounding(folders):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_packed_batches_split_by_patch_budget_equal_images_alone(folders, model_type):
+def test_packed_batches_split_by_patch_budget_equal_images_alone(folders, model_type, monkeypatch):
     tower = load(folders[model_type], batch_patches=300)
-    tower.image_by_image = False  # as on CUDA
+    monkeypatch.setattr(tower, "image_by_image", False)  # as on CUDA
     patches = random_patches(GRIDS, tower.spec.patch_values, seed=5)
     sizes = [sum(grid.patches for grid in GRIDS[batch]) for batch in tower._batches(GRIDS)]
     assert sizes == [100, 680, 160, 396]  # Grid(34, 20) and Grid(22, 18) are over the budget and run alone
     packed = tower.encode(patches, GRIDS)
+    monkeypatch.undo()
     for image, grid, rows in zip(patches, GRIDS, packed, strict=True):
         assert row_errors(rows, tower.encode([image], [grid])[0]).max() <= 1e-5
 
@@ -129,7 +140,7 @@ def test_an_empty_call_returns_nothing(folders):
     ],
 )
 def test_patches_that_do_not_fit_their_grid_are_refused(folders, patches, grid):
-    with pytest.raises(ValueError, match="patches|grid"):
+    with pytest.raises(ValueError, match=r"patches|grid"):
         load(folders["qwen3_vl"]).encode([patches], [grid])
 
 
@@ -183,7 +194,7 @@ def test_a_forced_backend_that_cannot_run_is_an_error_at_start(folders, name):
 
 
 def test_an_unknown_backend_is_refused_with_the_list_and_auto_logs_its_pick(caplog):
-    with pytest.raises(ValueError, match="known: auto, cudnn, .*sdpa"):
+    with pytest.raises(ValueError, match=r"known: auto, cudnn, .*sdpa"):
         make_attention("flash9", torch.device("cpu"), torch.float32)
     with caplog.at_level("INFO"):
         assert make_attention("auto", torch.device("cpu"), torch.float32).name == "sdpa"
@@ -206,6 +217,7 @@ def test_flops_equal_what_torch_counts_in_the_reference(folders, model_type):
     tower, reference = load(folders[model_type]), ReferenceTower(folders[model_type], torch.float32)
     grid = Grid(1, 22, 18)
     pixels = reference.pixels(random_patches([grid], tower.spec.patch_values))
+    reference.module.set_attn_implementation("eager")  # torch does not count the CPU's fused attention
     with FlopCounterMode(display=False) as counter:
         reference.rows(pixels, [grid])
     # torch counts the convolution over both frames; a still image needs it once.

@@ -48,7 +48,7 @@ def edit_tensors(folder, change):
 
 def test_an_unsupported_model_type_is_refused_with_the_list(folder):
     edit_config(folder, model_type="llava")
-    with pytest.raises(ValueError, match="'llava' is not supported .*qwen3_vl, .*qwen2_5_vl, qwen3_5"):
+    with pytest.raises(ValueError, match=r"'llava' is not supported .*qwen3_vl, .*qwen2_5_vl, qwen3_5"):
         load(folder)
 
 
@@ -76,7 +76,7 @@ def test_missing_left_over_and_misshapen_tensors_are_all_named(folder):
 
 
 def test_a_folder_without_config_or_weights_or_with_a_lost_shard_is_refused(original, tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load_tower(tmp_path, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(original))
     folder = write_checkpoint(tmp_path / "sharded", depth=2, shards=3)
     lost = sorted(folder.glob("*.safetensors"))[1]
@@ -102,7 +102,7 @@ def test_options_that_cannot_be_served_are_refused(folder, option):
 def test_a_processor_of_another_patch_size_is_refused(folder):
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 14}))
-    with pytest.raises(ValueError, match="patches of 14 .* config.json says 16"):
+    with pytest.raises(ValueError, match=r"patches of 14 .* config\.json says 16"):
         load(folder)
 
 

@@ -10,11 +10,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 SLOTS = 16384
 START_S = 10.0
@@ -60,7 +62,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=5)
+        return redis.Redis(port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0))
 
     def start(self) -> "RedisServer":
         command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
@@ -72,6 +74,8 @@ class RedisServer:
                 try:
                     client.ping()
                     return self
+                except redis.AuthenticationError:
+                    return self  # it is there, and wants a password
                 except redis.ConnectionError:
                     if time.monotonic() > deadline or self.process.poll() is not None:
                         self.stop()
@@ -130,7 +134,14 @@ def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServ
 @contextlib.contextmanager
 def redis_cluster(masters: int = 3, replicas: int = 0, binary: str | None = None) -> Iterator[RedisCluster]:
     """Run a cluster of `masters` nodes, the first `replicas` of which have one replica each."""
-    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
+    options = [
+        "--cluster-enabled",
+        "yes",
+        "--cluster-node-timeout",
+        "1000",
+        "--repl-diskless-sync-delay",
+        "0",
+    ]
     nodes: list[RedisServer] = []
     try:
         for _ in range(masters + replicas):
@@ -181,7 +192,7 @@ def _is_formed(client: redis.Redis, nodes: int, replicas: int) -> bool:
     )
 
 
-def _until(holds) -> None:
+def _until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_S
     while not holds():
         assert time.monotonic() < deadline, "the cluster did not form"

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from encoder_contract.digest import content_digest
+from encoder_service.config import ConfigError
 from encoder_service.index import IndexState, RedisIndex, RedisSettings, Replica, Tier, Watchers
 from encoder_service.index.breaker import FAILURES_TO_OPEN, LAST_PROBE_S, Breaker
 from encoder_service.index.leases import Leases
+from encoder_service.index.link import Target
 from encoder_service.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
 from encoder_service.index.schema import Keys
 from tests.redis_servers import Cable, RedisServer, redis_cluster, redis_server
@@ -119,9 +121,13 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
     await b.hold(of_b)
     working = new_addresses(2)
     await a.index.acquire(working)
+    waiting = asyncio.create_task(b.index.wait_published(working[0], 30.0))
+    await asyncio.sleep(0.1)
     server.kill()
     for replica in (a, b):
         await replica.until(IndexState.ALONE)
+    assert await asyncio.wait_for(waiting, 0.1) == ()
+    for replica in (a, b):
         assert await answers_as_empty(replica) < CALL_TIMEOUT_S
         assert replica.index.peers() == ()
     server.start()
@@ -138,6 +144,10 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
             return all(admin.exists(Keys("bad-days").lease(address)) for address in working)
 
     await soon(lease_is_back)
+    waiting = asyncio.create_task(b.index.wait_published(working[0], 30.0))
+    await asyncio.sleep(0.1)
+    await a.hold(working)
+    assert [place.replica_id for place in await asyncio.wait_for(waiting, 1.0)] == ["a"]
     assert [state for state, _ in a.said] == [IndexState.JOINED, IndexState.ALONE, IndexState.JOINED]
 
 
@@ -402,3 +412,29 @@ async def test_republishing_is_paced_and_complete() -> None:
     assert sorted(told) == sorted(held)
     assert largest <= BATCH_ADDRESSES
     running.cancel()
+
+
+async def test_a_password_is_taken_from_the_url_and_a_wrong_one_keeps_us_alone(join: Join) -> None:
+    with redis_server("--requirepass", "secret") as server:
+        right = await join(f"redis://:secret@127.0.0.1:{server.port}/0", "a")
+        wrong = await join(f"redis://:guess@127.0.0.1:{server.port}/0", "b")
+        assert right.index.state is IndexState.JOINED
+        assert wrong.index.state is IndexState.ALONE
+        assert "password" in wrong.said[-1][1]
+
+
+def test_urls_of_a_server_and_of_a_cluster_are_told_apart() -> None:
+    one = Target("rediss://user:secret@redis:6380/0?ssl_cert_reqs=required")
+    assert not one.is_cluster
+    assert one.urls == ["rediss://user:secret@redis:6380/0?ssl_cert_reqs=required"]
+    for url in ("redis+cluster://:pw@a:1,b:2", "redis://:pw@a:1,b:2?cluster=true"):
+        cluster = Target(url)
+        assert cluster.is_cluster
+        assert cluster.urls == ["redis://:pw@a:1", "redis://:pw@b:2"]
+        assert cluster.node_url("::1", 7) == "redis://:pw@[::1]:7"
+
+
+@pytest.mark.parametrize("url", ["", "redis", "http://redis:6379", "redis+sentinel://redis:1", "redis://"])
+def test_a_url_of_something_else_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis://"):
+        Target(url)

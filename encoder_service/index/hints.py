@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from encoder_service.index.link import FAULTS, Link
+from encoder_service.index.link import FAULTS, Link, lost_connections
+from encoder_service.index.tasks import end
 
 
 class Hints:
@@ -69,30 +70,32 @@ class _Station:
         await self._send(self._pubsub.sunsubscribe if self._sharded else self._pubsub.unsubscribe, channels)
 
     async def close(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
+        await end(self._listening)
         await self._hang_up()
 
     async def _send(self, command: Callable[..., Awaitable[Any]], channels: list[bytes]) -> None:
         try:
-            for begin in range(0, len(channels), self._at_once):
-                await command(*channels[begin : begin + self._at_once])
+            with lost_connections():
+                for begin in range(0, len(channels), self._at_once):
+                    await command(*channels[begin : begin + self._at_once])
         except FAULTS:
             await self._hang_up()
 
     async def _listen(self) -> None:
         try:
-            while True:
-                message = await self._pubsub.get_message(timeout=None)
-                if message is not None and message["channel"] is not None:
-                    self._heard(message["channel"])
+            with lost_connections():
+                while True:
+                    message = await self._pubsub.get_message(timeout=None)
+                    if message is not None and message["channel"] is not None:
+                        self._heard(message["channel"])
         except FAULTS:
             await self._hang_up()
 
     async def _hang_up(self) -> None:
         self.is_lost = True
         try:
-            await self._pubsub.aclose()  # type: ignore[no-untyped-call]
-            await self._client.aclose()
+            with lost_connections():
+                await self._pubsub.aclose()  # type: ignore[no-untyped-call]
+                await self._client.aclose()
         except FAULTS:
             pass  # it was lost already

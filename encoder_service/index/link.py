@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -25,6 +26,15 @@ REFUSALS = (ResponseError,)
 
 # A connection that takes longer than this to open or to answer is given up, whatever the bound of the call.
 SOCKET_TIMEOUT_S = 1.0
+
+
+@contextmanager
+def lost_connections() -> Iterator[None]:
+    """redis-py trips over a connection that another task closes under its hands: that is a lost connection."""
+    try:
+        yield
+    except (AttributeError, RuntimeError) as fault:
+        raise RedisConnectionError(f"closed under way: {fault}") from fault
 
 
 class Script:
@@ -105,12 +115,14 @@ class Link:
     async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the values of many keys, in one command, or in one for each slot."""
         read = self._client.mget_nonatomic if self.is_cluster else self._client.mget
-        values: list[bytes | None] = await read(keys)
+        with lost_connections():
+            values: list[bytes | None] = await read(keys)
         return values
 
     async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
         """Set a value with a time to live."""
-        await self._client.set(key, value, px=ttl_ms)
+        with lost_connections():
+            await self._client.set(key, value, px=ttl_ms)
 
     @property
     def is_cluster(self) -> bool:
@@ -162,7 +174,8 @@ class Link:
         pipeline = self._client.pipeline() if self.is_cluster else self._client.pipeline(transaction=False)
         for keys in calls:
             pipeline.execute_command(command, script, len(keys), *keys, *arguments)
-        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        with lost_connections():
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
         return replies
 
 

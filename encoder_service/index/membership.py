@@ -9,9 +9,9 @@ from encoder_service.index.link import Link, Script
 
 ROLL = Script("roll")
 
-# Tokens of the dead that are remembered so as not to ask for them again; forgotten all at once when there are more
-# (years of restarts), which costs one heartbeat.
-MAX_DEAD = 1024
+# Tokens of the dead that are remembered, so as not to look for them on the roll again, and sent along with each call
+# of `acquire` (8 bytes each). Forgotten all at once when there are more, which costs a roll call.
+MAX_DEAD = 256
 
 
 class SupersededError(ModelMismatchError):
@@ -80,11 +80,6 @@ class Membership:
                 found.append(Location(peer.replica_id, peer.endpoint, tier))
         return tuple(found)
 
-    def absent(self, without: Collection[str]) -> bytes:
-        """Return the tokens whose locations keep nobody from a lease: ours, the dead's, and those of `without`."""
-        unwanted = {token for token, peer in self.peers.items() if peer.replica_id in without}
-        return b"".join({self.token} | self.dead | unwanted)
-
-    def token_of(self, replica_id: str) -> bytes | None:
-        """Return the token of a live peer, or None."""
-        return next((token for token, peer in self.peers.items() if peer.replica_id == replica_id), None)
+    def tokens_of(self, replica_ids: Collection[str]) -> bytes:
+        """Return the tokens of live peers, one after the other."""
+        return b"".join(token for token, peer in self.peers.items() if peer.replica_id in replica_ids)

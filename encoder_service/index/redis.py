@@ -12,6 +12,7 @@ from encoder_service.index.membership import Membership
 from encoder_service.index.republish import Republisher
 from encoder_service.index.schema import Keys, records
 from encoder_service.index.standing import Lane, RedisSettings, Standing, Watchers
+from encoder_service.index.tasks import end
 from encoder_service.index.watch import Watch
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
@@ -61,8 +62,7 @@ class RedisIndex:
 
     async def close(self) -> None:
         """Stop everything and free connections."""
-        if self._republishing is not None:
-            self._republishing.cancel()
+        await end(self._republishing)
         await self._watch.close()
         await self._standing.close()
         if self._hints is not None:
@@ -78,7 +78,9 @@ class RedisIndex:
     async def retract(self, addresses: Sequence[bytes], replica_id: str | None = None) -> None:
         """Say that this replica no longer holds `addresses`, or that `replica_id` turned out not to."""
         membership = self._standing.membership
-        token = membership and (membership.token if replica_id is None else membership.token_of(replica_id))
+        token = membership and (
+            membership.token if replica_id is None else membership.tokens_of([replica_id])
+        )
         if token:
             for batch in _batches(addresses):
                 await self._run("retract", RETRACT, [(self._keys.location(a),) for a in batch], token)
@@ -176,8 +178,8 @@ class RedisIndex:
     ) -> list[bytes]:
         """Add to what is granted and located; return what is neither granted nor anywhere, nor being encoded."""
         membership = self._standing.membership
-        absent, dead = (membership.absent(without), b"".join(membership.dead)) if membership else (b"", b"")
-        arguments = (self._token, self._settings.lease_ttl_ms, absent, dead)
+        uncounted = (b"".join(membership.dead), membership.tokens_of(without)) if membership else (b"", b"")
+        arguments = (self._token, self._settings.lease_ttl_ms, *uncounted)
         replies = await self._run("acquire", ACQUIRE, self._pairs(addresses), *arguments)
         if replies is None:
             granted.update(addresses)

@@ -18,8 +18,9 @@ SPREAD_S = 0.5
 class Republisher:
     """Walks over what is held: soon after `forgotten`, and three times within the time that entries live.
 
-    `held` is called at the start of a walk and consumed batch by batch. `publish` returns False when it could not:
-    the walk ends, and begins again when the index is back and `forgotten` is called.
+    `held` is listed at the start of a walk: what is retracted while the walk lasts may be published once more, and
+    costs the first peer who asks for it a failed call. `publish` returns False when it could not: the walk ends, and
+    begins again when the index is back and `forgotten` is called.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Republisher:
             await self._walk()
 
     async def _walk(self) -> None:
-        entries = iter(self._held())
+        entries = iter(list(self._held()))
         while batch := list(islice(entries, BATCH_ADDRESSES)):
             by_tier: dict[Tier, list[bytes]] = defaultdict(list)
             for address, tier in batch:

@@ -10,8 +10,9 @@ from typing import Protocol, TypeVar
 from encoder_contract.errors import ModelMismatchError
 from encoder_service.index.breaker import Breaker
 from encoder_service.index.contract import IndexState, Replica
-from encoder_service.index.link import FAULTS, REFUSALS, Link, Target
+from encoder_service.index.link import FAULTS, REFUSALS, Link, Target, lost_connections
 from encoder_service.index.membership import Membership
+from encoder_service.index.tasks import end
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -168,14 +169,14 @@ class Standing:
 
     async def leave(self) -> None:
         """Strike ourselves off the roll, and ask nothing any more."""
-        await self._stop_keeper()
+        await end(self._keeper)
         await self.ask("leave", lambda link, ours: ours.call_roll(link, "leave"))
         self._go(IndexState.LEFT, "drained")
         self._follower.lost()
 
     async def close(self) -> None:
         """Stop, and free the connections."""
-        await self._stop_keeper()
+        await end(self._keeper)
         self.state = IndexState.LEFT
         if self._link is not None:
             await self._hang_up(self._link)
@@ -245,15 +246,10 @@ class Standing:
         )
         self._watchers.on_state(state, reason)
 
-    async def _stop_keeper(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
-            self._keeper = None
-
     async def _hang_up(self, link: Link) -> None:
         try:
-            await link.close()
+            with lost_connections():
+                await link.close()
         except FAULTS as fault:
             log.debug("closing a broken link: %s", _describe(fault))
 

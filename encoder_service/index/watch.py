@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from encoder_service.index.contract import Locations
+from encoder_service.index.tasks import end
 
 # How late a lost hint, or a lease that lapsed (nobody tells of that), is noticed. One read covers all who wait.
 REREAD_S = 0.2
@@ -55,8 +56,7 @@ class Watch:
     async def close(self) -> None:
         """Stop serving; every waiter gets nothing."""
         self.settle_all()
-        if self._task is not None:
-            self._task.cancel()
+        await end(self._task)
 
     def _leave(self, address: bytes, future: "asyncio.Future[Locations]") -> None:
         waiters = self._waiters.get(address, set())

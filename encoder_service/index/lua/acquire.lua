@@ -1,11 +1,12 @@
 -- Grants the lease of addresses that nobody encodes and no replica holds; the dead do not count.
 -- KEYS: location, lease, for each address.
--- ARGV: token, time to live (ms), tokens whose locations do not count, tokens whose leases do not count.
+-- ARGV: token, time to live (ms), tokens of the dead, tokens of others whose locations do not count.
 -- Returns for each address: its location, or 1 when granted, or {token} of the other who holds the lease.
-local token, ttl_ms, absent, dead = ARGV[1], ARGV[2], ARGV[3], set_of(ARGV[4])
+local token, ttl_ms, dead = ARGV[1], ARGV[2], set_of(ARGV[3])
+local unwanted = set_of(token .. ARGV[3] .. ARGV[4])
 local replies = {}
 for i = 1, #KEYS, 2 do
-  local location = without(get(KEYS[i]), absent)
+  local location = without(get(KEYS[i]), unwanted)
   local holder = get(KEYS[i + 1])
   local reply = { holder }
   if location ~= '' then

@@ -3,9 +3,9 @@
 -- Returns 1 for each address.
 local token, tier, ttl_ms, tell = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local MOST = 8 -- replicas of one address that are worth knowing; the oldest goes first
-local replies = {}
+local ours, replies = set_of(token), {}
 for i = 1, #KEYS, 2 do
-  local location = without(get(KEYS[i]), token) .. token .. tier
+  local location = without(get(KEYS[i]), ours) .. token .. tier
   redis.call('SET', KEYS[i], string.sub(location, -MOST * RECORD), 'PX', ttl_ms)
   local holder = get(KEYS[i + 1])
   if holder == token then

@@ -11,9 +11,9 @@ local function set_of(tokens)
   return set
 end
 
--- The records of a location without those of the given tokens.
-local function without(location, tokens)
-  local unwanted, kept = set_of(tokens), {}
+-- The records of a location without those of a set of tokens.
+local function without(location, unwanted)
+  local kept = {}
   for i = 1, #location, RECORD do
     local record = string.sub(location, i, i + RECORD - 1)
     if not unwanted[string.sub(record, 1, TOKEN)] then

@@ -1,8 +1,8 @@
 -- Takes a replica out of locations. KEYS: location of each address. ARGV: token. Returns 1 for each address.
-local replies = {}
+local theirs, replies = set_of(ARGV[1]), {}
 for i = 1, #KEYS do
   local before = get(KEYS[i])
-  local location = without(before, ARGV[1])
+  local location = without(before, theirs)
   if location == '' then
     redis.call('DEL', KEYS[i])
   elseif location ~= before then

@@ -31,7 +31,8 @@ class Config:
     )
     listen: str = knob("127.0.0.1:50051", help="host:port or unix:/path to serve on; port 0 takes a free one")
     advertise: str = knob(
-        "", help="host:port under which other replicas reach this one; empty: as it listens"
+        "",
+        help="host:port under which other replicas reach this one; empty: as it listens, or this host's address",
     )
     index: str = knob(
         "memory",

@@ -1,5 +1,7 @@
 """What a server says of itself: to callers, and to people."""
 
+import socket
+
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
 from encoder_service.config import Config
@@ -54,3 +56,16 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
         f"{config.source_gib:g} GiB of image files",
         "replica": replica_id,
     }
+
+
+def reachable(endpoint: str) -> str:
+    """Return `endpoint`, with the address of this host's own name for one that listens on all addresses."""
+    host, _, port = endpoint.rpartition(":")
+    if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+        return endpoint
+    try:
+        return f"{socket.gethostbyname(socket.gethostname())}:{port}"
+    except OSError:
+        return (
+            f"{socket.gethostname()}:{port}"  # without an address of its own, peers may still know the name
+        )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -52,6 +52,7 @@ READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]]
     ),
     "draining": ("gauge", "1 once the server refuses new calls in order to end.", ()),
     "device_peak_flops": ("gauge", "Floating-point operations per second the device can do at best.", ()),
+    "padding_patches": ("counter", "Patches computed for the shape of a CUDA graph only.", ()),
     "queue_images": ("gauge", "Images between admission and outcome.", ("state", "class")),
     "queue_patches": ("gauge", "Patches of those images.", ("state", "class")),
     "queue_source_bytes": ("gauge", "Bytes of the image files queued.", ()),
@@ -135,7 +136,9 @@ def _reasons(kind: type[EncoderError] = EncoderError) -> Iterator[str]:
 class Metrics:
     """The metrics of one server. Every method takes microseconds and may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, flops: Callable[[Any], float] = lambda _grid: 0.0) -> None:
+        """`flops` tells what a grid costs the model."""
+        self._flops_of = flops
         self._registry = CollectorRegistry()
         self._readings = _Readings()
         self._registry.register(self._readings)
@@ -162,7 +165,6 @@ class Metrics:
         )
         self._batch_patches = self._sizes("batch_patches", "Patches in a batch of the vision tower", PATCHES)
         self._batch_images = self._sizes("batch_images", "Images in a batch of the vision tower", IMAGES)
-        self._padding = self._counter("padding_patches", "Patches computed for shape's sake only")
         self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
         self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
         self._submitted = self._images("submitted_images", "Images answered in Submit", SUBMITTED)
@@ -179,7 +181,6 @@ class Metrics:
             ("call",),
             registry=self._registry,
         )
-        self.flops: Callable[[Sequence[tuple[int, int, int]]], float] = lambda _grids: 0.0
 
     def read_from(self, read: Read) -> None:
         """Take all `Reading`s from `read`, which is called on the exporter's threads, once per scrape."""
@@ -195,13 +196,12 @@ class Metrics:
         """Count an image's wait for the decoder."""
         self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
 
-    def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float, padding_patches: int = 0) -> None:
+    def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float) -> None:
         """Count a batch that was encoded, and how long the device was busy with it."""
         self._batch_patches.observe(sum(t * h * w for t, h, w in grids))
         self._batch_images.observe(len(grids))
         self._busy.inc(seconds)
-        self._padding.inc(padding_patches)
-        self._flops.inc(self.flops(grids))
+        self._flops.inc(sum(map(self._flops_of, grids)))
 
     def encoded(self, seconds: float, stage_ms: Mapping[str, float], error: Exception | None = None) -> None:
         """Count an image that leaves the pipeline: with its rows kept, or with an error."""

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from encoder_contract.errors import EncoderError, ModelMismatchError
 from encoder_contract.version import __version__
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.description import MAX_MESSAGE_BYTES, describe, facts
+from encoder_service.description import MAX_MESSAGE_BYTES, describe, facts, reachable
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat
 from encoder_service.fleet import Fleet
@@ -41,6 +41,7 @@ from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.service import SERVICE, Edge, EncoderService, generic_handler
 from encoder_service.sources import Sources
 from encoder_service.store import Store, TierName
+from encoder_service.vision import flops
 from encoder_service.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Server:
         self._lost_device = False
         self.replica_id = uuid4().hex[:12]
         self.port = 0
-        self.metrics = Metrics()
+        self.metrics = Metrics(partial(flops, model.tower.spec))
         self.store = self._build_store()
         self._sources = Sources(int(config.source_gib * GIB), config.source_ttl_s)
         self._refusals = Refusals()
@@ -239,7 +240,7 @@ class Server:
 
     async def _join_fleet(self) -> None:
         recipe = self._model.recipe
-        advertised = self._config.advertise or self.endpoint
+        advertised = self._config.advertise or reachable(self.endpoint)
         replica = Replica(self.replica_id, time_ns(), advertised, recipe.model, recipe.processor)
         try:
             await self.index.register(replica)
@@ -285,6 +286,7 @@ class Server:
             peak_flops=self._config.device_peak_tflops * 1e12,
         )
         yield Reading("draining", self.service.draining)
+        yield Reading("padding_patches", model.tower.padding_patches)
         yield from queue_readings(self.pipeline.snapshot(), self._limits)
         yield from store_readings(self.store.stats())
         yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)

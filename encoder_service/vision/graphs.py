@@ -133,6 +133,7 @@ class Graphs:
         """Capture every budget up to `largest` patches; `example` is any layout of the tower's, for its dtypes."""
         started = time.perf_counter()
         self._unit = spec.merge_unit
+        self.padding_patches = 0  # computed so far for a graph's shape only
         pool = torch.cuda.graph_pool_handle()
         # Largest first: the smaller ones then find their memory in the pool.
         batches = [StaticBatch(example, budget, spec) for budget in reversed(budgets(largest))]
@@ -149,6 +150,7 @@ class Graphs:
             if batch.fits(layout):
                 batch.load(patches, layout)
                 graph.replay()
+                self.padding_patches += batch.budget.patches - layout.patches
                 return rows[: layout.patches // self._unit].clone()
         return None
 

@@ -76,6 +76,11 @@ class Tower:
             example = self._layout([Grid(1, 16, 16)])
             self._graphs = Graphs(self._module, self.spec, example, self.batch_patches)
 
+    @property
+    def padding_patches(self) -> int:
+        """Patches computed so far for the shape of a graph only; a counter."""
+        return self._graphs.padding_patches if self._graphs else 0
+
     def _encode_batch(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
         on_device = [image.to(self.device, non_blocking=True) for image in patches]
         layout = self._layout(grids)

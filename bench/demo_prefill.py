@@ -89,8 +89,13 @@ def told_prompt(prefilled: Prefilled) -> dict[str, Any]:
     return {
         "prompt_ids": prefilled.layout.token_ids.tolist(),
         "images": [
-            {"digest": i.digest.hex(), "grid": i.grid, "tokens": i.tokens, "cached": i.cached}
-            for i in prefilled.images
+            {
+                "digest": image.digest.hex(),
+                "grid": image.grid,
+                "tokens": image.tokens,
+                "cached": prefilled.submitted[number].cached,
+            }
+            for number, image in enumerate(prefilled.images)
         ],
         "runs": [told_chunk(run) for run in prefilled.runs],
     }

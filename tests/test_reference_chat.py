@@ -60,7 +60,7 @@ def user(text: str, *images: bytes) -> dict[str, Any]:
 
 
 def error_of(prefilled: Prefilled, one_shot: OneShot, images: list[bytes]) -> float:
-    grids = [image.grid for image in prefilled.images if image.grid]
+    grids = [image.grid for image in prefilled.images]
     theirs = one_shot.logits(prefilled.layout.token_ids.tolist(), images, grids)
     return float((prefilled.logits - theirs).abs().max() / theirs.abs().max())
 
@@ -82,6 +82,7 @@ async def test_follow_up_neither_fetches_nor_prefills_what_the_kv_cache_holds(
     assert second.prefix_tokens >= first.layout.tokens - 1
     fetched = {window.image for run in second.runs for window in run.chunk.windows}
     assert fetched == {2}
+    assert set(second.submitted) == {2}
     assert error_of(second, one_shot, PHOTOS) < MAX_ERROR
 
 
@@ -135,15 +136,15 @@ class TestPrefixCache:
         engine.language_model.forward(embeddings, positions, cache, None)
         prefixes.put(layout, generated, [bytes([i]) for i in range(len(layout.spans))], cache)
 
-    def test_an_image_ends_the_prefix_unless_its_address_is_the_same(self, engine: Engine) -> None:
+    def test_an_image_ends_the_prefix_unless_its_digest_is_the_same(self, engine: Engine) -> None:
         layout = lay_out([1, self.IMAGE, 2, self.IMAGE, 3], self.IMAGE, [4, 5])
-        for addresses, tokens in (([b"\0", b"\1"], 11), ([b"\0", b"x"], 6), ([b"x", b"\1"], 1)):
+        for digests, tokens in (([b"\0", b"\1"], 11), ([b"\0", b"x"], 6), ([b"x", b"\1"], 1)):
             prefixes = PrefixCache(100)
             self.kept(engine, prefixes, layout)
-            prefix = prefixes.take(layout, addresses)
+            prefix = prefixes.take(layout, digests)
             assert prefix is not None
             assert (prefix.tokens, prefix.cache.get_seq_length()) == (tokens, tokens)
-            assert prefixes.take(layout, addresses) is None
+            assert prefixes.take(layout, digests) is None
 
     def test_generated_placeholder_is_no_image(self, engine: Engine) -> None:
         prefixes = PrefixCache(100)

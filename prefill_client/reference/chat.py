@@ -13,9 +13,9 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from encoder_contract.errors import ModelMismatchError
+from encoder_contract.errors import EncoderError, ModelMismatchError
 from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest, Submitted, element_type
+from prefill_client.images import FetchedRows, Image, RowRequest, Submitted, element_type, read_images
 from prefill_client.layout import Layout, lay_out
 from prefill_client.plan import Chunk, plan
 from prefill_client.reference.engine import Choose, Engine, Prompt, greedy
@@ -44,13 +44,15 @@ class ChunkRun:
 class Prefilled:
     """A request whose prompt has been prefilled: `logits` [vocab] are those of its last token.
 
-    `prefix_tokens` of the prompt were covered by the KV cache of an earlier one; `runs` are the chunks behind it.
+    `prefix_tokens` of the prompt were covered by the KV cache of an earlier one; `runs` are the chunks behind it,
+    and `submitted` holds the encoder's word on each image that has rows there.
     """
 
     prompt: Prompt
     logits: Tensor
     layout: Layout
-    images: tuple[Submitted, ...]
+    images: tuple[Image, ...]
+    submitted: Mapping[int, Submitted]
     prefix_tokens: int
     runs: tuple[ChunkRun, ...]
 
@@ -96,15 +98,19 @@ class Chat:
     ) -> Prefilled:
         """Prefill the messages' prompt; `on_chunk` hears of every chunk. An image that fails raises its own error."""
         request_id = uuid4().hex
-        images = await self._submit(messages, request_id)
+        images = await asyncio.to_thread(self._read, messages)
         layout = await asyncio.to_thread(self._layout, messages, images)
-        prefix = self._prefixes.take(layout, [image.address for image in images])
-        prompt = self._engine.start(layout, [image.grid for image in images if image.grid], prefix)
+        prefix = self._prefixes.take(layout, [image.digest for image in images])
+        prompt = self._engine.start(layout, [image.grid for image in images], prefix)
+        begin = prompt.done
+        submitted = await self._submit(
+            {span.image: images[span.image] for span in layout.spans if span.end > begin}, request_id
+        )
         runs: list[ChunkRun] = []
         logits: Tensor | None = None
         async with PrefetchSession(
             partial(self._fetch, request_id=request_id),
-            plan(layout, self._chunk_tokens, begin=prompt.done),
+            plan(layout, self._chunk_tokens, begin=begin),
             [RowRequest(image.digest) for image in images],
             row_bytes=self._row_bytes,
         ) as session:
@@ -113,7 +119,7 @@ class Chat:
                 runs.append(run)
                 on_chunk(run)
         assert logits is not None, "a prefix never covers the whole prompt"
-        return Prefilled(prompt, logits, layout, images, prefix.tokens if prefix else 0, tuple(runs))
+        return Prefilled(prompt, logits, layout, tuple(images), submitted, begin, tuple(runs))
 
     async def decode(
         self, prefilled: Prefilled, *, max_tokens: int, choose: Choose = greedy
@@ -122,18 +128,31 @@ class Chat:
         steps = islice(self._engine.decode(prefilled.prompt, prefilled.logits, choose), max_tokens)
         while (token := await self._on_model(next, steps, None)) is not None:
             yield token
-        addresses = [image.address for image in prefilled.images]
-        self._prefixes.put(prefilled.layout, prefilled.prompt.generated, addresses, prefilled.prompt.cache)
+        digests = [image.digest for image in prefilled.images]
+        self._prefixes.put(prefilled.layout, prefilled.prompt.generated, digests, prefilled.prompt.cache)
 
-    async def _submit(self, messages: Sequence[Message], request_id: str) -> tuple[Submitted, ...]:
+    def _read(self, messages: Sequence[Message]) -> list[Image]:
+        """Hash the images and read their headers: all that the prompt's layout needs."""
         files = [part["image"] for part in _parts(messages) if part["type"] == "image"]
-        submitted = await self._client.submit(files, request_id=request_id) if files else []
-        for number, image in enumerate(submitted):
+        images = []
+        for number, image in enumerate(read_images(files, self._client.description.geometry)):
+            if isinstance(image, EncoderError):
+                raise of_image(number, image)
+            images.append(image)
+        return images
+
+    async def _submit(self, images: Mapping[int, Image], request_id: str) -> dict[int, Submitted]:
+        """Hand over the images that have rows to fetch."""
+        if not images:
+            return {}
+        answers = await self._client.submit([image.data for image in images.values()], request_id=request_id)
+        submitted = dict(zip(images, answers, strict=True))
+        for number, image in submitted.items():
             if image.error:
                 raise of_image(number, image.error)
-        return tuple(submitted)
+        return submitted
 
-    def _layout(self, messages: Sequence[Message], images: Sequence[Submitted]) -> Layout:
+    def _layout(self, messages: Sequence[Message], images: Sequence[Image]) -> Layout:
         """Render the messages, one placeholder an image, and expand them."""
         encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return lay_out(

@@ -23,16 +23,16 @@ class Prefix:
 class _Kept:
     token_ids: TokenIds  # of every token in the cache
     spans: tuple[Span, ...]
-    addresses: tuple[bytes, ...]
+    digests: tuple[bytes, ...]
     cache: Any
 
 
 class PrefixCache:
     """Keeps the KV caches of the last prompts, at most `max_tokens` tokens of them.
 
-    Two prompts share a prefix as far as their token ids are equal and their images have equal store addresses,
-    which cover content, model and variant. A cache serves one request at a time: `take` removes it. To be used
-    from one thread.
+    Two prompts share a prefix as far as their token ids are equal and their images have equal content digests: the
+    model, and with it everything else in an image's address, is the same for all prompts of a process. A cache
+    serves one request at a time: `take` removes it. To be used from one thread.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -44,22 +44,22 @@ class PrefixCache:
         """How many tokens are kept."""
         return sum(len(kept.token_ids) for kept in self._kept)
 
-    def put(self, layout: Layout, generated: Sequence[int], addresses: Sequence[bytes], cache: Any) -> None:
+    def put(self, layout: Layout, generated: Sequence[int], digests: Sequence[bytes], cache: Any) -> None:
         """Keep the cache of a whole prompt and the tokens generated behind it; the oldest give way."""
         token_ids = np.concatenate([layout.token_ids, np.array(generated, dtype=np.int64)])
         if len(token_ids) > self._max_tokens:
             return
-        self._kept.append(_Kept(token_ids, layout.spans, tuple(addresses), cache))
+        self._kept.append(_Kept(token_ids, layout.spans, tuple(digests), cache))
         while self.tokens > self._max_tokens:
             self._kept.pop(0)
 
-    def take(self, layout: Layout, addresses: Sequence[bytes]) -> Prefix | None:
+    def take(self, layout: Layout, digests: Sequence[bytes]) -> Prefix | None:
         """Return the longest usable prefix of this prompt, its cache cut to it, or None.
 
         The last token is never covered: its logits are what prefill is for.
         """
         usable = [
-            (min(_common(kept, layout, addresses), layout.tokens - 1), kept) for kept in reversed(self._kept)
+            (min(_common(kept, layout, digests), layout.tokens - 1), kept) for kept in reversed(self._kept)
         ]
         usable = [
             (tokens, kept)
@@ -75,13 +75,13 @@ class PrefixCache:
         return Prefix(kept.cache, tokens)
 
 
-def _common(kept: _Kept, layout: Layout, addresses: Sequence[bytes]) -> int:
+def _common(kept: _Kept, layout: Layout, digests: Sequence[bytes]) -> int:
     """Return how many tokens the two have in common from the start."""
     shorter = min(len(kept.token_ids), layout.tokens)
     differing = np.flatnonzero(kept.token_ids[:shorter] != layout.token_ids[:shorter])
     common = int(differing[0]) if len(differing) else shorter
-    theirs = zip(kept.spans, kept.addresses, strict=True)
-    ours = zip(layout.spans, addresses, strict=True)
+    theirs = zip(kept.spans, kept.digests, strict=True)
+    ours = zip(layout.spans, digests, strict=True)
     for pair in zip_longest(theirs, ours):
         if pair[0] != pair[1]:
             common = min(common, *(span.begin for span, _ in filter(None, pair)))

@@ -1,31 +1,39 @@
-"""The client of an LLM server: submit images, fetch their rows; retries and failover are its own business."""
+"""The client of an LLM server: submit images, fetch their rows; routing, retries and failover are its own business."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
+from time import monotonic
 from typing import Self
 from uuid import uuid4
 
-from encoder_contract.errors import EncoderError, ModelMismatchError
+from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.connection import Connection, Description
+from prefill_client.connection import Description
+from prefill_client.fetch_stream import FetchStream
 from prefill_client.images import Image, RowRequest, Submitted, read_images
-from prefill_client.row_stream import RowStream
+from prefill_client.pool import Pool
+from prefill_client.recent import Recent
+from prefill_client.retries import Attempts
 
 DEFAULT_GRACE_MS = 10_000  # a Submit of another process may be this far behind its Fetch
+DEFAULT_TIMEOUT_S = 120.0  # nobody waits longer for a first token
 
 
 class EncoderClient:
-    """Asynchronous client; make one with `await EncoderClient.connect(...)` and share it."""
+    """Asynchronous client of a server or a fleet; make one with `await EncoderClient.connect(...)` and share it."""
 
-    def __init__(self, connection: Connection, *, client_id: str, tenant_salt: bytes) -> None:
-        self._connection = connection
+    def __init__(self, pool: Pool, description: Description, *, client_id: str, tenant_salt: bytes) -> None:
+        self.description = description
+        self._pool = pool
+        self._recent = Recent()
         self._client_id = client_id
         self._tenant_salt = tenant_salt
 
     @classmethod
     async def connect(
         cls,
-        endpoint: str,
+        endpoints: str | Sequence[str],
         *,
         model_fingerprint: bytes = b"",
         processor_fingerprint: bytes = b"",
@@ -33,28 +41,24 @@ class EncoderClient:
         tenant_salt: bytes = b"",
         timeout_s: float = 10.0,
     ) -> Self:
-        """Connect to a server and check that it is the expected one.
+        """Connect to one server or several of one model; one that answers is enough.
 
-        Raises `UnavailableError` when it cannot be reached in `timeout_s`, and `ModelMismatchError` when a given
-        fingerprint is not the server's.
+        An endpoint is host:port, unix:/path, or dns:host:port for every address that the name has. Raises
+        `UnavailableError` when none can be reached in `timeout_s`, and `ModelMismatchError` when a given fingerprint
+        is not the server's.
         """
-        connection = await Connection.open(endpoint, timeout_s)
-        ours = connection.description
-        for what, expected, found in (
-            ("model", model_fingerprint, ours.model_fingerprint),
-            ("processor", processor_fingerprint, ours.processor_fingerprint),
-        ):
-            if expected and expected != found:
-                await connection.close()
-                raise ModelMismatchError(
-                    f"{what} fingerprint: expected {expected.hex()}, {endpoint} has {found.hex()}"
-                )
-        return cls(connection, client_id=client_id, tenant_salt=tenant_salt)
-
-    @property
-    def description(self) -> Description:
-        """What the server said it is."""
-        return self._connection.description
+        pool = Pool(
+            [endpoints] if isinstance(endpoints, str) else endpoints,
+            model=model_fingerprint,
+            processor=processor_fingerprint,
+            connect_timeout_s=timeout_s,
+        )
+        try:
+            description = await pool.open()
+        except BaseException:
+            await pool.close()
+            raise
+        return cls(pool, description, client_id=client_id, tenant_salt=tenant_salt)
 
     async def __aenter__(self) -> Self:
         return self
@@ -63,8 +67,8 @@ class EncoderClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; running calls end."""
-        await self._connection.close()
+        """Close the connections; running calls end."""
+        await self._pool.close()
 
     async def submit(
         self,
@@ -72,24 +76,36 @@ class EncoderClient:
         *,
         request_id: str = "",
         priority: int = 0,
-        timeout_s: float | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Submitted]:
         """Submit image files; return, in order, the confirmed grid and token count of each, or its error.
 
-        A file that is no image fails here, alone, without a word to the server. Bytes travel only for images that
-        the server does not know.
+        A file that is no image fails here, alone, without a word to a server. Bytes travel only for images that the
+        server does not know. What a retry can help is retried, at another server if need be, until `timeout_s`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
-        images = [image for image in read if isinstance(image, Image)]
-        answers = iter(
-            await self._connection.submit(images, self._caller(request_id, priority), timeout_s)
-            if images
-            else ()
-        )
-        return [
-            Submitted(b"", error=image) if isinstance(image, EncoderError) else next(answers)
-            for image in read
-        ]
+        images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
+        answers = {
+            index: Submitted(b"", error=error)
+            for index, error in enumerate(read)
+            if isinstance(error, EncoderError)
+        }
+        deadline = monotonic() + timeout_s
+        attempts = {index: Attempts(deadline) for index in images}
+        caller = self._caller(request_id, priority)
+        while images:
+            pauses: list[float] = []
+            for index, answer in (await self._submit_once(images, caller, attempts)).items():
+                pause = None
+                if answer.error is not None:
+                    pause = attempts[index].pause_s(answer.error, can_resubmit=False)
+                if pause is None:
+                    answers[index] = answer
+                    del images[index]
+                else:
+                    pauses.append(pause)
+            await asyncio.sleep(min(pauses, default=0.0))
+        return [answers[index] for index in range(len(files))]
 
     def fetch(
         self,
@@ -99,15 +115,61 @@ class EncoderClient:
         priority: int = 0,
         grace_ms: int = DEFAULT_GRACE_MS,
         shm: bool = True,
-        timeout_s: float | None = None,
-    ) -> RowStream:
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> FetchStream:
         """Ask for rows; iterate the stream for one outcome per request, in the order of readiness.
 
-        Use it with `async with`: rows that come by shared memory are views that hold until its end.
+        Use it with `async with`: rows that come by shared memory are views that hold until its end. An image that this
+        client submitted and a server has lost is submitted again without a word.
         """
-        return self._connection.fetch(
-            requests, self._caller(request_id, priority), grace_ms=grace_ms, shm=shm, timeout_s=timeout_s
+        return FetchStream(
+            self._pool,
+            self._recent,
+            requests,
+            self._caller(request_id, priority),
+            submit=self.submit,
+            grace_ms=grace_ms,
+            shm=shm,
+            timeout_s=timeout_s,
         )
+
+    async def _submit_once(
+        self, images: dict[int, Image], caller: pb.Caller, attempts: dict[int, Attempts]
+    ) -> dict[int, Submitted]:
+        """Make one attempt at every image, those of one server together."""
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for index, image in images.items():
+            groups[self._pool.router.order(image.digest)[0]].append(index)
+        most = self.description.max_images_per_call
+        calls = [
+            self._submit_to(
+                endpoint,
+                {index: images[index] for index in indexes[begin : begin + most]},
+                caller,
+                attempts[indexes[begin]].left_s(),
+            )
+            for endpoint, indexes in groups.items()
+            for begin in range(0, len(indexes), most)
+        ]
+        answers: dict[int, Submitted] = {}
+        for group in await asyncio.gather(*calls):
+            answers |= group
+        return answers
+
+    async def _submit_to(
+        self, endpoint: str, images: dict[int, Image], caller: pb.Caller, timeout_s: float
+    ) -> dict[int, Submitted]:
+        try:
+            connection = await self._pool.connection(endpoint)
+            answers = await connection.submit(list(images.values()), caller, timeout_s)
+        except EncoderError as error:
+            if isinstance(error, UnavailableError):
+                self._pool.router.mark_down(endpoint)
+            return {index: Submitted(image.digest, error=error) for index, image in images.items()}
+        for image, answer in zip(images.values(), answers, strict=True):
+            if answer.error is None:
+                self._recent.sent(image.digest, image.data, endpoint)
+        return dict(zip(images, answers, strict=True))
 
     def _caller(self, request_id: str, priority: int) -> pb.Caller:
         return pb.Caller(

@@ -84,7 +84,7 @@ class Connection:
     def __init__(self, endpoint: str, channel: grpc.aio.Channel, description: Description) -> None:
         self.endpoint = endpoint
         self.description = description
-        self._channel = channel
+        self.channel = channel
         self._stub = EncoderServiceStub(channel)
         self._fetch = channel.unary_stream(
             FETCH,
@@ -113,7 +113,7 @@ class Connection:
 
     async def close(self) -> None:
         """Close the channel; running calls end."""
-        await self._channel.close()
+        await self.channel.close()
 
     async def submit(
         self, images: Sequence[Image], caller: pb.Caller, timeout_s: float | None = None
@@ -154,7 +154,9 @@ class Connection:
 async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
     await call.write(pb.SubmitRequest(open=caller))
     names = [
-        pb.ImageName(index=index, digest=image.digest, grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w))
+        pb.ImageName(
+            index=index, digest=image.digest, grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w)
+        )
         for index, image in enumerate(images)
     ]
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))

@@ -117,6 +117,11 @@ class Router:
             known.failures = 0
             known.down_until = float("-inf")
 
+    def has_room(self, endpoint: str) -> bool:
+        """Return whether the endpoint is below the bound."""
+        known = self._endpoints.get(endpoint)
+        return known is not None and known.images < self.bound()
+
     def is_up(self, endpoint: str) -> bool:
         """Return whether the endpoint is tried in its own place; one whose backoff is over is."""
         known = self._endpoints.get(endpoint)

@@ -15,10 +15,12 @@ from encoder_contract.errors import (
     UnknownImageError,
 )
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.model import Model
 from encoder_service.preprocess import to_patches
 from encoder_service.server import Server
 from prefill_client.client import EncoderClient
+from prefill_client.connection import Connection
 from prefill_client.images import FetchedRows, RowRequest
 from tests.conftest import Gate
 
@@ -135,6 +137,16 @@ async def test_fetch_of_what_nobody_submits_ends_in_not_found_after_its_grace(cl
     assert outcomes[1].error is None
 
 
+async def connection(client: EncoderClient) -> Connection:
+    """The client's connection, to speak the protocol by hand."""
+    (endpoint,) = client._pool.router.endpoints
+    return await client._pool.connection(endpoint)
+
+
+async def stub(client: EncoderClient) -> EncoderServiceStub:
+    return EncoderServiceStub((await connection(client)).channel)
+
+
 def naming(*names: pb.ImageName) -> pb.SubmitRequest:
     return pb.SubmitRequest(names=pb.ImageNames(names=names))
 
@@ -143,7 +155,7 @@ async def raw_submit(
     client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
 ) -> dict[int, list[pb.ImageState]]:
     """Speak the protocol by hand, past the client's own checks."""
-    call = client._connection._stub.Submit(timeout=20)
+    call = (await stub(client)).Submit(timeout=20)
     await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
     states: dict[int, list[pb.ImageState]] = {}
@@ -212,7 +224,7 @@ async def test_every_bad_image_fails_alone_and_its_neighbours_are_encoded(client
 
 
 async def test_an_image_over_the_byte_limit_is_refused_naming_it(client: EncoderClient) -> None:
-    call = client._connection._stub.Submit(timeout=20)
+    call = (await stub(client)).Submit(timeout=20)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(pb.ImageName(index=1, digest=bytes(32))))
     assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
@@ -238,7 +250,7 @@ async def test_a_call_meant_for_another_model_is_refused_with_both_fingerprints(
     client: EncoderClient,
 ) -> None:
     other = pb.Caller(model_fingerprint=b"\x01" * 32)
-    async with client._connection.fetch([RowRequest(bytes(32))], other, grace_ms=0) as stream:
+    async with (await connection(client)).fetch([RowRequest(bytes(32))], other, grace_ms=0) as stream:
         with pytest.raises(ModelMismatchError) as caught:
             async for _ in stream:
                 pass
@@ -270,7 +282,7 @@ async def test_a_call_that_breaks_the_contract_ends_with_invalid_argument(
 ) -> None:
     import grpc
 
-    call = client._connection._stub.Submit(timeout=10)
+    call = (await stub(client)).Submit(timeout=10)
     for message in messages:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the server may have ended the call
             await call.write(message)
@@ -282,7 +294,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
 ) -> None:
     images = [photo(300 + n, 300, n) for n in range(12)]
     with gate.closed():
-        call = client._connection._stub.Submit(timeout=20)
+        call = (await stub(client)).Submit(timeout=20)
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         for index, image in enumerate(images):
             await call.write(naming(pb.ImageName(index=index, digest=content_digest(image))))

@@ -1,0 +1,154 @@
+"""A fetch over any number of servers: every request gets one outcome, after the retries that can help."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Self
+
+from encoder_contract.errors import EncoderError, UnavailableError, UnknownImageError
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.pool import Pool
+from prefill_client.recent import Recent
+from prefill_client.retries import Attempts
+from prefill_client.row_stream import RowStream
+
+Submit = Callable[[Sequence[bytes]], Awaitable[list[Submitted]]]
+
+
+class FetchStream:
+    """Iterate it for the outcomes, one per request, in the order in which they become ready.
+
+    Rows that came by shared memory are views that hold until `close` (or the end of `async with`).
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        recent: Recent,
+        requests: Sequence[RowRequest],
+        caller: pb.Caller,
+        *,
+        submit: Submit,
+        grace_ms: int,
+        shm: bool,
+        timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._recent = recent
+        self._requests = requests
+        self._caller = caller
+        self._submit = submit
+        self._grace_ms = grace_ms
+        self._shm = shm
+        deadline = monotonic() + timeout_s
+        self._attempts = [Attempts(deadline) for _ in requests]
+        self._outcomes: asyncio.Queue[FetchedRows | None] = asyncio.Queue()  # None: closed
+        self._streams: list[RowStream] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """End all calls and with them everything they held. Views from them must no longer be read."""
+        self._outcomes.put_nowait(None)
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:
+            stream.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aiter__(self) -> AsyncIterator[FetchedRows]:
+        self._fetch_all(range(len(self._requests)))
+        for _ in self._requests:
+            outcome = await self._outcomes.get()
+            if outcome is None:
+                return
+            yield outcome
+
+    def _fetch_all(self, indexes: Sequence[int]) -> None:
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for index in indexes:
+            groups[self._choose(self._requests[index].digest)].append(index)
+        for endpoint, group in groups.items():
+            self._start(self._fetch_from(endpoint, group))
+
+    def _choose(self, digest: bytes) -> str:
+        """Return where the image was sent to, unless that server is down or hot; else what the router prefers."""
+        router, sent_to = self._pool.router, self._recent.route(digest)
+        if sent_to is not None and router.is_up(sent_to) and router.has_room(sent_to):
+            return sent_to
+        return router.order(digest)[0]
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _fetch_from(self, endpoint: str, indexes: list[int]) -> None:
+        """Make one attempt at images that go to one server; those that fail are tried again or have their outcome."""
+        left = dict(enumerate(indexes))
+        self._pool.router.begin(endpoint, len(left))
+        try:
+            connection = await self._pool.connection(endpoint)
+            stream = connection.fetch(
+                [self._requests[index] for index in indexes],
+                self._caller,
+                grace_ms=self._grace_ms,
+                shm=self._shm,
+                timeout_s=self._attempts[indexes[0]].left_s(),
+            )
+            self._streams.append(stream)
+            async for outcome in stream:
+                index = left.pop(outcome.index)
+                self._pool.router.end(endpoint)
+                if outcome.error is None:
+                    self._outcomes.put_nowait(replace(outcome, index=index))
+                else:
+                    self._start(self._again([index], outcome.error))
+        except EncoderError as error:
+            if isinstance(error, UnavailableError):
+                self._pool.router.mark_down(endpoint)
+            self._start(self._again(list(left.values()), error))
+        finally:
+            self._pool.router.end(endpoint, len(left))
+
+    async def _again(self, indexes: list[int], error: EncoderError) -> None:
+        """Try images again that failed with `error`, if that can help; else the error is their outcome."""
+        again: list[int] = []
+        pause_s = 0.0
+        for index in indexes:
+            digest = self._requests[index].digest
+            can_resubmit = self._recent.file(digest) is not None
+            pause = self._attempts[index].pause_s(error, can_resubmit=can_resubmit)
+            if pause is None:
+                self._outcomes.put_nowait(FetchedRows(index, digest, error=error))
+            else:
+                again.append(index)
+                pause_s = max(pause_s, pause)
+        await asyncio.sleep(pause_s)
+        if isinstance(error, UnknownImageError):
+            again = await self._submit_again(again)
+        self._fetch_all(again)
+
+    async def _submit_again(self, indexes: list[int]) -> list[int]:
+        """Submit images that a server does not know; return those worth fetching, the others have their outcome."""
+        digests = [self._requests[index].digest for index in indexes]
+        for digest in digests:
+            self._recent.lost(digest)
+        files = [file for digest in digests if (file := self._recent.file(digest)) is not None]
+        known: list[int] = []
+        answers = {answer.digest: answer for answer in await self._submit(files)}
+        for index, digest in zip(indexes, digests, strict=True):
+            answer = answers.get(digest)
+            if answer is not None and answer.error is not None:
+                self._outcomes.put_nowait(FetchedRows(index, digest, error=answer.error))
+            else:
+                known.append(index)
+        return known

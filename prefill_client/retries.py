@@ -1,0 +1,59 @@
+"""When and where to try again: what each error means for the next attempt at an image."""
+
+import random
+from dataclasses import dataclass
+from time import monotonic
+
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    InternalError,
+    OverloadedError,
+    StaleHandleError,
+    UnavailableError,
+    UnknownImageError,
+)
+
+# Attempts that may fail for reasons other than a full queue: enough to go around a fleet that loses a replica while
+# it is being restarted, few enough to give up within seconds on one that is broken.
+MAX_FAILURES = 6
+MAX_INTERNAL = 2
+PAUSE_S = 0.1  # after a server was found gone: the others may be finding out just now
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts at one image so far. `deadline` is on the monotonic clock."""
+
+    deadline: float
+    failures: int = 0
+    internal: int = 0
+    resubmitted: int = 0
+
+    def pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
+        """Return how long to wait before the next attempt, or None when `error` is the outcome."""
+        pause = self._pause_s(error, can_resubmit=can_resubmit)
+        return pause if pause is not None and monotonic() + pause < self.deadline else None
+
+    def _pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
+        self.failures += 1
+        if isinstance(error, OverloadedError):
+            # As often as the deadline allows. Spread, so that those refused together do not return together.
+            return error.retry_after_ms / 1000 * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
+        if isinstance(error, UnknownImageError) and can_resubmit:
+            self.resubmitted += 1
+            return 0.0 if self.resubmitted <= MAX_FAILURES else None
+        if isinstance(error, InternalError):
+            self.internal += 1
+            return PAUSE_S if self.internal < MAX_INTERNAL else None
+        if isinstance(error, (UnavailableError, StaleHandleError)) and self.failures <= MAX_FAILURES:
+            return PAUSE_S * self.failures
+        return None
+
+    def left_s(self) -> float:
+        """Return the time that is left, at least a moment."""
+        return max(self.deadline - monotonic(), 0.001)
+
+    def expired(self) -> DeadlineError:
+        """Return the error of an image whose time is over."""
+        return DeadlineError("the deadline passed before the image was ready")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -176,6 +177,15 @@ def test_rows_come_back_bit_for_bit_and_any_window_of_them(store):
         for begin, end in [(0, len(rows)), (5, 6), (1000, 1100), (len(rows) - 1, len(rows))]:
             assert read(pin, begin, end) == rows[begin:end].numpy().tobytes()
             assert sum(length for _, length in pin.handle(begin, end).extents) == (end - begin) * WIDTH * 4
+
+
+def test_the_checksum_is_that_of_the_window_and_known_for_all_rows_after_the_first_time(store):
+    rows = embedding(1, 2.5)
+    with store.put(b"a", rows, (1, 4, 6)) as pin:
+        assert pin.checksum(7, 2000) == xxhash.xxh3_64_intdigest(rows[7:2000].numpy())
+        assert not pin.checksum_known
+        assert pin.checksum() == pin.checksum(0, len(rows)) == xxhash.xxh3_64_intdigest(rows.numpy())
+        assert pin.checksum_known
 
 
 def test_a_scattered_embedding_reads_as_one(store):

@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 class Slot:
     """One embedding in one tier. `pins` counts who reads it, the writer included until it is complete."""
 
-    __slots__ = ("address", "generation", "grid", "hits", "pins", "runs", "tier", "tokens")
+    __slots__ = ("address", "checksum", "generation", "grid", "hits", "pins", "runs", "tier", "tokens")
 
     def __init__(self, tier: "Tier", address: bytes, tokens: int, grid: Grid, runs: tuple[Run, ...]) -> None:
         self.tier = tier
@@ -52,6 +52,7 @@ class Slot:
         self.pins = 1
         self.hits = 0
         self.generation = 0
+        self.checksum: int | None = None
 
     @property
     def row_bytes(self) -> int:

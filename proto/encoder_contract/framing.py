@@ -68,12 +68,28 @@ def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryvie
     return response
 
 
+class Checksum:
+    """XXH3-64 over bytes as they come: of rows that have just arrived, and so are still in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def add(self, data: memoryview) -> None:
+        """Go on with `data`. Releases the GIL for large views."""
+        self._digest.update(data)
+
+    @property
+    def value(self) -> int:
+        """Checksum of all that was added."""
+        return self._digest.intdigest()
+
+
 def checksum(views: Iterable[memoryview]) -> int:
-    """Return XXH3-64 over the bytes of `views`, one after the other. Releases the GIL for large views."""
-    digest = xxhash.xxh3_64()
+    """Return XXH3-64 over the bytes of `views`, one after the other."""
+    running = Checksum()
     for view in views:
-        digest.update(view)
-    return digest.intdigest()
+        running.add(view)
+    return running.value
 
 
 def _parse_rows(message: memoryview) -> tuple[int, memoryview] | None:

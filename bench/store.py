@@ -1,0 +1,223 @@
+"""What a hit costs: the store's own calls, shared memory, framing, fragmentation, then a real server; prints tables."""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, median, quantiles
+
+import numpy as np
+import torch
+
+from bench.store_serving import serving_figures
+from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_fetch_response
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.store import Store
+from encoder_service.store.tiers import Layout, Tier
+from prefill_client.segment import SharedRows
+
+WIDTH = 16384  # Qwen3-VL-8B: hidden 4096, three DeepStack levels
+TOKENS = 880  # of a 1280×720 image
+ROW_BYTES = 2 * WIDTH
+EMBEDDING_BYTES = TOKENS * ROW_BYTES
+GRID = (1, 44, 80)
+
+Figures = dict[str, float]
+
+
+def lookup_figures(entries: int, rounds: int = 20_000) -> Figures:
+    """Pin and release at `entries` entries, random addresses; and what an entry costs in memory."""
+    rows = torch.zeros(1, 16, dtype=torch.bfloat16)
+    addresses = [random.Random(number).randbytes(32) for number in range(entries)]
+    with tempfile.TemporaryDirectory() as folder:  # a page each, of which a row is written: a file will do
+        store = Store(host_bytes=(entries + 1) << 16, width=16, dtype=rows.dtype, segment_dir=folder)
+        before = anonymous_bytes()
+        for address in addresses:
+            store.put(address, rows, GRID).release()
+        entry_bytes = (anonymous_bytes() - before) / entries
+        chosen = random.Random(1).choices(addresses, k=rounds)
+        times = [_pin_and_release(store, address) for address in chosen]
+        misses = [timed(lambda address=address[::-1]: store.pin(address)) for address in chosen]  # type: ignore[misc]
+        store.close()
+    return {
+        "pin_us": median(times) * 1e6,
+        "pin_p99_us": quantiles(times, n=100)[98] * 1e6,
+        "miss_us": median(misses) * 1e6,
+        "entry_bytes": entry_bytes,
+    }
+
+
+def _pin_and_release(store: Store, address: bytes) -> float:
+    begin = time.perf_counter()
+    pin = store.pin(address)
+    assert pin is not None
+    pin.release()
+    return time.perf_counter() - begin
+
+
+def memory_figures(rounds: int) -> Figures:
+    """A 720p embedding put, mapped, viewed, read, and copied; against a plain copy of as many bytes."""
+    rows = torch.randn(TOKENS, WIDTH).bfloat16()
+    store = Store(host_bytes=10 * EMBEDDING_BYTES, width=WIDTH, dtype=rows.dtype)
+    store.segment.prefault()
+    puts = [timed(lambda n=n: store.put(bytes([n]), rows, GRID).release()) for n in range(min(rounds, 100))]  # type: ignore[misc]
+    pin = store.pin(bytes([min(rounds, 100) - 1]))
+    assert pin is not None
+    handle = pin.handle()
+    source = rows.view(torch.uint16).numpy()
+    target = np.ones_like(source)  # touched: its page faults are not the segment's
+    figures = {
+        "handle_us": best_of(lambda: pin.handle(), 200) * 1e6,
+        "handle_bytes": len(handle.to_message().SerializeToString()),
+        "map_ms": timed(lambda: SharedRows(handle, WIDTH, "bfloat16").array()) * 1e3,
+        "view_us": best_of(lambda: SharedRows(handle, WIDTH, "bfloat16").array(), 200) * 1e6,
+    }
+    shared = SharedRows(handle, WIDTH, "bfloat16").array()
+    figures |= {
+        "first_read_ms": timed(lambda: np.copyto(target, shared)) * 1e3,
+        "memcpy_gbps": EMBEDDING_BYTES / best_of(lambda: np.copyto(target, source), rounds) / 1e9,
+        "read_gbps": EMBEDDING_BYTES / best_of(lambda: np.copyto(target, shared), rounds) / 1e9,
+        "put_gbps": EMBEDDING_BYTES / median(puts) / 1e9,
+    }
+    pin.release()
+    store.close()
+    return figures
+
+
+def framing_figures(rounds: int) -> Figures:
+    """Frame and parse an embedding in 1 MiB messages, by hand and with the generated class; checksum it."""
+    data = np.random.default_rng(0).integers(0, 256, EMBEDDING_BYTES, np.uint8)
+    view = memoryview(data)
+    target = np.empty_like(data)
+    messages = list(frame_rows(3, [view]))
+
+    def parse() -> None:
+        filled = 0
+        for message in messages:
+            parsed = parse_fetch_response(message)
+            assert isinstance(parsed, tuple)
+            target[filled : filled + len(parsed[1])] = np.frombuffer(parsed[1], np.uint8)
+            filled += len(parsed[1])
+
+    def parse_generated() -> None:
+        filled = 0
+        for message in messages:
+            piece = np.frombuffer(pb.FetchResponse.FromString(message).rows.data, np.uint8)
+            target[filled : filled + len(piece)] = piece
+            filled += len(piece)
+
+    def frame_generated() -> None:
+        for begin in range(0, len(view), MESSAGE_BYTES):
+            rows = pb.Rows(index=3, data=bytes(view[begin : begin + MESSAGE_BYTES]))
+            pb.FetchResponse(rows=rows).SerializeToString()
+
+    def frame_by_hand() -> None:
+        for _ in frame_rows(3, [view]):
+            pass
+
+    calls: dict[str, Callable[[], object]] = {
+        "frame_gbps": frame_by_hand,
+        "frame_generated_gbps": frame_generated,
+        "parse_gbps": parse,
+        "parse_generated_gbps": parse_generated,
+        "checksum_gbps": lambda: checksum([view]),
+    }
+    return {name: EMBEDDING_BYTES / best_of(call, rounds) / 1e9 for name, call in calls.items()}
+
+
+def fragmentation_figures(store_gib: int, images: int) -> Figures:
+    """A day of images of random size, log-uniform over 64 to 3600 tokens, with random hits between them.
+
+    `usable_percent` is the least share of the arena that held embeddings, once it was full; `one_run_percent`
+    how many embeddings could be viewed in one piece.
+    """
+    layout = Layout(row_bytes=1, page_rows=2)  # pages of two 32 KiB rows, without their bytes
+    tier = Tier("host", torch.empty(store_gib << 15, dtype=torch.uint8), layout)
+    draw = random.Random(0)
+    used, pieces = [], []
+    recent: list[bytes] = []
+    for number in range(images):
+        address = number.to_bytes(4, "little")
+        tokens = int(math.exp(draw.uniform(math.log(64), math.log(3600))))
+        while (slot := tier.reserve(address, tokens, GRID)) is None:
+            next(tier.make_room(tokens))
+        tier.commit(slot)
+        tier.unpin(slot)
+        recent = [*recent[-2000:], address]
+        if (hit := tier.slots.get(draw.choice(recent))) is not None:
+            tier.touch(hit)
+        if tier.evictions:
+            used.append(1 - tier.arena.free_pages / tier.arena.pages)
+            pieces.append(len(slot.runs))
+    settled = len(used) // 10  # the first evictions are of a store that is still tidy
+    return {
+        "usable_percent": 100 * min(used[settled:]),
+        "usable_mean_percent": 100 * fmean(used[settled:]),
+        "one_run_percent": 100 * pieces[settled:].count(1) / len(pieces[settled:]),
+    }
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon")
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def best_of(call: Callable[[], object], rounds: int) -> float:
+    """Median seconds of a call, after one that does not count."""
+    call()
+    return median(timed(call) for _ in range(rounds))
+
+
+def print_table(title: str, figures: Figures) -> None:
+    """Print names and numbers below a title."""
+    print(f"\n{title}")
+    for name, figure in figures.items():
+        print(f"  {name:<24}{figure:>12,.2f}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run everything and print it; the JSON object is the last line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
+    parser.add_argument("--entries", type=int, default=100_000, help="entries for the lookup")
+    parser.add_argument("--rounds", type=int, default=40, help="repetitions of what copies an embedding")
+    parser.add_argument("--images", type=int, default=50_000, help="images of the simulated day")
+    parser.add_argument("--no-server", action="store_true", help="leave out what needs a server")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    figures: Figures = {}
+    parts: list[tuple[str, Callable[[], Figures]]] = [
+        (f"Lookup at {options.entries:,} entries", lambda: lookup_figures(options.entries)),
+        (f"Memory, {EMBEDDING_BYTES / 1e6:.1f} MB embedding", lambda: memory_figures(options.rounds)),
+        ("Framing, one thread", lambda: framing_figures(options.rounds)),
+        ("A day of random sizes, 8 GiB", lambda: fragmentation_figures(8, options.images)),
+    ]
+    if not options.no_server:
+        parts.append(
+            ("A hit, client and server process", lambda: asyncio.run(serving_figures(options.rounds)))
+        )
+    for title, part in parts:
+        found = part()
+        print_table(title, found)
+        figures |= found
+    if options.json:
+        print(json.dumps({name: round(figure, 4) for name, figure in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

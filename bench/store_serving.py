@@ -1,0 +1,146 @@
+"""A hit as a client sees it: shared memory and inline, from a real server process, beside a bare gRPC stream."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import grpc
+import torch
+
+from bench.bare_stream import METHOD
+from bench.checkpoints import write_checkpoint
+from bench.images import photo
+from encoder_contract.framing import MESSAGE_BYTES
+from prefill_client.client import EncoderClient
+from prefill_client.connection import CHANNEL_OPTIONS
+from prefill_client.images import RowRequest
+
+START_S = 60
+
+
+async def serving_figures(rounds: int) -> dict[str, float]:
+    """Milliseconds and GB/s of hits: one 1280×720 image, and four of 2560×1440 in one call.
+
+    The tower is a small one with rows as wide as Qwen3-VL-8B's, so that it encodes them once in seconds; a hit
+    runs none of it. Inline and bare streams take turns, so that both see the same machine.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {"out_hidden_size": 4096}
+        model = write_checkpoint(
+            Path(folder) / "model", dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide
+        )
+        with served(model, Path(folder) / "log") as endpoint:
+            async with await EncoderClient.connect(endpoint) as client:
+                return await _figures(client, rounds)
+
+
+async def _figures(client: EncoderClient, rounds: int) -> dict[str, float]:
+    one = await _submitted(client, [photo(1280, 720, seed=0)])
+    four = await _submitted(client, [photo(2560, 1440, seed=seed) for seed in range(4)])
+    row_bytes = await _fetch(client, one, shm=False)
+    shm, shm_four, inline, bare = [], [], [], []
+    with bare_server(row_bytes) as bare_endpoint:
+        async with grpc.aio.insecure_channel(bare_endpoint, options=CHANNEL_OPTIONS) as channel:
+            for _ in range(
+                rounds + 1
+            ):  # the first maps the segment and warms the connections: it does not count
+                shm.append(await _seconds(_fetch(client, one, shm=True)))
+                shm_four.append(await _seconds(_fetch(client, four, shm=True)))
+                inline.append(await _seconds(_fetch(client, one, shm=False)))
+                bare.append(await _seconds(_read_bare(channel, row_bytes)))
+    inline_s, bare_s = median(inline[1:]), median(bare[1:])
+    return {
+        "hit_shm_ms": median(shm[1:]) * 1e3,
+        "hit_shm_first_ms": shm[0] * 1e3,
+        "hit_shm_four_1440p_ms": median(shm_four[1:]) * 1e3,
+        "inline_gbps": row_bytes / inline_s / 1e9,
+        "bare_gbps": row_bytes / bare_s / 1e9,
+        "inline_over_bare": bare_s / inline_s,
+    }
+
+
+async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
+    """Submit images, wait until they are encoded, and return requests for all their rows."""
+    requests = [RowRequest(image.digest) for image in await client.submit(files)]
+    await _fetch(client, requests, shm=True)
+    return requests
+
+
+async def _fetch(client: EncoderClient, requests: Sequence[RowRequest], *, shm: bool) -> int:
+    """Fetch rows until the last of them can be read; return their bytes."""
+    size_bytes = 0
+    async with client.fetch(requests, shm=shm) as stream:
+        async for rows in stream:
+            if rows.error is not None:
+                raise rows.error
+            assert rows.transport == ("shm" if shm else "inline")
+            size_bytes += rows.array.nbytes
+    return size_bytes
+
+
+async def _read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
+    received = 0
+    async for message in channel.unary_stream(METHOD)(b""):
+        received += len(message)
+    assert received == size_bytes
+
+
+async def _seconds(call: "asyncio.Future[object] | object") -> float:
+    begin = time.perf_counter()
+    await call  # type: ignore[misc]
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def served(model: Path, log: Path) -> Iterator[str]:
+    """Run `encoder-service serve` on a free port and give its address."""
+    program = Path(sys.executable).with_name("encoder-service")
+    flags = ["--listen", "127.0.0.1:0", "--device", "cpu", "--store-host-gib", "1", "--metrics-listen", ""]
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [program, "serve", "--model", model, *flags], stdout=stream, stderr=subprocess.STDOUT
+        )
+    with ending(process):
+        yield _wait_for(lambda: re.search(r"listening\s+(\S+)", log.read_text()), process, log)[1]
+
+
+@contextmanager
+def bare_server(row_bytes: int) -> Iterator[str]:
+    """Run the bare stream's server and give its address."""
+    command = [sys.executable, "-m", "bench.bare_stream", str(row_bytes), str(MESSAGE_BYTES)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with ending(process):
+        assert process.stdout is not None
+        yield f"127.0.0.1:{process.stdout.readline().strip()}"
+
+
+@contextmanager
+def ending(process: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> Iterator[None]:
+    """Terminate a process on leaving, and kill it if it does not heed."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(
+    found: "Callable[[], re.Match[str] | None]", process: "subprocess.Popen[bytes]", log: Path
+) -> "re.Match[str]":
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if (match := found()) is not None:
+            return match
+        time.sleep(0.05)
+    raise SystemExit(f"bench: the server did not start:\n{log.read_text()}")

@@ -118,12 +118,6 @@ class Config:
         self._require(":" in self.listen, "listen", "must be host:port or unix:/path")
         is_redis = self.index.startswith(("redis://", "rediss://", "redis+cluster://", "rediss+cluster://"))
         self._require(is_redis or self.index == "memory", "index", "must be memory or a redis:// URL")
-        wildcard = self.listen.startswith(("0.0.0.0:", "[::]:"))
-        self._require(
-            not (is_redis and wildcard and not self.advertise),
-            "advertise",
-            "must say how other replicas reach this one, since it listens on every address",
-        )
         _, _, port = self.metrics_listen.rpartition(":")
         is_address = ":" in self.metrics_listen and port.isdecimal()
         self._require(not self.metrics_listen or is_address, "metrics_listen", "must be host:port or empty")

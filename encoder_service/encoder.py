@@ -15,10 +15,11 @@ from encoder_contract.errors import DigestMismatchError, EncoderError, InvalidRe
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.header import Header, check_limits, read_header
 from encoder_service.address import ImageRef, Recipe
+from encoder_service.desk import Job
 from encoder_service.fleet import Fleet
 from encoder_service.index import Locations
 from encoder_service.metrics import Metrics
-from encoder_service.pipeline import Job, Pipeline
+from encoder_service.pipeline import Pipeline
 from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Claim
 from encoder_service.sources import Sources

@@ -12,6 +12,7 @@ from encoder_service import wire
 from encoder_service.address import ImageRef
 from encoder_service.calls import Call
 from encoder_service.encoder import Encoder, Found
+from encoder_service.incidents import known_error
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 
@@ -124,7 +125,7 @@ async def _resolve(rows_of: RowsOf, wanted: Wanted, pins: list[Pin], call: Call)
                 f"row window [{wanted.begin}, {wanted.end}) is not inside the {pin.tokens} rows of the image"
             )
     except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
-        known = wire.known_error(error)
+        known = known_error(error)
         call.fetched("failed", monotonic() - began, {}, known)
         return _Outcome(wanted, error=known)
     call.fetched(found.source, monotonic() - began, found.job.stage_ms if found.job else {})

@@ -166,6 +166,9 @@ class Metrics:
         self._batch_patches = self._sizes("batch_patches", "Patches in a batch of the vision tower", PATCHES)
         self._batch_images = self._sizes("batch_images", "Images in a batch of the vision tower", IMAGES)
         self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
+        self._starved = self._counter(
+            "device_starved_seconds", "Time the vision tower waited although images were queued"
+        )
         self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
         self._submitted = self._images("submitted_images", "Images answered in Submit", SUBMITTED)
         self._encoded = self._images("encoded_images", "Images that left the pipeline", ("kept", "failed"))
@@ -202,6 +205,10 @@ class Metrics:
         self._batch_images.observe(len(grids))
         self._busy.inc(seconds)
         self._flops.inc(sum(map(self._flops_of, grids)))
+
+    def starved(self, seconds: float) -> None:
+        """Count time in which the device had nothing to do although images were queued."""
+        self._starved.inc(seconds)
 
     def encoded(self, seconds: float, stage_ms: Mapping[str, float], error: Exception | None = None) -> None:
         """Count an image that leaves the pipeline: with its rows kept, or with an error."""

@@ -1,18 +1,16 @@
 """The pipeline: decode, preprocess, ViT and copy-out, each on its own thread, at work on different images.
 
-The event loop hands images in and awaits their rows; it never runs a stage. The scheduler decides the order and
-is guarded by one lock, held for microseconds. A stage that fails fails its images and goes on; a device that is
-lost ends the process.
+The event loop hands images in and awaits their rows; it never runs a stage. A stage that fails fails its images and
+goes on; a device that is lost ends the process.
 """
 
 import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Queue
 from time import monotonic
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -20,11 +18,12 @@ from torch import Tensor
 from encoder_contract.errors import (
     AbandonedError,
     EncoderError,
-    InternalError,
     InvalidImageError,
     UnavailableError,
 )
 from encoder_contract.geometry import Grid
+from encoder_service.desk import Desk, Job
+from encoder_service.incidents import known_error
 from encoder_service.lanes import Lane
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim, Scheduler, Snapshot, Work
@@ -56,22 +55,6 @@ class Stages:
     pin: Callable[[bytes], Pin | None]
 
 
-@dataclass(eq=False, slots=True)
-class Job:
-    """One image on its way to its rows, and who awaits them."""
-
-    address: bytes
-    image: bytes
-    size: tuple[int, int]  # width and height, upright, as the header has them
-    grid: Grid
-    work: Work
-    queued_at: float
-    patches: Tensor | None = None
-    patches_ready: "torch.cuda.Event | None" = None
-    stage_ms: dict[str, float] = field(default_factory=dict)
-    waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """What the ViT hands to the copy-out. On CUDA the rows are still being computed until `end` passes."""
@@ -86,10 +69,7 @@ class _Batch:
 
 
 class Pipeline:
-    """Jobs by address (single flight), their scheduler, and the threads of the stages.
-
-    `submit`, `join`, `wait`, `withdraw` and `stop` belong to the event loop.
-    """
+    """`submit`, `join`, `wait`, `withdraw` and `has` belong to the event loop; the stages run on threads."""
 
     def __init__(
         self,
@@ -103,7 +83,8 @@ class Pipeline:
         on_end: Callable[[bytes, EncoderError | None], None] = lambda _address, _error: None,
         on_lost_device: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scheduler = scheduler
+        """`on_end` is told, on the event loop, the end of every job; `on_lost_device` that no other will succeed."""
+        self._desk = Desk(scheduler)
         self._stages = stages
         self._loop = loop
         self._batch_patches = batch_patches
@@ -111,9 +92,6 @@ class Pipeline:
         self._metrics = metrics or Metrics()
         self._on_end = on_end
         self._on_lost_device = on_lost_device
-        self._turn = threading.Condition()
-        self._jobs: dict[bytes, Job] = {}
-        self._stopping = False
         self._copy_out: Queue[_Batch | None] = Queue(COPY_OUT_DEPTH)
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -129,60 +107,41 @@ class Pipeline:
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Let the stages finish what they are at, end the threads, and fail what is still queued."""
-        with self._turn:
-            self._stopping = True
-            self._turn.notify_all()
+        self._desk.close()
         for thread in self._threads:
-            thread.join()
-        for job in list(self._jobs.values()):
+            await asyncio.to_thread(thread.join)
+        for job in self._desk.jobs():
             self._finish(job, UnavailableError("the server is shutting down: use another one"))
 
     @property
     def queued_images(self) -> int:
         """Images on their way, in whatever stage."""
-        return len(self._jobs)
+        return len(self._desk)
 
     def snapshot(self) -> Snapshot:
         """Return the counts of the queue at this moment; any thread may ask."""
-        with self._turn:
-            return self._scheduler.snapshot()
+        return self._desk.snapshot()
 
     # The event loop's side
 
     def has(self, address: bytes) -> bool:
         """Whether `address` is on its way."""
-        return address in self._jobs
+        return address in self._desk
 
     def encode_s(self, patches: int) -> float:
         """Return how long so many patches take the device, seconds, by what was measured; 0 before that."""
-        rate = self._scheduler.patches_per_s
+        rate = self._desk.patches_per_s
         return patches / rate if rate else 0.0
 
     def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
-        """Queue an image, or join its job. Raises `OverloadedError` when the queue is full."""
-        now = monotonic()
-        with self._turn:
-            if (job := self._jobs.get(address)) is not None:
-                if claim.work is None:
-                    self._scheduler.claim(claim, address, now)
-                return job
-            if self._stopping:
-                raise UnavailableError("the server is shutting down: use another one")
-            self._scheduler.admit(claim, address, grid.patches, len(image), now, shape=grid)
-            assert claim.work is not None
-            job = self._jobs[address] = Job(address, image, size, grid, claim.work, now)
-            self._turn.notify_all()
-        return job
+        """Queue an image of `size` (width, height), or join its job. Raises `OverloadedError` if the queue is full."""
+        return self._desk.submit(address, image, size, grid, claim)
 
     def join(self, address: bytes, claim: Claim) -> Job | None:
         """Join the job of `address`, if there is one: a Fetch thereby makes it demanded."""
-        with self._turn:
-            job = self._jobs.get(address)
-            if job is not None and claim.work is None:
-                self._scheduler.claim(claim, address, monotonic())
-        return job
+        return self._desk.join(address, claim)
 
     async def wait(self, job: Job, claim: Claim) -> Pin:
         """Return the rows of `job`, pinned, or raise its error. Cancelling withdraws `claim`."""
@@ -196,25 +155,19 @@ class Pipeline:
 
     def withdraw(self, claim: Claim) -> None:
         """End a claim. Work that nobody wants any more and that is in no batch yet is dropped."""
-        with self._turn:
-            work = self._scheduler.withdraw(claim)
-            if work is None:
-                return
-            job = self._jobs.pop(work.address)
-            self._turn.notify_all()
-        abandoned = AbandonedError("everyone who wanted the image has left")
-        self._on_end(job.address, abandoned)
-        self._fail_waiters(job, abandoned)
+        job = self._desk.withdraw(claim)
+        if job is not None:
+            abandoned = AbandonedError("everyone who wanted the image has left")
+            self._on_end(job.address, abandoned)
+            _fail_waiters(job, abandoned)
 
     def _finish(self, job: Job, outcome: Pin | EncoderError) -> None:
-        with self._turn:
-            if self._jobs.get(job.address) is job:
-                del self._jobs[job.address]
+        self._desk.finish(job)
         error = outcome if isinstance(outcome, EncoderError) else None
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
         self._on_end(job.address, error)
         if isinstance(outcome, EncoderError):
-            self._fail_waiters(job, outcome)
+            _fail_waiters(job, outcome)
             return
         with outcome:  # held until everyone who waits has a hold of its own
             for waiter in job.waiters:
@@ -225,25 +178,21 @@ class Pipeline:
                 else:
                     waiter.set_result(pin)
 
-    def _fail_waiters(self, job: Job, error: EncoderError) -> None:
-        for waiter in job.waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
-
     # The threads' side
 
     def _prepare_all(self) -> None:
         lane = Lane(self._device)
-        while jobs := self._take(self._next_to_prepare):
+        while jobs := self._desk.take_to_prepare(self._batch_patches, PREPARE_IMAGES):
             with lane.use():
                 self._prepare(jobs, lane)
 
-    def _next_to_prepare(self, now: float) -> list[Work]:
-        return self._scheduler.next_to_prepare(now, self._batch_patches, PREPARE_IMAGES)
-
     def _encode_all(self) -> None:
         lane = Lane(self._device)
-        while jobs := self._take(lambda now: self._scheduler.next_batch(now, self._batch_patches)):
+        while True:
+            jobs, starved_s = self._desk.take_batch(self._batch_patches)
+            if not jobs:
+                break
+            self._metrics.starved(starved_s)
             with lane.use():
                 self._encode(jobs, lane)
         self._copy_out.put(None)
@@ -254,17 +203,6 @@ class Pipeline:
             with lane.use():
                 self._keep(batch, lane)
 
-    def _take(self, pick: Callable[[float], list[Work]]) -> list[Job]:
-        """Wait until `pick` gives works and return their jobs; none when the pipeline stops."""
-        with self._turn:
-            while not self._stopping:
-                works = pick(monotonic())
-                if works:
-                    self._turn.notify_all()  # what moved may have made room for another stage
-                    return [self._jobs[work.address] for work in works]
-                self._turn.wait()
-        return []
-
     def _prepare(self, jobs: list[Job], lane: Lane) -> None:
         began = monotonic()
         for job in jobs:
@@ -273,40 +211,33 @@ class Pipeline:
         try:
             decoded = self._stages.decode([job.image for job in jobs])
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
-            decoded = [_internal(error)] * len(jobs)
+            decoded = [known_error(error)] * len(jobs)
         decoded_at = monotonic()
         good: list[tuple[Job, Tensor]] = []
         for job, pixels in zip(jobs, decoded, strict=True):
             job.stage_ms["decode"] = (decoded_at - began) * 1000
             if isinstance(pixels, EncoderError):
                 self._drop(job, pixels)
-            elif (pixels.shape[1], pixels.shape[0]) != job.size:
-                sizes = (
-                    f"{pixels.shape[1]}x{pixels.shape[0]} pixels, its header says {job.size[0]}x{job.size[1]}"
-                )
-                self._drop(job, InvalidImageError(f"the image decodes to {sizes}"))
+            elif (wrong := _wrong_size(pixels, job.size)) is not None:
+                self._drop(job, wrong)
             else:
                 good.append((job, pixels))
         try:
             patches = self._stages.to_patches([p for _, p in good], [job.grid for job, _ in good])
         except Exception as error:  # noqa: BLE001 - as above
             for job, _ in good:
-                self._drop(job, _internal(error))
+                self._drop(job, known_error(error))
             return
-        ready = lane.mark()
-        ended = monotonic()
-        with self._turn:
-            for (job, _), image_patches in zip(good, patches, strict=True):
-                job.stage_ms["preprocess"] = (ended - decoded_at) * 1000
-                if self._scheduler.prepared(job.work, ended):
-                    job.patches, job.patches_ready = image_patches, ready
-            self._turn.notify_all()
+        preprocess_ms = (monotonic() - decoded_at) * 1000
+        for job, _ in good:
+            job.stage_ms["preprocess"] = preprocess_ms
+        self._desk.prepared([(job, p) for (job, _), p in zip(good, patches, strict=True)], lane.mark())
 
     def _encode(self, jobs: list[Job], lane: Lane) -> None:
         patches = [job.patches for job in jobs if job.patches is not None]
         assert len(patches) == len(jobs)
-        for job in jobs:
-            lane.receive(job.patches_ready, patches)
+        for job, image_patches in zip(jobs, patches, strict=True):
+            lane.receive(job.patches_ready, [image_patches])
         began, begin = monotonic(), lane.mark()
         try:
             rows = self._stages.encode(patches, [job.grid for job in jobs])
@@ -320,55 +251,65 @@ class Pipeline:
 
     def _encode_failed(self, jobs: list[Job], error: Exception) -> None:
         if _is_lost_device(error):
-            log.critical("the device is lost: ending the process", exc_info=error)
-            for job in jobs:
-                self._drop(job, UnavailableError("the server lost its device: use another one"))
-            self._loop.call_soon_threadsafe(self._on_lost_device)
+            self._lose_device(jobs, error)
             return
         log.warning("a batch of %d images failed; smaller ones follow", len(jobs), exc_info=error)
-        with self._turn:
-            blamed = {work.address for work in self._scheduler.failed([job.work for job in jobs])}
-            self._turn.notify_all()
-        for job in jobs:
-            if job.address in blamed:
-                self._outcome(job, _internal(error))
+        for job in self._desk.failed(jobs):
+            self._outcome(job, known_error(error))
 
     def _keep(self, batch: _Batch, lane: Lane) -> None:
-        seconds = batch.ended_at - batch.began_at
-        if batch.begin is not None and batch.end is not None:
-            batch.end.synchronize()
-            seconds = batch.begin.elapsed_time(batch.end) / 1000
-            lane.receive(batch.end, batch.rows)
-        with self._turn:
-            self._scheduler.done(batch.works, seconds)
-            self._turn.notify_all()
+        try:
+            seconds = _device_s(batch)
+        except Exception as error:  # noqa: BLE001 - what a kernel did wrong shows here
+            self._lose_device(batch.jobs, error)
+            return
+        lane.receive(batch.end, batch.rows)
+        self._desk.encoded(batch.works, seconds)
         self._metrics.batch([job.grid for job in batch.jobs], seconds)
         for job, rows in zip(batch.jobs, batch.rows, strict=True):
             began = monotonic()
             job.stage_ms["vit"] = seconds * 1000
             try:
                 outcome: Pin | EncoderError = self._stages.put(job.address, rows, job.grid)
-            except EncoderError as error:
-                outcome = error
             except Exception as error:  # noqa: BLE001 - as above
-                outcome = _internal(error)
+                outcome = known_error(error)
             job.stage_ms["copy_out"] = (monotonic() - began) * 1000
             self._outcome(job, outcome)
 
+    def _lose_device(self, jobs: list[Job], error: Exception) -> None:
+        log.critical("the device is lost: ending the process", exc_info=error)
+        for job in jobs:
+            self._drop(job, UnavailableError("the server lost its device: use another one"))
+        self._loop.call_soon_threadsafe(self._on_lost_device)
+
     def _drop(self, job: Job, error: EncoderError) -> None:
-        with self._turn:
-            self._scheduler.drop(job.work)
-            self._turn.notify_all()
+        self._desk.drop(job)
         self._outcome(job, error)
 
     def _outcome(self, job: Job, outcome: Pin | EncoderError) -> None:
         self._loop.call_soon_threadsafe(self._finish, job, outcome)
 
 
-def _internal(error: Exception) -> InternalError:
-    incident = uuid4().hex[:12]
-    log.error("internal error %s", incident, exc_info=error)
-    return InternalError(f"internal error {incident}; the server's log has the details")
+def _fail_waiters(job: Job, error: EncoderError) -> None:
+    for waiter in job.waiters:
+        if not waiter.done():
+            waiter.set_exception(error)
+
+
+def _wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | None:
+    """Return the error of pixels that are not what their header says: the grid was computed from that."""
+    height, width, _ = pixels.shape
+    if (width, height) == size:
+        return None
+    return InvalidImageError(f"it decodes to {width}x{height} pixels, its header says {size[0]}x{size[1]}")
+
+
+def _device_s(batch: _Batch) -> float:
+    """Return how long the device was busy with a batch, seconds; on CUDA, wait until it is through."""
+    if batch.begin is None or batch.end is None:
+        return batch.ended_at - batch.began_at
+    batch.end.synchronize()
+    return float(batch.begin.elapsed_time(batch.end)) / 1000
 
 
 def _is_lost_device(error: Exception) -> bool:

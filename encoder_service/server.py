@@ -138,7 +138,7 @@ class Server:
         await self.index.leave()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._config.drain_s)
-        await asyncio.to_thread(self.pipeline.stop)
+        await self.pipeline.stop()
         await self._fleet.stop()
         await self.index.close()
         await self._peers.close()

@@ -8,6 +8,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
 from encoder_service.calls import Call
 from encoder_service.encoder import Encoder, Known, Named
+from encoder_service.incidents import known_error
 from encoder_service.scheduler import Claim
 from encoder_service.uploads import Upload, UploadBudget
 
@@ -121,7 +122,7 @@ class Submitting:
         return self._answer(piece.index, known)
 
     def _failed(self, index: int, error: Exception) -> pb.SubmitResponse:
-        known = wire.known_error(error)
+        known = known_error(error)
         self._call.submitted("failed", known)
         return wire.failed_state(index, known)
 

@@ -1,20 +1,16 @@
 """Between messages and nouns: what the gRPC edge reads and writes, and where an error becomes a status."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
 import grpc
 
 from encoder_contract.digest import DIGEST_BYTES
-from encoder_contract.errors import EncoderError, InternalError, InvalidRequestError, Status
+from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import MAX_SALT_BYTES, ImageRef
 from encoder_service.encoder import Known
-
-log = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
 MAX_PRIORITY = 8
@@ -80,15 +76,6 @@ def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
     return pb.SubmitResponse(
         state=pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
     )
-
-
-def known_error(error: Exception) -> EncoderError:
-    """Return `error` itself if it is of our family, else an `InternalError` under an id that is in the log."""
-    if isinstance(error, EncoderError):
-        return error
-    incident = uuid4().hex[:12]
-    log.error("internal error %s", incident, exc_info=error)
-    return InternalError(f"internal error {incident}; the server's log has the details")
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: EncoderError) -> None:

@@ -19,7 +19,7 @@ FLOORS = [
     ["wire", "calls", "peers", "model"],
     ["encoder"],
     ["pipeline", "fleet"],
-    ["announcer"],
+    ["announcer", "desk"],
     [
         "decode",
         "preprocess",
@@ -32,7 +32,7 @@ FLOORS = [
         "uploads",
         "lanes",
     ],
-    ["processor", "address", "config", "logs", "metrics", "landing", "loop_lag"],
+    ["processor", "address", "config", "logs", "metrics", "landing", "loop_lag", "incidents"],
 ]
 
 # Library -> the only places that may import it.
@@ -50,7 +50,7 @@ FENCES = {
     "prometheus_client": {
         "encoder_service/metrics",
         "encoder_service/scrape",
-        "prefill_client/reference/metrics",
+        "prefill_client/reference/",
     },
     "nvidia": {"encoder_service/decode"},
     "flash_attn": {"encoder_service/vision/"},

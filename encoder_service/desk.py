@@ -1,0 +1,173 @@
+"""The desk: jobs by address and the scheduler that orders them, behind one lock that is held for microseconds.
+
+The event loop hands jobs in, the threads of the pipeline take them out; nobody holds the lock while it works.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from encoder_contract.errors import UnavailableError
+from encoder_contract.geometry import Grid
+from encoder_service.scheduler import Claim, Scheduler, Snapshot, Work
+from encoder_service.store import Pin
+
+Pick = Callable[[Scheduler, float], Sequence[Work]]
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One image on its way to its rows, and who awaits them."""
+
+    address: bytes
+    image: bytes
+    size: tuple[int, int]  # width and height, upright, as the header has them
+    grid: Grid
+    work: Work
+    queued_at: float
+    patches: Tensor | None = None
+    patches_ready: "torch.cuda.Event | None" = None
+    stage_ms: dict[str, float] = field(default_factory=dict)
+    waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
+
+
+class Desk:
+    """Single flight: one job per address, any number of claims on it. Every method may be called by any thread."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._turn = threading.Condition()
+        self._jobs: dict[bytes, Job] = {}
+        self._closed = False
+        self._device_waits = False
+        self._idle_since: float | None = None
+
+    def __len__(self) -> int:
+        """Images on their way, in whatever stage."""
+        return len(self._jobs)
+
+    def __contains__(self, address: bytes) -> bool:
+        return address in self._jobs
+
+    @property
+    def patches_per_s(self) -> float:
+        """The measured rate of the device; 0 before the first batch."""
+        return self._scheduler.patches_per_s
+
+    def snapshot(self) -> Snapshot:
+        """Return the counts of the queue at this moment."""
+        with self._turn:
+            return self._scheduler.snapshot()
+
+    def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
+        """Queue an image, or join its job. Raises `OverloadedError` when the queue is full."""
+        with self._turn:
+            if (job := self._join(address, claim)) is not None:
+                return job
+            if self._closed:
+                raise UnavailableError("the server is shutting down: use another one")
+            now = monotonic()
+            self._scheduler.admit(claim, address, grid.patches, len(image), now, shape=grid)
+            assert claim.work is not None
+            job = self._jobs[address] = Job(address, image, size, grid, claim.work, now)
+            if self._device_waits and self._idle_since is None:
+                self._idle_since = now
+            self._turn.notify_all()
+        return job
+
+    def join(self, address: bytes, claim: Claim) -> Job | None:
+        """Join the job of `address`, if there is one: a Fetch thereby makes it demanded."""
+        with self._turn:
+            return self._join(address, claim)
+
+    def withdraw(self, claim: Claim) -> Job | None:
+        """End a claim; return the job if nobody wants it any more and it is in no batch yet: it is dropped."""
+        with self._turn:
+            work = self._scheduler.withdraw(claim)
+            if work is None:
+                return None
+            self._turn.notify_all()
+            return self._jobs.pop(work.address)
+
+    def finish(self, job: Job) -> None:
+        """Forget a job that has its outcome."""
+        with self._turn:
+            if self._jobs.get(job.address) is job:
+                del self._jobs[job.address]
+
+    def close(self) -> None:
+        """Let no more work in or out; `take` and `take_batch` return nothing from here on."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs that have no outcome yet."""
+        with self._turn:
+            return list(self._jobs.values())
+
+    def take_to_prepare(self, max_patches: int, max_images: int) -> list[Job]:
+        """Wait for images to decode and return them; one alone while the device waits. None when closed."""
+
+        def pick(scheduler: Scheduler, now: float) -> Sequence[Work]:
+            return scheduler.next_to_prepare(now, max_patches, 1 if self._device_waits else max_images)
+
+        with self._turn:
+            return self._take(pick)
+
+    def prepared(self, jobs: Sequence[tuple[Job, Tensor]], ready: "torch.cuda.Event | None") -> None:
+        """Say that the patches of these jobs are there, on CUDA once `ready` passes."""
+        with self._turn:
+            for job, patches in jobs:
+                if self._scheduler.prepared(job.work, monotonic()):
+                    job.patches, job.patches_ready = patches, ready
+            self._turn.notify_all()
+
+    def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
+        """Wait for the next batch; return it, and for how long the device waited although images were queued."""
+        with self._turn:
+            self._device_waits = True
+            self._idle_since = monotonic() if self._jobs else None
+            jobs = self._take(lambda scheduler, now: scheduler.next_batch(now, budget_patches))
+            self._device_waits = False
+            starved_s = monotonic() - self._idle_since if self._idle_since is not None else 0.0
+            return jobs, starved_s
+
+    def encoded(self, works: Sequence[Work], seconds: float) -> None:
+        """Say that a batch is through, and how long the device was busy with it."""
+        with self._turn:
+            self._scheduler.done(works, seconds)
+            self._turn.notify_all()
+
+    def failed(self, jobs: Sequence[Job]) -> list[Job]:
+        """Say that a batch failed; return the jobs to blame, the others are tried again in smaller batches."""
+        with self._turn:
+            blamed = set(self._scheduler.failed([job.work for job in jobs]))
+            self._turn.notify_all()
+        return [job for job in jobs if job.work in blamed]
+
+    def drop(self, job: Job) -> None:
+        """Say that a job needs no encoding any more."""
+        with self._turn:
+            self._scheduler.drop(job.work)
+            self._turn.notify_all()
+
+    def _join(self, address: bytes, claim: Claim) -> Job | None:
+        job = self._jobs.get(address)
+        if job is not None and claim.work is None:
+            self._scheduler.claim(claim, address, monotonic())
+        return job
+
+    def _take(self, pick: Pick) -> list[Job]:
+        while not self._closed:
+            works = pick(self._scheduler, monotonic())
+            if works:
+                self._turn.notify_all()  # what moved may have made room for another stage
+                return [self._jobs[work.address] for work in works]
+            self._turn.wait()
+        return []

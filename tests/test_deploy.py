@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from encoder_service.config import Config, ConfigError, environment_name, read_config
+from bench.sizing import main as show_sizing
+from encoder_service.cli import BAD_USAGE
+from encoder_service.config import Config, ConfigError, environment_name, flag, read_config
+from encoder_service.server import LOST_DEVICE
 from prefill_client.reference.config import read_config as read_prefill_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,3 +177,21 @@ def test_the_pod_outlives_the_drain_and_is_locked_down() -> None:
 def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="ENCSVC_STORE_GIB is not a setting"):
         read_config({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
+
+
+# The operator's page
+
+
+def test_the_capacity_table_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    show_sizing([])
+    assert capsys.readouterr().out in (ROOT / "docs/operations.md").read_text()
+
+
+def test_the_operators_page_names_flags_and_exit_codes_that_exist() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    flags = {flag(field.name) for field in fields(Config)}
+    others = {"--help", "--once", "--model", "--build", "--detach", "--wait", "--no-deps", "--latency"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page))
+    assert named - flags - others == set()
+    assert f"code {LOST_DEVICE}" in page
+    assert f"exit code {BAD_USAGE}" in page

@@ -1,0 +1,325 @@
+"""How fast and how exact the vision towers are: ours, `transformers`, and the floor of our own products and attention.
+
+Same weights, same threads, alternating in one run after warm-up; full depth, seeded random weights. The floor of a
+forward is every product and attention call it makes, replayed one by one on the same tensors and timed alone, its
+fused epilogue left out; each is counted with its best time, as are the forwards.
+"""
+
+import argparse
+import ctypes
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.checkpoints import write_checkpoint
+from bench.reference_tower import ReferenceTower, random_patches, row_errors
+from encoder_contract.geometry import Grid
+from encoder_service.processor import ProcessorSettings
+from encoder_service.vision import Tower, flops, load_tower
+
+# Name → (width, height, images).
+CASES = {
+    "256": (256, 256, 1),
+    "8x256": (256, 256, 8),
+    "560": (560, 560, 1),
+    "720p": (1280, 720, 1),
+    "960x1280": (960, 1280, 1),
+    "1080p": (1920, 1080, 1),
+    "1440p": (2560, 1440, 1),
+    "20x960x1280": (960, 1280, 20),
+}
+QUICK = ("256", "8x256", "560", "720p", "960x1280")
+
+STAGES = {
+    "products": ("linear", "addmm", "mm", "convolution"),
+    "attention": ("attention",),
+    "norms": ("norm",),
+    "activations": ("gelu", "silu"),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Best times of one case, in seconds, and what our forward took beyond what it holds between calls."""
+
+    ours: float
+    theirs: float
+    floor: float
+    their_floor: float
+    flop: int
+    our_peak_bytes: int
+    their_peak_bytes: int
+
+    def row(self, name: str, peak: float) -> str:
+        """One line of the table."""
+        rate = self.flop / self.ours
+        return (
+            f"{name:>12} {self.ours * 1e3:9.0f} {self.theirs * 1e3:9.0f} {self.theirs / self.ours:7.2f}"
+            f" {self.ours / self.floor:7.3f} {self.theirs / self.their_floor:9.3f} {rate / 1e12:8.2f}"
+            f" {rate / peak:7.0%} {self.our_peak_bytes / 2**20:8.0f} {self.their_peak_bytes / 2**20:8.0f}"
+        )
+
+
+@dataclass
+class Clock:
+    """What time is measured with: the wall, unless the machine is busy with others' work."""
+
+    now: Callable[[], float] = time.perf_counter
+
+
+clock = Clock()
+
+
+class Calls(TorchDispatchMode):
+    """Records the products and attention calls of a forward, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and keep it if it counts."""
+        name, given = str(func), kwargs or {}
+        if "_linear_pointwise" in name:
+            # Without its epilogue: (x, [residual,] weight, bias, ...).
+            x, weight, bias = (args[0], *args[2:4]) if "binary" in name else args[:3]
+            plain = torch.ops.mkldnn._linear_pointwise.default
+            self.calls.append(lambda: plain(x, weight, bias, "none", [], ""))
+        elif any(part in name for part in ("aten.linear", "aten.addmm", "aten.mm", "attention")):
+            self.calls.append(lambda: func(*args, **given))
+        return func(*args, **given)
+
+
+def main() -> None:
+    """Measure what was asked for, print the tables, and one JSON object as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--cases", nargs="+", default=QUICK, choices=list(CASES), help="default: what a CPU can do"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="alternations; the best of each counts")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--json", action="store_true", help="accepted for symmetry: the last line always is JSON"
+    )
+    options = parser.parse_args()
+    if options.busy:
+        options.threads, clock.now = 1, time.thread_time
+    torch.set_num_threads(options.threads)
+    folder = full_checkpoint("qwen3_vl")
+    tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
+    peak = product_peak()
+    print(
+        f"{options.threads} threads, torch {torch.__version__}, bfloat16, 27 blocks, attention {tower.attention}"
+    )
+    print(f"best product: {peak / 1e12:.2f} TFLOP/s\n")
+    result: dict[str, Any] = {"product_tflops": peak / 1e12, "threads": options.threads, "cases": {}}
+    header = (
+        "case",
+        "ours ms",
+        "theirs ms",
+        "ratio",
+        "/floor",
+        "their/flo",
+        "TFLOP/s",
+        "of peak",
+        "ours MB",
+        "theirs",
+    )
+    print("{:>12} {:>9} {:>9} {:>7} {:>7} {:>9} {:>8} {:>7} {:>8} {:>8}".format(*header))
+    for name in options.cases:
+        timing = measure(tower, reference, case_grids(tower, name), options.rounds)
+        print(timing.row(name, peak), flush=True)
+        result[f"over_floor_{name}"] = timing.ours / timing.floor
+        result[f"ratio_{name}"] = timing.theirs / timing.ours
+        result["cases"][name] = vars(timing)
+    print_stages(tower, reference, case_grids(tower, "720p"))
+    result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
+    del tower, reference
+    result |= error_ratios()
+    print(json.dumps(result))
+
+
+def full_checkpoint(model_type: str) -> Path:
+    """A checkpoint of the published tower, written once per machine."""
+    folder = Path(tempfile.gettempdir()) / "encoder-service-bench" / model_type
+    if not (folder / "model.safetensors").is_file() or not (folder / "tokenizer.json").is_file():
+        print(f"writing {folder} ...", flush=True)
+        write_checkpoint(folder, model_type, vision_only=True)
+    return folder
+
+
+def load_ours(folder: Path, dtype: str, **options: Any) -> Tower:
+    """Our tower of a folder, on the CPU."""
+    processor = ProcessorSettings.from_folder(folder)
+    return load_tower(folder, device="cpu", dtype=dtype, processor=processor, **options)
+
+
+def case_grids(tower: Tower, name: str) -> list[Grid]:
+    """The grids of a case."""
+    width, height, images = CASES[name]
+    side = tower.spec.patch_size * tower.spec.merge_size
+    return [Grid(1, 2 * round(height / side), 2 * round(width / side))] * images
+
+
+def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], rounds: int) -> Timing:
+    """Alternate ours, theirs and both floors."""
+    patches = random_patches(grids, tower.spec.patch_values)
+    pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
+
+    def ours() -> None:
+        tower.encode(patches, grids)
+
+    def theirs() -> None:
+        reference.forward(pixels, shape)
+
+    our_peak, their_peak = peak_bytes(ours), peak_bytes(theirs)  # which warms both up
+    our_calls, their_calls = record(ours), record(theirs)
+    best, their_best = [float("inf")] * len(our_calls), [float("inf")] * len(their_calls)
+    fastest = slowest = float("inf")
+    for _ in range(rounds):
+        fastest = min(fastest, seconds(ours))
+        slowest = min(slowest, seconds(theirs))
+        best = replay(our_calls, best)
+        their_best = replay(their_calls, their_best)
+    flop = sum(flops(tower.spec, grid) for grid in grids)
+    return Timing(fastest, slowest, sum(best), sum(their_best), flop, our_peak, their_peak)
+
+
+def record(forward: Callable[[], None]) -> list[Callable[[], object]]:
+    """The products and attention calls of one forward."""
+    with Calls() as mode:
+        forward()
+    return mode.calls
+
+
+@torch.inference_mode()
+def replay(calls: Sequence[Callable[[], object]], best: Sequence[float]) -> list[float]:
+    """Time each call alone and keep its best."""
+    return [min(known, seconds(call)) for call, known in zip(calls, best, strict=True)]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    started = clock.now()
+    call()
+    return clock.now() - started
+
+
+def peak_bytes(call: Callable[[], None]) -> int:
+    """How far the process's memory rises during a call."""
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # what the allocator kept of earlier work would hide what this call needs
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    call()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    """A memory figure of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@torch.inference_mode()
+def product_peak() -> float:
+    """The best rate of a bfloat16 product here, FLOP/s: the towers' widest, in several numbers of rows."""
+    weight = torch.randn(4304, 1152).bfloat16()
+    best = 0.0
+    for rows in (256, 512, 1024, 2048, 4096):
+        x = torch.randn(rows, 1152).bfloat16()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        product = torch.ops.mkldnn._linear_pointwise.default
+        fastest = min(seconds(lambda: product(x, packed, None, "none", [], "")) for _ in range(20))  # noqa: B023
+        best = max(best, 2 * rows * weight.numel() / fastest)
+    return best
+
+
+def print_stages(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid]) -> None:
+    """Where one forward's time goes, by kind of operation."""
+    patches = random_patches(grids, tower.spec.patch_values)
+    pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
+    ours = stages(lambda: tower.encode(patches, grids))
+    theirs = stages(lambda: reference.forward(pixels, shape))
+    print(f"\n{'720p by stage':>16} {'ours ms':>9} {'theirs ms':>9}")
+    for name in (*STAGES, "the rest"):
+        print(f"{name:>16} {ours[name]:9.0f} {theirs[name]:9.0f}")
+
+
+def stages(forward: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds by stage; a fused epilogue counts with its product."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        forward()
+    spent = dict.fromkeys((*STAGES, "the rest"), 0.0)
+    for event in recorded.key_averages():
+        stage = next(
+            (name for name, parts in STAGES.items() if any(part in event.key for part in parts)), "the rest"
+        )
+        spent[stage] += event.self_cpu_time_total / 1e3
+    return spent
+
+
+@torch.inference_mode()
+def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
+    """The time of the reference's convolution over ours for 720p: from what each is handed to embeddings."""
+    grids = case_grids(tower, "720p")
+    patches = random_patches(grids, tower.spec.patch_values)
+    pixels, layout = reference.pixels(patches).to(reference.dtype), tower._layout(grids)
+    ours = theirs = float("inf")
+    for _ in range(5):
+        theirs = min(theirs, seconds(lambda: reference.module.patch_embed(pixels)))
+        ours = min(ours, seconds(lambda: tower._module.patch_embed(patches[0], layout, torch.bfloat16)))
+    print(
+        f"\npatch embed at 720p: ours {ours * 1e3:.1f} ms, Conv3d {theirs * 1e3:.1f} ms, {theirs / ours:.0f}×"
+    )
+    return theirs / ours
+
+
+def error_ratios() -> dict[str, float]:
+    """bfloat16 error over float32 truth, ours and theirs, at full depth for every architecture."""
+    print(
+        f"\n{'bf16 error':>12} {'ours mean':>10} {'theirs':>10} {'ours max':>10} {'theirs':>10} {'mean ratio':>10}"
+    )
+    ratios = {}
+    for model_type in ("qwen3_vl", "qwen2_5_vl", "qwen3_5"):
+        ours, theirs = errors(full_checkpoint(model_type))
+        ratio = float(ours.mean() / theirs.mean())
+        numbers = (ours.mean(), theirs.mean(), ours.max(), theirs.max())
+        print(
+            f"{model_type:>12} "
+            + " ".join(f"{float(number):10.5f}" for number in numbers)
+            + f" {ratio:10.3f}"
+        )
+        ratios[f"error_ratio_{model_type}"] = ratio
+        ratios[f"max_error_ratio_{model_type}"] = float(ours.max() / theirs.max())
+    return ratios
+
+
+def errors(folder: Path) -> tuple[Tensor, Tensor]:
+    """Relative row errors of both bfloat16 towers against float32 of `transformers`."""
+    grids = [Grid(1, 16, 16), Grid(1, 20, 26)]
+    truth_tower = ReferenceTower(folder, torch.float32)
+    patches = random_patches(grids, 3 * truth_tower.module.config.patch_size**2)
+    pixels = truth_tower.pixels(patches)
+    truth = truth_tower.rows(pixels, grids)
+    del truth_tower
+    theirs = row_errors(ReferenceTower(folder, torch.bfloat16).rows(pixels, grids), truth)
+    ours = row_errors(torch.cat(load_ours(folder, "bfloat16").encode(patches, grids)), truth)
+    return ours, theirs
+
+
+if __name__ == "__main__":
+    main()

@@ -9,8 +9,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "proto"
-PROTO = "encoder_contract/v1/encoder.proto"
-STUBS = [f"encoder_contract/v1/encoder_pb2{suffix}" for suffix in (".py", ".pyi", "_grpc.py", "_grpc.pyi")]
+PROTOS = ["encoder_contract/v1/encoder.proto", "encoder_contract/v1/admin.proto"]
+STUBS = [
+    proto.replace(".proto", f"_pb2{suffix}")
+    for proto in PROTOS
+    for suffix in (".py", ".pyi", "_grpc.py", "_grpc.pyi")
+]
 
 
 def generate(out: Path) -> None:
@@ -22,7 +26,7 @@ def generate(out: Path) -> None:
             f"--plugin=protoc-gen-{plugin}={scripts / f'protoc-gen-{plugin}'}",
             f"--{plugin}_out=quiet:{out}",
         ]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments, PROTO], check=True)
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments, *PROTOS], check=True)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The command line of the server: `encoder-service serve` and `encoder-service top`."""
+"""The command line of the server: `encoder-service serve`, `top`, `stats`, `evict` and `flush`."""
 
 import argparse
 import asyncio
@@ -11,11 +11,11 @@ from encoder_contract.version import __version__
 from encoder_service.config import ConfigError, add_flags, read_config
 from encoder_service.logs import set_up_logging
 
-BAD_USAGE = 2
+FAILED, BAD_USAGE = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0 done, 2 bad usage or a model that cannot be served."""
+    """Run the command line; return the exit code: 0 done, 1 failed, 2 bad usage or a model that cannot be served."""
     parser = argparse.ArgumentParser(
         prog="encoder-service",
         description="Encodes images for multimodal LLM servers: each image by itself, each image once.",
@@ -30,10 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_flags(serve)
     _add_top(commands)
+    _add_operator(commands)
     given = vars(parser.parse_args(arguments))
     command = given.pop("command")
     try:
-        return _top(given) if command == "top" else _serve(given)
+        if command == "serve":
+            return _serve(given)
+        return _top(given) if command == "top" else _operate(command, given)
     except ConfigError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return BAD_USAGE
@@ -53,6 +56,33 @@ def _add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     top.add_argument("--interval-s", type=float, default=2.0, help="seconds between frames (default 2)")
     top.add_argument("--once", action="store_true", help="print one frame, over each server's life, and end")
+
+
+def _add_operator(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    for name, text in (
+        ("stats", "show what a server's store holds: tiers, hit rate, pins, largest entries"),
+        ("evict", "drop one embedding, unless it is in use; it is made again when asked for"),
+        ("flush", "drop every embedding that nobody uses, and the image files kept to make them again"),
+    ):
+        command = commands.add_parser(
+            name, help=text, description=f"{text}; on the server's host, as its user."
+        )
+        if name == "evict":
+            command.add_argument("address", metavar="ADDRESS", help="store address, 64 hexadecimal digits")
+        command.add_argument(
+            "--server", default="127.0.0.1:50051", help="host:port or unix:/path (default %(default)s)"
+        )
+
+
+def _operate(command: str, given: dict[str, Any]) -> int:
+    from encoder_service.operator_client import OperatorError, run
+
+    try:
+        print(run(command, **given))
+    except OperatorError as error:
+        print(f"encoder-service: {error}", file=sys.stderr)
+        return FAILED
+    return 0
 
 
 def _top(given: dict[str, Any]) -> int:

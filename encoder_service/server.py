@@ -13,7 +13,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from encoder_contract.errors import EncoderError, ModelMismatchError
+from encoder_contract.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from encoder_contract.version import __version__
+from encoder_service.admin import SERVICE as ADMIN_SERVICE
+from encoder_service.admin import AdminService
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.description import MAX_MESSAGE_BYTES, describe, facts, reachable
 from encoder_service.encoder import Encoder
@@ -107,8 +110,10 @@ class Server:
         self._server.add_generic_rpc_handlers((generic_handler(self.service),))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        operator = AdminService(self.store, self._sources, self.pipeline)
+        add_AdminServiceServicer_to_server(operator, self._server)
         reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            (SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         try:
             self.port = self._listen(self._server)

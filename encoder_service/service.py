@@ -64,7 +64,7 @@ class EncoderService:
         description = pb.DescribeResponse()
         description.CopyFrom(self._edge.description)
         description.transports.append(pb.TRANSPORT_INLINE)
-        if _is_local(context):
+        if wire.is_local(context):
             description.transports.insert(0, pb.TRANSPORT_SHM)
             description.shm_segment = self._edge.segment
         return description
@@ -178,7 +178,7 @@ class EncoderService:
         """Whether the caller wants handles, is local, and could read the segment: then it is of our user."""
         return (
             pb.TRANSPORT_SHM in request.transports
-            and _is_local(context)
+            and wire.is_local(context)
             and compare_digest(request.shm_proof, self._edge.segment_id)
         )
 
@@ -204,10 +204,6 @@ def _claim(
 def _host(context: Context) -> str:
     peer: str = context.peer()
     return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
-
-
-def _is_local(context: Context) -> bool:
-    return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
 
 
 def _serialize(message: pb.FetchResponse | bytes) -> bytes:

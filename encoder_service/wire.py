@@ -78,6 +78,11 @@ def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
     )
 
 
+def is_local(context: "grpc.aio.ServicerContext[Any, Any]") -> bool:
+    """Whether the caller is on this host."""
+    return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
+
+
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: EncoderError) -> None:
     """End the call with the status of `error`."""
     metadata = (("retry-after-ms", str(error.retry_after_ms)),) if error.retry_after_ms else ()

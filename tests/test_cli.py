@@ -89,6 +89,28 @@ def test_encode_prints_address_grid_and_stages_and_fails_for_what_is_no_image(
     assert "InvalidImageError" in second.stdout
 
 
+def test_the_operator_looks_into_the_store_and_drops_what_nobody_uses(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
+    with running(checkpoint) as server:
+        encoded = run("prefill-client", "encode", tmp_path / "photo.jpg", "--server", server.endpoint).stdout
+        address = next(line.split()[1] for line in encoded.splitlines() if "address" in line)
+        shown = run("encoder-service", "stats", "--server", server.endpoint).stdout
+        assert address in shown
+        assert "hit rate" in shown
+        dropped = run("encoder-service", "evict", address, "--server", server.endpoint)
+        again = run("encoder-service", "evict", address, "--server", server.endpoint)
+        flushed = run("encoder-service", "flush", "--server", server.endpoint)
+        wrong = run("encoder-service", "evict", "xyz", "--server", server.endpoint)
+        after = run("encoder-service", "stats", "--server", server.endpoint).stdout
+    assert (dropped.stdout, again.stdout) == ("dropped\n", "not dropped: it is not held, or in use\n")
+    assert flushed.stdout == "0 entries dropped\n"
+    assert (wrong.returncode, "hexadecimal" in wrong.stderr) == (1, True)
+    assert address not in after
+    assert "0 image files kept" in after
+
+
 def test_encode_says_when_there_is_no_server(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     with socket.create_server(("127.0.0.1", 0)) as free:

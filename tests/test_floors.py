@@ -12,9 +12,9 @@ PACKAGES = {"encoder_contract": ROOT / "proto", "encoder_service": ROOT, "prefil
 # From the top down; a module imports only from floors below its own. Rooms share a floor: strangers.
 FLOORS = [
     ["cli"],
-    ["top"],
+    ["top", "operator_client"],
     ["server"],
-    ["service", "description", "watch", "readings", "scrape"],
+    ["service", "admin", "description", "watch", "readings", "scrape"],
     ["submitting", "fetching"],
     ["wire", "calls", "peers", "model"],
     ["encoder"],
@@ -42,6 +42,8 @@ FENCES = {
         "encoder_service/service",
         "encoder_service/wire",
         "encoder_service/peers",
+        "encoder_service/admin",
+        "encoder_service/operator_client",
         "prefill_client/",
     },
     "grpc_health": {"encoder_service/server", "prefill_client/"},

@@ -360,6 +360,24 @@ async def test_one_computation_serves_every_caller(client: EncoderClient, server
     assert server.store.stats().tiers[-1].writes == before + 1
 
 
+async def test_the_operators_calls_are_refused_without_the_proof(server: Server) -> None:
+    import grpc
+
+    from encoder_contract.v1 import admin_pb2
+    from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
+
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        stub = AdminServiceStub(channel)
+        for call, request in (
+            (stub.Stats, admin_pb2.StatsRequest()),
+            (stub.Evict, admin_pb2.EvictRequest(proof=bytes(16), address=bytes(32))),
+            (stub.Flush, admin_pb2.FlushRequest(proof=b"guess")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(request, timeout=5)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
 async def test_health_answers_while_the_server_works(client: EncoderClient, server: Server) -> None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc

@@ -1,0 +1,69 @@
+"""`encoder-service stats`, `evict` and `flush`: the operator's side of the admin calls."""
+
+import grpc
+
+from encoder_contract.handle import SEGMENT_ID_BYTES
+from encoder_contract.v1 import admin_pb2, encoder_pb2
+from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+
+TIMEOUT_S = 10.0
+MIB = 1 << 20
+
+
+class OperatorError(Exception):
+    """The server cannot be reached, or does not take orders from here; the message says which."""
+
+
+def run(command: str, server: str, address: str = "") -> str:
+    """Carry out one command and return what to print. Raises `OperatorError`."""
+    try:
+        with grpc.insecure_channel(server) as channel:
+            proof = _proof(channel)
+            stub: AdminServiceStub = AdminServiceStub(channel)
+            if command == "stats":
+                return _table(stub.Stats(admin_pb2.StatsRequest(proof=proof), timeout=TIMEOUT_S))
+            if command == "flush":
+                flushed = stub.Flush(admin_pb2.FlushRequest(proof=proof), timeout=TIMEOUT_S)
+                return f"{flushed.entries} entries dropped"
+            request = admin_pb2.EvictRequest(proof=proof, address=_address(address))
+            evicted = stub.Evict(request, timeout=TIMEOUT_S).evicted
+            return "dropped" if evicted else "not dropped: it is not held, or in use"
+    except grpc.RpcError as error:
+        why = error.details() if hasattr(error, "details") else error
+        raise OperatorError(f"{server}: {why}") from error
+
+
+def _proof(channel: grpc.Channel) -> bytes:
+    description = EncoderServiceStub(channel).Describe(encoder_pb2.DescribeRequest(), timeout=TIMEOUT_S)
+    try:
+        with open(description.shm_segment, "rb") as segment:
+            return segment.read(SEGMENT_ID_BYTES)
+    except OSError as error:
+        raise OperatorError(
+            "run this as the server's user on the server's host: its segment cannot be read here"
+        ) from error
+
+
+def _address(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise OperatorError(f"{text} is not an address: 64 hexadecimal digits") from error
+
+
+def _table(stats: admin_pb2.StatsResponse) -> str:
+    lines = [f"{'tier':<8}{'used MiB':>10}{'of':>10}{'pinned':>10}{'entries':>9}{'hits':>10}{'evicted':>9}"]
+    for tier in stats.tiers:
+        sizes = "".join(f"{n / MIB:>10.1f}" for n in (tier.used_bytes, tier.size_bytes, tier.pinned_bytes))
+        lines.append(f"{tier.name:<8}{sizes}{tier.entries:>9}{tier.hits:>10}{tier.evictions:>9}")
+    hits = sum(tier.hits for tier in stats.tiers)
+    share = f"{100 * hits / (hits + stats.misses):.1f} %" if hits + stats.misses else "nothing asked yet"
+    kept = f"{stats.source_images} image files kept ({stats.source_bytes / MIB:.1f} MiB)"
+    lines += ["", f"hit rate {share}, {stats.pins} pins, {stats.queued_images} images on their way, {kept}"]
+    if stats.largest:
+        lines += ["", f"{'largest':<66}{'tier':<8}{'MiB':>8}{'tokens':>8}{'pins':>6}{'hits':>8}"]
+    for entry in stats.largest:
+        numbers = f"{entry.bytes / MIB:>8.2f}{entry.tokens:>8}{entry.pins:>6}{entry.hits:>8}"
+        lines.append(f"{entry.address.hex():<66}{entry.tier:<8}{numbers}")
+    return "\n".join(lines)

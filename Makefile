@@ -53,6 +53,7 @@ check: setup ## Lint, types, contract: what CI runs before the tests
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(PY) -m bench.contract --check
+	@$(VENV)/bin/buf lint proto
 	@$(PY) -m bench.deploy_checks
 
 .PHONY: format

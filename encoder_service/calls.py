@@ -11,6 +11,8 @@ from encoder_service.metrics import Metrics, reason
 
 log = logging.getLogger(__name__)
 
+MAX_NAME = 128  # characters: what the contract allows
+
 
 class Call:
     """One Submit or Fetch. `close` it in any case."""
@@ -24,10 +26,13 @@ class Call:
         self._stage_ms: dict[str, float] = {}
         self._bytes = 0
         self._error: EncoderError | None = None
-        self.request_id = ""
-        self.client_id = ""
+        self._made_by = {"request": "", "client": ""}
         self.complete = False  # every image had its outcome: that the caller then leaves is no failure
         metrics.call_began(kind)
+
+    def made_by(self, request_id: str, client_id: str) -> None:
+        """Note who calls, as far as it fits a line: the names are the caller's own and not checked yet."""
+        self._made_by = {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None
@@ -68,7 +73,7 @@ class Call:
         left = "OK" if self.complete else Status.CANCELLED.name
         name = left if self._error is None else self._error.status.name
         self._metrics.call_ended(self._kind, name)
-        fields: dict[str, object] = {"request": self.request_id, "client": self.client_id, "status": name}
+        fields: dict[str, object] = {**self._made_by, "status": name}
         fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
         if self._bytes:
             fields["bytes"] = self._bytes

@@ -23,12 +23,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def _word(value: object) -> str:
+    """Return `value` in one word: what a caller chose must not look like another field, or another line."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text and "=" not in text else repr(text)
+
+
 class ConsoleFormatter(logging.Formatter):
     """Time, level, message, then the fields as key=value."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of `record`."""
-        fields = "".join(f" {key}={value}" for key, value in getattr(record, "fields", {}).items())
+        fields = "".join(f" {key}={_word(value)}" for key, value in getattr(record, "fields", {}).items())
         return super().format(record) + fields
 
 

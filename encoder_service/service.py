@@ -77,7 +77,7 @@ class EncoderService:
         call = Call(self._metrics, "submit")
         try:
             caller = await self._opened(requests)
-            call.request_id, call.client_id = caller.request_id, caller.client_id or _host(context)
+            call.made_by(_request_id(caller, context), caller.client_id or _host(context))
             limits = self._edge.description.limits
             submitting = Submitting(
                 self._encoder,
@@ -106,7 +106,7 @@ class EncoderService:
         """Stream rows; see the contract."""
         caller = request.caller
         call = Call(self._metrics, "fetch")
-        call.request_id, call.client_id = caller.request_id, caller.client_id or _host(context)
+        call.made_by(_request_id(caller, context), caller.client_id or _host(context))
         try:
             self._admit(caller)
             wanted = self._wanted(request, context)
@@ -199,6 +199,14 @@ def _claim(
         needed_at=needed_at,
         demanded=needed_at is not None,
     )
+
+
+def _request_id(caller: pb.Caller, context: Context) -> str:
+    """Return the request's name for the log: the caller's, or what a proxy or framework put into the metadata."""
+    if caller.request_id:
+        return caller.request_id
+    metadata = dict(context.invocation_metadata() or ())
+    return str(metadata.get("x-request-id", ""))
 
 
 def _host(context: Context) -> str:

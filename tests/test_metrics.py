@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from math import inf
 
+import grpc
 import pytest
 from rich.console import Console
 
 from bench.images import photo
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError, ImageLimitError, OverloadedError, StaleHandleError
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service import top
 from encoder_service.config import Config, ConfigError
 from encoder_service.landing import STUCK_S, Landing
@@ -255,6 +258,30 @@ async def test_a_refused_call_is_counted_and_logged_with_its_status(
     assert now.total("calls_total", call="submit", status="UNAVAILABLE") >= 1
     assert now.total("calls_in_progress") == 0
     assert "draining" in str(caplog.records[-1].__dict__["fields"])
+
+
+async def test_what_a_caller_calls_itself_cannot_forge_a_line_or_flood_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        caller = pb.Caller(request_id="a\nERROR b=c", client_id="x" * 100_000)
+        call = EncoderServiceStub(channel).Fetch(pb.FetchRequest(caller=caller))
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 128 bytes"):
+            await call.read()
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        call = EncoderServiceStub(channel).Fetch(
+            pb.FetchRequest(), metadata=(("x-request-id", "from-a-proxy"),)
+        )
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+    await settled(server, "calls_total", 2, call="fetch")
+    forged, proxied = (record for record in caplog.records if record.name == "encoder_service.calls")
+    line = ConsoleFormatter("%(message)s").format(forged)
+    assert "\n" not in line
+    assert "request='a\\nERROR b=c'" in line
+    assert len(line) < 600
+    assert "request=from-a-proxy" in ConsoleFormatter("%(message)s").format(proxied)
 
 
 def test_the_log_level_of_a_running_server_is_toggled() -> None:

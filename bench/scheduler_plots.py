@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from bench.simulator import Load
-from bench.trials import FIRST, LINEAR, OURS, SKEWED, STRETCHES, UNIFORM, Trial, answer
+from bench.trials import BIG_IMAGES, FIRST, LINEAR, OURS, SKEWED, STRETCHES, UNIFORM, Trial, answer
 from encoder_service.scheduler import POLICIES
 
 LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -63,17 +63,19 @@ def _stretch() -> Figure:
     names = [FIRST, *(policy.name for policies, _ in curves.values() for policy in policies.values())]
     base, *rest = answer([Trial(name, Load(SKEWED), 5000, 4) for name in names])
     found = iter(rest)
-    figure, axes = plt.subplots(figsize=(6, 3.8))
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.6))
     for label, (policies, color) in curves.items():
         figures = [next(found) for _ in policies]
-        points = [(base.mean / f.mean, f.p99 / base.p99) for f in figures]
-        axes.plot(*zip(*points, strict=True), "o-", color=color, label=label)
-        for stretch, point in zip(policies, points, strict=True):
-            axes.annotate(
-                str(stretch), point, textcoords="offset points", xytext=(4, -10), fontsize=8, color=color
-            )
-    axes.axhline(1, color="#777777", linewidth=0.8)
-    axes.set(xlabel="first-come's mean TTFT over its own", ylabel="its p99 over first-come's",
-             title="the price of a shorter mean, by stretch")  # fmt: skip
-    axes.legend(frameon=False)
+        for axes, of in zip(both, ("p99", "big_p99"), strict=True):
+            points = [(base.mean / f.mean, getattr(f, of) / getattr(base, of)) for f in figures]
+            axes.plot(*zip(*points, strict=True), "o-", color=color, label=label)
+            for stretch, point in zip(policies, points, strict=True):
+                axes.annotate(
+                    str(stretch), point, (4, -10), textcoords="offset points", fontsize=8, color=color
+                )
+    for axes, title in zip(both, ("p99 of all", f"p99 of ≥ {BIG_IMAGES} images"), strict=True):
+        axes.set(
+            xlabel="first-come's mean TTFT over its own", ylabel="its p99 over first-come's", title=title
+        )
+    both[0].legend(frameon=False)
     return figure

@@ -200,6 +200,22 @@ def test_prepared_guesses_do_not_keep_a_demand_from_being_prepared():
     assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["demand"]
 
 
+def test_what_lies_ahead_stays_bounded_when_demands_turn_into_guesses():
+    scheduler = make(ahead_patches=3 * PATCHES)
+    for turn in range(5):
+        for number in range(4):
+            want(scheduler, f"{turn}.{number}", "a", demanded=False)
+        prepare_all(scheduler)
+        demands = [want(scheduler, f"{turn}.{number}.d", "b") for number in range(4)]
+        for number in range(4):
+            want(scheduler, f"{turn}.{number}.d", "a", demanded=False)
+        prepare_all(scheduler)
+        for claim in demands:
+            scheduler.withdraw(claim)
+    ahead = scheduler.snapshot().images
+    assert ahead[State.PREPARED, True] + ahead[State.PREPARED, False] == 6
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 40), st.data())
 def test_a_failed_batch_is_split_until_exactly_the_culprits_fail(count, data):

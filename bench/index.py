@@ -155,3 +155,7 @@ def report(rounds: int = 300, entries: int = 100_000) -> Figures:
         "index_ms_32_cluster": figures["cluster of 3"]["submit_ms"],
         **{f"index_{name}": value for name, value in single.items() if name != "submit_ms"},
     }
+
+
+if __name__ == "__main__":
+    report()

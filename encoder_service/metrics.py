@@ -40,7 +40,9 @@ SUBMITTED = ("cached", "queued", "failed")
 FETCHED = ("device", "host", "peer", "encoded", "failed")
 TRANSPORTS = ("inline", "shm")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
+TRIED = ("ok", "failed")
 DEMAND = {True: "demanded", False: "speculative"}
+CLASSES = {"class": tuple(DEMAND.values())}
 
 # What is read at a scrape: name -> (kind, help, labels).
 READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]] = {
@@ -143,39 +145,31 @@ class Metrics:
         self._readings = _Readings()
         self._registry.register(self._readings)
         ProcessCollector(registry=self._registry)
-        self._stage = self._histogram("stage", "Time of an image in a stage", SECONDS, stage=STAGES)
+        self._stage = self._histogram("stage_seconds", "Time of an image in a stage", stage=STAGES)
         self._queue_wait = self._histogram(
-            "queue_wait", "Time from admission to the decoder", SECONDS, **{"class": tuple(DEMAND.values())}
+            "queue_wait_seconds", "Time from admission to decoder", SECONDS, **CLASSES
         )
-        self._encode = self._histogram("encode", "Time of an image from admission to kept rows", SECONDS)
+        self._encode = self._histogram("encode_seconds", "Time of an image from admission to kept rows")
         self._fetch_wait = self._histogram(
-            "fetch_wait", "Time from a Fetch until an image's rows are at hand", SECONDS, outcome=FETCHED
+            "fetch_wait_seconds", "Time from Fetch to rows at hand", outcome=FETCHED
         )
-        self._transfer = self._histogram(
-            "transfer", "Time to hand the rows of one image over", SECONDS, transport=TRANSPORTS
-        )
-        self._index_call = self._histogram(
-            "index_call", "Time of one call to the index", SECONDS, call=(), outcome=()
-        )
+        self._transfer = self._histogram("transfer_seconds", "Time to hand rows over", transport=TRANSPORTS)
+        self._index_call = self._histogram("index_call_seconds", "Time of an index call", call=(), outcome=())
         self._peer_fetch = self._histogram(
-            "peer_fetch", "Time to get rows from another replica", SECONDS, outcome=("ok", "failed")
+            "peer_fetch_seconds", "Time to get rows from a peer", outcome=TRIED
         )
         self._loop_lag = self._histogram(
-            "event_loop_lag", "How late the event loop wakes a sleeper", LAG_SECONDS
+            "event_loop_lag_seconds", "How late the loop wakes a sleeper", LAG_SECONDS
         )
-        self._batch_patches = self._sizes("batch_patches", "Patches in a batch of the vision tower", PATCHES)
-        self._batch_images = self._sizes("batch_images", "Images in a batch of the vision tower", IMAGES)
+        self._batch_patches = self._histogram("batch_patches", "Patches in a batch of the tower", PATCHES)
+        self._batch_images = self._histogram("batch_images", "Images in a batch of the tower", IMAGES)
         self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
-        self._starved = self._counter(
-            "device_starved_seconds", "Time the vision tower waited although images were queued"
-        )
+        self._starved = self._counter("device_starved_seconds", "Time the tower waited with images queued")
         self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
         self._submitted = self._images("submitted_images", "Images answered in Submit", SUBMITTED)
         self._encoded = self._images("encoded_images", "Images that left the pipeline", ("kept", "failed"))
         self._fetched = self._images("fetched_images", "Images answered in Fetch", FETCHED)
-        self._transfer_bytes = self._counter(
-            "transfer_bytes", "Bytes of rows handed over", transport=TRANSPORTS
-        )
+        self._transfer_bytes = self._counter("transfer_bytes", "Bytes of rows sent", transport=TRANSPORTS)
         self._upload_bytes = self._counter("uploaded_bytes", "Bytes of images received")
         self._calls = self._counter("calls", "Calls ended", call=("submit", "fetch"), status=("OK",))
         self._in_progress = Gauge(
@@ -265,11 +259,11 @@ class Metrics:
 
     def index_call(self, call: str, seconds: float, ok: bool) -> None:
         """Count a call to the index."""
-        self._index_call.labels(call, "ok" if ok else "failed").observe(seconds)
+        self._index_call.labels(call, TRIED[not ok]).observe(seconds)
 
     def peer_fetch(self, seconds: float, ok: bool) -> None:
         """Count an attempt to get rows from another replica."""
-        self._peer_fetch.labels("ok" if ok else "failed").observe(seconds)
+        self._peer_fetch.labels(TRIED[not ok]).observe(seconds)
 
     def loop_lag(self, seconds: float) -> None:
         """Count how late a sleeper was woken."""
@@ -279,18 +273,14 @@ class Metrics:
     # rate for it.
 
     def _histogram(
-        self, name: str, text: str, buckets: Sequence[float], **labels: Sequence[str]
+        self, name: str, text: str, buckets: Sequence[float] = SECONDS, **labels: Sequence[str]
     ) -> Histogram:
-        return self._sizes(f"{name}_seconds", text, buckets, **labels)
-
-    def _sizes(self, name: str, text: str, buckets: Sequence[float], **labels: Sequence[str]) -> Histogram:
-        histogram = Histogram(
-            f"{PREFIX}_{name}", f"{text}.", tuple(labels), buckets=buckets, registry=self._registry
-        )
-        return _begin(histogram, labels)
+        name, names = f"{PREFIX}_{name}", tuple(labels)
+        return _begin(Histogram(name, f"{text}.", names, buckets=buckets, registry=self._registry), labels)
 
     def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
-        return _begin(Counter(f"{PREFIX}_{name}", f"{text}.", tuple(labels), registry=self._registry), labels)
+        counter = Counter(f"{PREFIX}_{name}", f"{text}.", tuple(labels), registry=self._registry)
+        return _begin(counter, labels)
 
     def _images(self, name: str, text: str, outcomes: Sequence[str]) -> Counter:
         counter = self._counter(name, text, outcome=(), reason=())

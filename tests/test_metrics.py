@@ -219,6 +219,25 @@ async def test_a_taken_metrics_port_is_a_clear_refusal(config: Config, model: Mo
             await server.start()
 
 
+async def test_an_index_that_is_absent_at_start_is_a_refusal_or_shown_as_being_alone(
+    config: Config, model: Model
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"redis://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ConfigError, match=f"--index {nobody} cannot be reached"):
+        await Server(replace(config, index=nobody), model).start()
+    alone = replace(config, index=nobody, index_at_start="alone", metrics_listen="127.0.0.1:0")
+    server = Server(alone, model)
+    await server.start()
+    try:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            await use(client)
+        now = await settled(server, "encoded_images_total", 2, outcome="kept")
+        assert now.text("index_state", "state") == "alone"
+    finally:
+        await server.drain()
+
+
 @pytest.mark.parametrize("listen", ["9464", "localhost:", "localhost:http"])
 def test_a_metrics_address_that_is_none_is_refused(config: Config, listen: str) -> None:
     with pytest.raises(ConfigError, match="--metrics-listen"):

@@ -20,7 +20,9 @@ class Layout:
     `rotary` complex64 [patches, 1, 1, head size / 2]; `position` [patches, embed] or None; `segments` one per image,
     `windows` one per window or None; `order` and `inverse` [rows] or None (see `GridTables`). `tile` is how many
     patches the products and pointwise parts take at once, 0 for all: on the CPU a tile's intermediate values then
-    stay in the cache between a product and what follows it.
+    stay in the cache between a product and what follows it. `projected` [patches, 3, heads, head size] then gathers
+    the tiles' queries, keys and values for attention, in every block anew: memory fresh from the system costs more
+    than what is written to it.
     """
 
     rotary: Tensor
@@ -32,6 +34,7 @@ class Layout:
     attend: Attention
     rotate: "Rotation"
     tile: int
+    projected: Tensor | None
 
     @property
     def patches(self) -> int:
@@ -144,12 +147,12 @@ class SelfAttention(nn.Module):
     def _project(self, hidden: Sequence[Tensor], norm: nn.Module, layout: Layout) -> Tensor:
         """Queries, keys and values of all tiles [patches, 3, heads, head size], the first two rotated."""
         shape = (3, self._heads, self._head_size)
-        if len(hidden) == 1:
+        packed = layout.projected
+        if packed is None:
             whole: Tensor = self.qkv(norm(hidden[0])).view(-1, *shape)
             turned = whole[:, :2]
             layout.rotate(turned, layout.rotary, turned)
             return whole
-        packed = hidden[0].new_empty(layout.patches, *shape)
         for tile, rotary, out in zip(hidden, layout.cut(layout.rotary), layout.cut(packed), strict=True):
             projected = self.qkv(norm(tile)).view(-1, *shape)
             layout.rotate(projected[:, :2], rotary, out[:, :2])

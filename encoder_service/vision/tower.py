@@ -105,6 +105,7 @@ class Tower:
         windows = None
         if self.spec.window:
             windows = Segments.of([length for table in tables for length in table.windows], self.device)
+        tile = CPU_TILE_PATCHES if self.device.type == "cpu" else 0
         return Layout(
             rotary=_joined([table.rotary for table in tables]),
             position=_joined_or_none([table.position for table in tables]),
@@ -114,8 +115,14 @@ class Tower:
             inverse=_joined_or_none(_offset([table.inverse for table in tables])),
             attend=self._attention,
             rotate=self._rotate,
-            tile=CPU_TILE_PATCHES if self.device.type == "cpu" else 0,
+            tile=tile,
+            projected=self._projected(sum(grid.patches for grid in grids), tile),
         )
+
+    def _projected(self, patches: int, tile: int) -> Tensor | None:
+        if not tile or patches <= tile:
+            return None
+        return torch.empty(patches, 3, self.spec.heads, self.head_size, dtype=self.dtype, device=self.device)
 
     def _make_tables(self, grid: Grid) -> GridTables:
         learned = self._module.pos_embed.weight if isinstance(self._module, Qwen3VLTower) else None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # A loop that has not turned for this long is stuck: what it does between two turns is bounded by milliseconds.
 STUCK_S = 10.0
+MAX_CONNECTIONS = 16  # a few scrapers and a few people; each is a thread
 CONNECTION_TIMEOUT_S = 10  # a scraper sends its request at once; who does not is cut off
 STOP_POLL_S = 0.1  # how soon a stop is noticed
 
@@ -109,6 +110,22 @@ def _text(start_response: "StartResponse", good: bool, text: str) -> Iterable[by
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     allow_reuse_port = False  # a taken port is an error
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def server_bind(self) -> None:
         # Without the reverse look-up of our own name that HTTPServer makes: it may take seconds.

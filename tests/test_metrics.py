@@ -25,7 +25,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service import top
 from encoder_service.config import Config, ConfigError
-from encoder_service.landing import STUCK_S, Landing
+from encoder_service.landing import MAX_CONNECTIONS, STUCK_S, Landing
 from encoder_service.logs import ConsoleFormatter, JsonFormatter, toggle_debug
 from encoder_service.metrics import PREFIX, READINGS, STAGES, Metrics, reason
 from encoder_service.model import Model
@@ -209,6 +209,22 @@ def test_a_loop_that_is_stuck_is_not_healthy() -> None:
         assert "has not turned" in page
     finally:
         landing.stop()
+
+
+async def test_connections_that_say_nothing_take_a_bounded_number_of_threads(server: Server) -> None:
+    host, _, port = server.watch.endpoint.rpartition(":")
+    idle = [await asyncio.open_connection(host, int(port)) for _ in range(MAX_CONNECTIONS)]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    assert await asyncio.wait_for(reader.read(), 5) == b"", "one too many is turned away"
+    for _, each in [*idle, (reader, writer)]:
+        each.close()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert (await get(server, "/healthz"))[0] == 200
+                return
+            except (ConnectionError, urllib.error.URLError):
+                await asyncio.sleep(0.05)
 
 
 async def test_a_taken_metrics_port_is_a_clear_refusal(config: Config, model: Model) -> None:

@@ -1,7 +1,7 @@
 """Tells the index what happens here: changes of a moment go out together, the last word on an address wins."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
 
@@ -51,6 +51,12 @@ class Announcer:
     def released(self, address: bytes) -> None:
         """Say that it will not encode it."""
         self._note(address, _Word.RELEASED)
+
+    def leased(self, addresses: Iterable[bytes]) -> None:
+        """Take back that it will not encode `addresses`, where nobody has been told yet."""
+        for address in addresses:
+            if self._words.get(address) is _Word.RELEASED:
+                del self._words[address]
 
     def _note(self, address: bytes, word: _Word) -> None:
         self._words[address] = word

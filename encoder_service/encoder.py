@@ -34,6 +34,10 @@ LOOK_AROUND_S = 0.25
 # A lease ends by itself when its holder dies; this is only how long to sleep before looking again.
 LEASE_WAIT_S = 1.0
 
+# Bytes that were asked for and are not here after so long give the lease back: a caller that stalls stalls nobody
+# else. Should they come after all, the lease is asked for again.
+UPLOAD_WAIT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Named:
@@ -107,9 +111,11 @@ class Encoder:
         for number in unknown:
             named, address = images[number], addresses[number]
             if address in acquired.granted:
-                answers[number] = self._begun_from_source(named, address)
-            else:  # a peer has it, or is at it: its grid is what the caller computed
-                answers[number] = Known(address, named.claimed_grid, cached=address in acquired.located)
+                answers[number] = self._granted(named, address)
+            elif address in acquired.located:  # its grid is what the caller computed
+                answers[number] = Known(address, named.claimed_grid, cached=True)
+            else:  # a peer is at it; with the bytes here, we go on where it ends should it die
+                answers[number] = Known(address, named.claimed_grid if self._has_bytes(named.image) else None)
         return [answer for answer in answers if answer is not None]
 
     async def receive(self, named: Named, data: bytes) -> Known:
@@ -123,11 +129,9 @@ class Encoder:
         header, grid = self._read(image, data)
         _confirm(grid, named.claimed_grid)
         self._sources.put(image.source_key, data)
+        known = await self._take_on(address, data, header, grid, named.claim)
         await self._fleet.share_source(image, data)
-        if self._store.contains(address):
-            return Known(address, grid, cached=True)
-        self._submit(address, data, header, grid, named.claim)
-        return Known(address, grid)
+        return known
 
     def withdraw(self, claim: Claim) -> None:
         """Give up a claim; an image that nobody else wants is dropped before its batch starts."""
@@ -163,11 +167,14 @@ class Encoder:
             if (found := await self.rows_here(image, claim)) is not None:
                 return found
             live = tuple(location for location in locations if location.replica_id not in failed)
-            if live and not self._cheaper_here(image):
-                keeper = await self._fleet.bring(image, address, live, failed)
+            if live and self._begun_as_cheaper(image, address, claim):
+                continue
+            if live:
+                keeper = await self._fleet.bring(image, address, live)
                 if keeper is not None and (pin := self._store.pin(address)) is not None:
                     return Found(await _on_host(pin), "peer")
-            elif await self._begin(image, address, claim, deadline):
+                failed.update(location.replica_id for location in live)
+            elif await self._begin(image, address, claim, deadline, failed):
                 continue
             locations = (await self._fleet.locate([address])).get(address, ())
 
@@ -196,9 +203,18 @@ class Encoder:
             return error
         return None
 
+    def _granted(self, named: Named, address: bytes) -> Known | EncoderError:
+        """Answer a name that is ours to encode, unless it was begun or ended here while the index was asked."""
+        known = self._known_here(named, address)
+        if known is not None:
+            self.forget(named.image)
+            return known
+        return self._begun_from_source(named, address)
+
     def _begun_from_source(self, named: Named, address: bytes) -> Known | EncoderError:
         data = self._sources.get(named.image.source_key)
         if data is None:
+            asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.image)
             return Known(address, None)
         try:
             header, grid = self._read(named.image, data)
@@ -209,24 +225,48 @@ class Encoder:
             return error
         return Known(address, grid)
 
-    async def _begin(self, image: ImageRef, address: bytes, claim: Claim, deadline: float) -> bool:
-        """Start encoding `image` from bytes held anywhere; False after a wait, when it is worth looking around."""
+    async def _take_on(self, address: bytes, data: bytes, header: Header, grid: Grid, claim: Claim) -> Known:
+        """Queue an image whose bytes have come, unless it is held by now or a peer is at it."""
+        if not self._pipeline.has(address) and not self._store.contains(address):
+            # Mostly ours already; it is not when another caller gave it up, or the bytes took too long.
+            acquired = await self._fleet.acquire([address])
+            if address not in acquired.granted:
+                self._wake(address)
+                return Known(address, grid, cached=address in acquired.located)
+        return Known(address, grid, cached=not self._submit(address, data, header, grid, claim))
+
+    async def _begin(
+        self, image: ImageRef, address: bytes, claim: Claim, deadline: float, failed: set[str]
+    ) -> bool:
+        """Start encoding `image` from bytes held anywhere; False after a wait, when it is worth looking around.
+
+        The replicas in `failed` do not count as holding it.
+        """
         data = self._sources.get(image.source_key) or await self._source_elsewhere(image)
         if data is None:
             await self._submitted(address, image, deadline)
             return False
-        acquired = await self._fleet.acquire([address])
+        acquired = await self._fleet.acquire([address], failed)
         if address in acquired.granted:
-            header, grid = self._read(image, data)
-            self._submit(address, data, header, grid, claim)
+            try:
+                header, grid = self._read(image, data)
+                self._submit(address, data, header, grid, claim)
+            except EncoderError:
+                self.forget(image)
+                raise
             return True
         if address not in acquired.located:
             await self._fleet.wait_elsewhere(address, LEASE_WAIT_S)
         return False
 
-    def _submit(self, address: bytes, data: bytes, header: Header, grid: Grid, claim: Claim) -> None:
-        self._pipeline.submit(address, data, header.upright, grid, claim)
+    def _submit(self, address: bytes, data: bytes, header: Header, grid: Grid, claim: Claim) -> bool:
+        """Queue an image; False when it is held by now: it came to be so while the index was asked."""
+        if held := self._store.contains(address):
+            self._fleet.gave_up(address)
+        else:
+            self._pipeline.submit(address, data, header.upright, grid, claim)
         self._wake(address)
+        return not held
 
     async def _source_elsewhere(self, image: ImageRef) -> bytes | None:
         data = await self._fleet.find_source(image)
@@ -239,14 +279,20 @@ class Encoder:
         self._sources.put(image.source_key, data)
         return data
 
-    def _cheaper_here(self, image: ImageRef) -> bool:
-        """Whether encoding from bytes at hand should take less time than the rows would take from a peer."""
+    def _has_bytes(self, image: ImageRef) -> bool:
+        return self._sources.get(image.source_key) is not None
+
+    def _begun_as_cheaper(self, image: ImageRef, address: bytes, claim: Claim) -> bool:
+        """Encode bytes at hand, without a lease, where that should take less time than rows from a peer."""
         data = self._sources.get(image.source_key)
         if data is None:
             return False
-        _, grid = self._read(image, data)
+        header, grid = self._read(image, data)
         encode_s = self._pipeline.encode_s(grid.patches)
-        return 0 < encode_s < self._transfer_s(self._geometry.tokens(grid))
+        if not 0 < encode_s < self._transfer_s(self._geometry.tokens(grid)):
+            return False
+        self._submit(address, data, header, grid, claim)
+        return True
 
     async def _check_digest(self, image: ImageRef, data: bytes) -> None:
         began = monotonic()

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from time import monotonic
 
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, UnknownImageError
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageRef
 from encoder_service.announcer import Announcer
@@ -14,6 +15,10 @@ from encoder_service.index import Acquired, Index, IndexState, Location, Locatio
 from encoder_service.store import Pin
 
 log = logging.getLogger(__name__)
+
+# A peer that cannot be reached, or sends what is not the rows, is not asked again for so long: a prompt of many images
+# pays for it once, and one that was only cut off for a moment is soon of use again.
+SHUN_S = 5.0
 
 # (endpoint, image, address) -> grid and rows [tokens, width]; raises an EncoderError.
 FetchFromPeer = Callable[[str, ImageRef, bytes], Awaitable[tuple[Grid, Tensor]]]
@@ -29,6 +34,7 @@ class Fleet:
         self._put = put
         self._leased: set[bytes] = set()
         self._bringing: dict[bytes, asyncio.Task[Pin | None]] = {}
+        self._shunned: dict[str, float] = {}  # replica id -> until when, on the monotonic clock
         self._announcer = Announcer(
             publish=lambda addresses: index.publish(addresses, Tier.HOST),
             retract=index.retract,
@@ -49,14 +55,29 @@ class Fleet:
         await self._announcer.stop()
 
     async def locate(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
-        """Return where peers hold the addresses."""
-        return await self._index.locate(addresses)
+        """Return where peers that are worth asking hold the addresses."""
+        located = await self._index.locate(addresses)
+        if not (shunned := self._shunned_now()):
+            return located
+        kept = {a: tuple(x for x in found if x.replica_id not in shunned) for a, found in located.items()}
+        return {address: locations for address, locations in kept.items() if locations}
 
-    async def acquire(self, addresses: Sequence[bytes]) -> Acquired:
-        """Ask to be the one who encodes the addresses; asks nobody about those it already is."""
+    async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
+        """Ask to be the one who encodes the addresses; asks nobody about those it already is.
+
+        What is held by the replicas in `without` alone, or by peers not worth asking, is granted as if nobody had it.
+        """
         asked = [address for address in addresses if address not in self._leased]
-        answer = await self._index.acquire(asked) if asked else Acquired(frozenset(), {})
+        answer = Acquired(frozenset(), {})
+        if asked:
+            asking = asyncio.ensure_future(self._index.acquire(asked, {*without, *self._shunned_now()}))
+            try:
+                answer = await asyncio.shield(asking)
+            except asyncio.CancelledError:
+                asking.add_done_callback(self._give_back)  # or all others would wait for us in vain
+                raise
         self._leased |= answer.granted
+        self._announcer.leased(answer.granted)
         return Acquired(answer.granted | (set(addresses) & self._leased), answer.located)
 
     async def wait_elsewhere(self, address: bytes, timeout_s: float) -> None:
@@ -78,17 +99,15 @@ class Fleet:
             self._leased.discard(address)
             self._announcer.released(address)
 
-    async def bring(
-        self, image: ImageRef, address: bytes, locations: Locations, failed: set[str]
-    ) -> Pin | None:
-        """Bring the rows over from one of `locations` into the store; None when none of them has them.
+    async def bring(self, image: ImageRef, address: bytes, locations: Locations) -> Pin | None:
+        """Bring the rows over from one of `locations` into the store; None when none of them gives them.
 
-        Each location is tried once and goes to `failed` if that does not work. Callers share one transfer, and so may
-        share the pin: it is for holding the entry until each has a pin of its own.
+        Each location is tried once. Callers share one transfer, and so may share the pin: it is for holding the entry
+        until each has a pin of its own. Raises `OverloadedError` when the store has no room.
         """
         task = self._bringing.get(address)
         if task is None:
-            task = asyncio.create_task(self._bring(image, address, locations, failed))
+            task = asyncio.create_task(self._bring(image, address, locations))
             self._bringing[address] = task
             task.add_done_callback(lambda _: self._bringing.pop(address, None))
         return await asyncio.shield(task)
@@ -102,21 +121,32 @@ class Fleet:
         """Return bytes that another replica was given."""
         return await self._index.get_source(image.source_key) if self.joined else None
 
-    async def _bring(
-        self, image: ImageRef, address: bytes, locations: Locations, failed: set[str]
-    ) -> Pin | None:
+    async def _bring(self, image: ImageRef, address: bytes, locations: Locations) -> Pin | None:
         for location in locations:
             try:
                 grid, rows = await self._fetch(location.endpoint, image, address)
-                pin = await asyncio.to_thread(self._put, address, rows, grid)
             except EncoderError as error:
                 await self._distrust(location, address, error)
-                failed.add(location.replica_id)
                 continue
+            pin = await asyncio.to_thread(self._put, address, rows, grid)
             self.kept(address)
             return pin
         return None
 
     async def _distrust(self, location: Location, address: bytes, error: EncoderError) -> None:
+        """Take a stale location out of the index; shun a peer that fails: others may well be able to reach it."""
         log.info("peer %s (%s) did not give rows: %s", location.replica_id, location.endpoint, error)
-        await self._index.retract([address], location.replica_id)
+        if isinstance(error, UnknownImageError):
+            await self._index.retract([address], location.replica_id)
+        else:
+            self._shunned[location.replica_id] = monotonic() + SHUN_S
+
+    def _shunned_now(self) -> set[str]:
+        now = monotonic()
+        self._shunned = {replica_id: until for replica_id, until in self._shunned.items() if until > now}
+        return set(self._shunned)
+
+    def _give_back(self, asking: "asyncio.Future[Acquired]") -> None:
+        if not asking.cancelled() and asking.exception() is None:
+            for address in asking.result().granted - self._leased:
+                self._announcer.released(address)

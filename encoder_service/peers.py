@@ -18,12 +18,20 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageRef
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 8 << 20),
+    ("grpc.enable_retries", 0),
+    # Also the longest that an attempt to connect may take: twenty seconds unless told otherwise.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
 MAX_CHANNELS = 64  # peers talked to at a time; an idle channel costs a few hundred kilobytes
 # A peer that is silent for so long counts as failed: encoding anew takes less.
 SILENCE_S = 2.0
 # Until it has been measured: what one gRPC stream carries on one core.
 ASSUMED_BYTES_PER_S = 1e9
 RATE_WEIGHT = 0.3  # of the newest transfer in the measured rate
+RATED_BYTES = 1 << 20  # what a smaller transfer takes is latency, and says nothing of the rate
 CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
 
 
@@ -86,8 +94,9 @@ class Peers:
         finally:
             call.cancel()
             self._on_fetch(monotonic() - began, ok)
-        rate = buffer.numel() / max(monotonic() - began, 1e-6)
-        self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
+        if buffer.numel() >= RATED_BYTES:
+            rate = buffer.numel() / max(monotonic() - began, 1e-6)
+            self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
         return grid, buffer.view(self._rows.dtype).view(-1, self._rows.width)
 
     async def close(self) -> None:
@@ -155,8 +164,8 @@ class Peers:
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         channel = self._channels.get(endpoint)
         if channel is None:
-            options = (("grpc.max_receive_message_length", 8 << 20), ("grpc.enable_retries", 0))
-            channel = self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=options)
+            channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            self._channels[endpoint] = channel
             if len(self._channels) > MAX_CHANNELS:
                 _, oldest = self._channels.popitem(last=False)
                 asyncio.get_running_loop().create_task(oldest.close())

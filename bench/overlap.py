@@ -1,0 +1,165 @@
+"""Overlap inside one request: time to first token when encode and prefill run together, against one after the other.
+
+Real processes on one machine: a server, and this process as the prefill side, with half the cores each. Every round
+uses new images, so nothing is cached but where it says so. The ideal is max(encode of all, prefill of all) + encode
+of the first chunk's images, each measured alone in the same round.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from bench.checkpoints import write_checkpoint
+from bench.demo import THREADS, server
+from bench.images import photo
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from prefill_client.layout import Layout
+from prefill_client.plan import plan
+from prefill_client.reference.chat import Chat, Prefilled
+from prefill_client.reference.engine import Engine
+from prefill_client.reference.language_model import LanguageModel, load_language_model
+
+IMAGES, SIDE = 16, 512  # pixels: 1024 patches, 256 tokens each
+CHUNK_TOKENS = 512
+# One image of encode takes about as long as its tokens of prefill: overlap is worth most, and hardest to reach.
+VISION_LAYERS, TEXT_LAYERS = 8, 16
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Milliseconds of one round."""
+
+    encode: float
+    first_chunk_encode: float
+    prefill: float
+    serial: float
+    overlap: float
+
+    @property
+    def ideal(self) -> float:
+        """What no schedule beats by more than the first chunk's prefill."""
+        return max(self.encode, self.prefill) + self.first_chunk_encode
+
+
+class Bench:
+    """One language model and one client, and the ways to run a prompt through them."""
+
+    def __init__(self, client: EncoderClient, language_model: LanguageModel, tokenizer: Any) -> None:
+        self.client = client
+        self.engine = Engine(language_model, row_width=client.description.width)
+        self.chat = Chat(client, self.engine, tokenizer, chunk_tokens=CHUNK_TOKENS)
+
+    async def encode(self, files: Sequence[bytes]) -> float:
+        """Return the milliseconds from Submit to the last image's rows."""
+        began = time.monotonic()
+        submitted = await self.client.submit(files)
+        async with self.client.fetch([RowRequest(image.digest) for image in submitted]) as outcomes:
+            async for outcome in outcomes:
+                if outcome.error:
+                    raise outcome.error
+        return (time.monotonic() - began) * 1000
+
+    async def overlap(self, files: Sequence[bytes]) -> tuple[float, Prefilled]:
+        """Return the milliseconds to the first token's logits, and what was run for them."""
+        began = time.monotonic()
+        prefilled = await self.chat.prefill(question(files))
+        return (time.monotonic() - began) * 1000, prefilled
+
+    async def serial(self, files: Sequence[bytes], layout: Layout) -> float:
+        """Return the milliseconds when all rows are fetched first and the prompt is prefilled then."""
+        began = time.monotonic()
+        submitted = await self.client.submit(files)
+        prompt = self.engine.start(layout, [image.grid for image in submitted if image.grid])
+        async with self.client.fetch([RowRequest(image.digest) for image in submitted]) as outcomes:
+            rows = {outcome.index: outcome.tensor() async for outcome in outcomes}
+            for chunk in plan(layout, CHUNK_TOKENS):
+                parts = [rows[w.image][w.row_begin : w.row_end] for w in chunk.windows]
+                await asyncio.to_thread(self.engine.prefill, prompt, chunk, parts)
+        return (time.monotonic() - began) * 1000
+
+
+def question(files: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return the messages of the prompt."""
+    images = [{"type": "image", "image": file} for file in files]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": "What do these show?"}]}]
+
+
+def new_photos(seed: int, count: int = IMAGES) -> list[bytes]:
+    """Return images that no other seed has."""
+    return [photo(SIDE, SIDE, 1000 * seed + number) for number in range(count)]
+
+
+async def measure(bench: Bench, number: int) -> Round:
+    """Run one round; every way of running the prompt has its own images, all of one size and so of one layout."""
+    alone, overlapped, serial = (new_photos(4 * number + way) for way in range(3))
+    first = new_photos(4 * number + 3, count=CHUNK_TOKENS * 32**2 // SIDE**2)
+    encode_ms = await bench.encode(alone)
+    _, cached = await bench.overlap(alone)  # its rows are held: prefill with nothing beside it
+    overlap_ms, _ = await bench.overlap(overlapped)
+    serial_ms = await bench.serial(serial, cached.layout)
+    prefill_ms = sum(run.prefill_ms for run in cached.runs)
+    return Round(encode_ms, await bench.encode(first), prefill_ms, serial_ms, overlap_ms)
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return the medians; ratios are taken inside each round, so that a slow one does not mix with a fast one."""
+    return {
+        "images": IMAGES,
+        "encode_ms": median(r.encode for r in rounds),
+        "prefill_ms": median(r.prefill for r in rounds),
+        "first_chunk_encode_ms": median(r.first_chunk_encode for r in rounds),
+        "ttft_ms": median(r.overlap for r in rounds),
+        "serial_ms": median(r.serial for r in rounds),
+        "ttft_over_ideal": median(r.overlap / r.ideal for r in rounds),
+        "serial_over_overlap": median(r.serial / r.overlap for r in rounds),
+        "rounds": len(rounds),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+
+
+async def run(folder: Path, rounds: int) -> list[Round]:
+    """Start a server on a seeded checkpoint and measure."""
+    model = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS)
+    language_model = load_language_model(model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    with server(model, folder / "server.log", batch_patches=(SIDE // 16) ** 2) as (endpoint, _):
+        async with await EncoderClient.connect(endpoint) as client:
+            bench = Bench(client, language_model, tokenizer)
+            await measure(bench, rounds)  # warm up
+            return [await measure(bench, number) for number in range(rounds)]
+
+
+def main() -> None:
+    """Measure, print the table, and as the last line one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(THREADS)
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = asyncio.run(run(Path(folder), args.rounds))
+    print(f"{'encode':>9}{'prefill':>9}{'first':>9}{'ideal':>9}{'overlap':>9}{'serial':>9}   ms")
+    for each in rounds:
+        times = (each.encode, each.prefill, each.first_chunk_encode, each.ideal, each.overlap, each.serial)
+        print("".join(f"{ms:9.0f}" for ms in times))
+    if args.json:
+        print(json.dumps(summary(rounds)))
+
+
+if __name__ == "__main__":
+    main()

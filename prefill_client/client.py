@@ -2,12 +2,12 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from time import monotonic
 from typing import Self
 from uuid import uuid4
 
-from encoder_contract.errors import EncoderError, UnavailableError
+from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.connection import Description
 from prefill_client.fetch_stream import FetchStream
@@ -122,12 +122,17 @@ class EncoderClient:
         Use it with `async with`: rows that come by shared memory are views that hold until its end. An image that this
         client submitted and a server has lost is submitted again without a word.
         """
+        caller = self._caller(request_id, priority)
+
+        def submit(files: Sequence[bytes], left_s: float) -> Awaitable[list[Submitted]]:
+            return self.submit(files, request_id=caller.request_id, priority=priority, timeout_s=left_s)
+
         return FetchStream(
             self._pool,
             self._recent,
             requests,
-            self._caller(request_id, priority),
-            submit=self.submit,
+            caller,
+            submit=submit,
             grace_ms=grace_ms,
             shm=shm,
             timeout_s=timeout_s,
@@ -159,9 +164,14 @@ class EncoderClient:
     async def _submit_to(
         self, endpoint: str, images: dict[int, Image], caller: pb.Caller, timeout_s: float
     ) -> dict[int, Submitted]:
+        deadline = monotonic() + timeout_s
         try:
-            connection = await self._pool.connection(endpoint)
-            answers = await connection.submit(list(images.values()), caller, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                connection = await self._pool.connection(endpoint)
+            answers = await connection.submit(list(images.values()), caller, deadline - monotonic())
+        except TimeoutError:
+            late = DeadlineError(f"{endpoint} could not be reached before the deadline")
+            return {index: Submitted(image.digest, error=late) for index, image in images.items()}
         except EncoderError as error:
             if isinstance(error, UnavailableError):
                 self._pool.router.mark_down(endpoint)

@@ -27,6 +27,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 8 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also the longest that an attempt to connect may take: twenty seconds unless told otherwise.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 

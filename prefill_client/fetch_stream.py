@@ -7,7 +7,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Self
 
-from encoder_contract.errors import EncoderError, UnavailableError, UnknownImageError
+from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError, UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest, Submitted
 from prefill_client.pool import Pool
@@ -15,7 +15,8 @@ from prefill_client.recent import Recent
 from prefill_client.retries import Attempts
 from prefill_client.row_stream import RowStream
 
-Submit = Callable[[Sequence[bytes]], Awaitable[list[Submitted]]]
+# (files, seconds left) -> the servers' word on each
+Submit = Callable[[Sequence[bytes], float], Awaitable[list[Submitted]]]
 
 
 class FetchStream:
@@ -45,9 +46,10 @@ class FetchStream:
         self._shm = shm
         deadline = monotonic() + timeout_s
         self._attempts = [Attempts(deadline) for _ in requests]
-        self._outcomes: asyncio.Queue[FetchedRows | None] = asyncio.Queue()  # None: closed
+        # None: closed. An exception: a bug, which the caller must see rather than wait for ever.
+        self._outcomes: asyncio.Queue[FetchedRows | BaseException | None] = asyncio.Queue()
         self._streams: list[RowStream] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
 
     def close(self) -> None:
         """End all calls and with them everything they held. Views from them must no longer be read."""
@@ -70,14 +72,19 @@ class FetchStream:
             outcome = await self._outcomes.get()
             if outcome is None:
                 return
+            if isinstance(outcome, BaseException):
+                raise outcome
             yield outcome
 
     def _fetch_all(self, indexes: Sequence[int]) -> None:
-        groups: defaultdict[str, list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for index in indexes:
-            groups[self._choose(self._requests[index].digest)].append(index)
-        for endpoint, group in groups.items():
-            self._start(self._fetch_from(endpoint, group))
+            digest = self._requests[index].digest
+            # What we sent ourselves we do not wait for: whoever does not know it has lost it, and is sent it again.
+            grace_ms = self._grace_ms if self._recent.file(digest) is None else 0
+            groups[self._choose(digest), grace_ms].append(index)
+        for (endpoint, grace_ms), group in groups.items():
+            self._start(self._fetch_from(endpoint, group, grace_ms))
 
     def _choose(self, digest: bytes) -> str:
         """Return where the image was sent to, unless that server is down or hot; else what the router prefers."""
@@ -89,18 +96,24 @@ class FetchStream:
     def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
 
-    async def _fetch_from(self, endpoint: str, indexes: list[int]) -> None:
+    def _ended(self, task: "asyncio.Future[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._outcomes.put_nowait(error)
+
+    async def _fetch_from(self, endpoint: str, indexes: list[int], grace_ms: int) -> None:
         """Make one attempt at images that go to one server; those that fail are tried again or have their outcome."""
         left = dict(enumerate(indexes))
         self._pool.router.begin(endpoint, len(left))
         try:
-            connection = await self._pool.connection(endpoint)
+            async with asyncio.timeout(self._attempts[indexes[0]].left_s()):
+                connection = await self._pool.connection(endpoint)
             stream = connection.fetch(
                 [self._requests[index] for index in indexes],
                 self._caller,
-                grace_ms=self._grace_ms,
+                grace_ms=grace_ms,
                 shm=self._shm,
                 timeout_s=self._attempts[indexes[0]].left_s(),
             )
@@ -116,6 +129,9 @@ class FetchStream:
             if isinstance(error, UnavailableError):
                 self._pool.router.mark_down(endpoint)
             self._start(self._again(list(left.values()), error))
+        except TimeoutError:
+            late = DeadlineError(f"{endpoint} could not be reached before the deadline")
+            self._start(self._again(list(left.values()), late))
         finally:
             self._pool.router.end(endpoint, len(left))
 
@@ -144,7 +160,8 @@ class FetchStream:
             self._recent.lost(digest)
         files = [file for digest in digests if (file := self._recent.file(digest)) is not None]
         known: list[int] = []
-        answers = {answer.digest: answer for answer in await self._submit(files)}
+        left_s = min(self._attempts[index].left_s() for index in indexes) if indexes else 0.0
+        answers = {answer.digest: answer for answer in await self._submit(files, left_s)}
         for index, digest in zip(indexes, digests, strict=True):
             answer = answers.get(digest)
             if answer is not None and answer.error is not None:

@@ -17,6 +17,10 @@ log = logging.getLogger(__name__)
 
 # A server that went away is looked for this often: once a second costs nothing and is as fast as a restart.
 WATCH_AGAIN_S = 1.0
+# The other servers of a fleet get this long, once the first has answered, before images go past them.
+OTHERS_S = 0.25
+# Once connected to any server, nobody waits longer than this for another: a call to a third one is quicker.
+CONNECT_AGAIN_S = 2.0
 # How often names are resolved anew, for fleets that grow and shrink behind a headless Service.
 RESOLVE_EVERY_S = 5.0
 DNS = "dns:"
@@ -55,21 +59,38 @@ class Pool:
         try:
             for attempt in asyncio.as_completed(attempts):
                 try:
-                    return (await attempt).description
+                    description = (await attempt).description
                 except EncoderError as error:
                     errors.append(error)
+                    continue
+                self._timeout_s = min(self._timeout_s, CONNECT_AGAIN_S)
+                await self._pass_by_the_late(attempts)
+                return description
         finally:
             for left in attempts:
                 left.cancel()
         raise errors[0]
 
+    async def _pass_by_the_late(self, attempts: "Sequence[asyncio.Task[Connection]]") -> None:
+        """Prefer the servers that are there; the others are preferred as soon as their health says that they serve."""
+        await asyncio.wait(attempts, timeout=OTHERS_S)
+        for endpoint, attempt in zip(self.router.endpoints, attempts, strict=False):
+            if not attempt.done() or attempt.exception() is not None:
+                self.router.mark_down(endpoint)
+
     async def connection(self, endpoint: str) -> Connection:
-        """Return the connection to `endpoint`, made on first use; callers share one attempt."""
+        """Return the connection to `endpoint`, made on first use; callers share one attempt.
+
+        Raises `UnavailableError` when there is none in time, and `ModelMismatchError`.
+        """
         task = self._connections.get(endpoint)
         if task is None:
             task = self._connections[endpoint] = asyncio.create_task(self._connect(endpoint))
         try:
-            return await asyncio.shield(task)
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError as error:
+            raise UnavailableError(f"{endpoint}: no connection within {self._timeout_s:g} s") from error
         except EncoderError:
             if self._connections.get(endpoint) is task:
                 del self._connections[endpoint]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from time import monotonic
 
 from encoder_contract.errors import (
-    DeadlineError,
     EncoderError,
     InternalError,
     OverloadedError,
@@ -36,7 +35,6 @@ class Attempts:
         return pause if pause is not None and monotonic() + pause < self.deadline else None
 
     def _pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
-        self.failures += 1
         if isinstance(error, OverloadedError):
             # As often as the deadline allows. Spread, so that those refused together do not return together.
             return error.retry_after_ms / 1000 * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
@@ -46,14 +44,11 @@ class Attempts:
         if isinstance(error, InternalError):
             self.internal += 1
             return PAUSE_S if self.internal < MAX_INTERNAL else None
-        if isinstance(error, (UnavailableError, StaleHandleError)) and self.failures <= MAX_FAILURES:
-            return PAUSE_S * self.failures
+        if isinstance(error, (UnavailableError, StaleHandleError)):
+            self.failures += 1
+            return PAUSE_S * self.failures if self.failures <= MAX_FAILURES else None
         return None
 
     def left_s(self) -> float:
         """Return the time that is left, at least a moment."""
         return max(self.deadline - monotonic(), 0.001)
-
-    def expired(self) -> DeadlineError:
-        """Return the error of an image whose time is over."""
-        return DeadlineError("the deadline passed before the image was ready")

@@ -1,12 +1,11 @@
 """A hit as a client sees it: shared memory and inline, from a real server process, beside a bare gRPC stream."""
 
-import asyncio
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -48,11 +47,11 @@ async def _figures(client: EncoderClient, rounds: int) -> dict[str, float]:
     shm, shm_four, inline, bare = [], [], [], []
     with bare_server(row_bytes) as bare_endpoint:
         async with grpc.aio.insecure_channel(bare_endpoint, options=CHANNEL_OPTIONS) as channel:
-            for _ in range(
-                rounds + 1
-            ):  # the first maps the segment and warms the connections: it does not count
+            # The first of each maps the segment or warms the connection: it does not count.
+            for _ in range(rounds + 1):
                 shm.append(await _seconds(_fetch(client, one, shm=True)))
                 shm_four.append(await _seconds(_fetch(client, four, shm=True)))
+            for _ in range(rounds + 1):
                 inline.append(await _seconds(_fetch(client, one, shm=False)))
                 bare.append(await _seconds(_read_bare(channel, row_bytes)))
     inline_s, bare_s = median(inline[1:]), median(bare[1:])
@@ -92,9 +91,9 @@ async def _read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
     assert received == size_bytes
 
 
-async def _seconds(call: "asyncio.Future[object] | object") -> float:
+async def _seconds(call: Awaitable[object]) -> float:
     begin = time.perf_counter()
-    await call  # type: ignore[misc]
+    await call
     return time.perf_counter() - begin
 
 

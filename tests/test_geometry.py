@@ -4,10 +4,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from encoder_contract.errors import ImageLimitError, InvalidImageError
-from encoder_contract.geometry import Geometry, Grid
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from encoder_contract.errors import ImageLimitError, InvalidImageError
+from encoder_contract.geometry import Geometry, Grid
 
 QWEN3_VL = Geometry(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
 QWEN25_VL = Geometry(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=12845056)

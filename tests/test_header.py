@@ -8,12 +8,12 @@ import zlib
 from contextlib import suppress
 
 import pytest
-from encoder_contract.errors import ImageLimitError, InvalidImageError
-from encoder_contract.header import FORMATS, Header, check_limits, read_header
-from encoder_contract.orientation import orientation
 from PIL import Image, ImageOps
 
 from bench.images import damaged, encoded, photo
+from encoder_contract.errors import ImageLimitError, InvalidImageError
+from encoder_contract.header import FORMATS, Header, check_limits, read_header
+from encoder_contract.orientation import orientation
 
 # Pillow warns about the damaged EXIF that it is asked to compare.
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF:UserWarning", "ignore:Tag data:UserWarning")

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from encoder_contract.geometry import Geometry
 from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
 
+from encoder_contract.geometry import Geometry
 from encoder_service.processor import ProcessorSettings
 
 # What the published checkpoints hold (fields that matter, and some that do not).

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.serving import server_section
 from bench.simulator import UNLIMITED, Load
 from bench.trials import BIG_IMAGES, FIRST, NEVER_YIELDS, OURS, SKEWED, UNIFORM, Figures, Trial, answer, table
 from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler
@@ -147,14 +148,14 @@ def cost_section() -> dict[str, float]:
     return {f"{name}_p99_us": float(np.percentile(us, 99)) for name, us in spent.items()}
 
 
-# A section prints its tables and returns its figures for the JSON line. What is measured on a real server joins
-# this list.
+# A section prints its tables and returns its figures for the JSON line.
 SECTIONS: tuple[Callable[[], dict[str, float]], ...] = (
     sizes_section,
     need_section,
     fleet_section,
     overload_section,
     cost_section,
+    server_section,
 )
 
 

@@ -65,6 +65,10 @@ class Config:
     store_device_gib: float = knob(
         0.0, help="device tier of the embedding store, GiB of GPU memory; 0 turns it off"
     )
+    store_prefault: Literal["yes", "no"] = knob(
+        "yes",
+        help="touch the store's memory at start, in the background, so that no copy pays for page faults",
+    )
     store_segment_dir: Path = knob(Path("/dev/shm"), help="folder of the shared-memory segment")  # noqa: S108
     source_gib: float = knob(0.5, help="submitted image bytes kept to make evicted embeddings again, GiB")
     source_ttl_s: float = knob(600.0, help="seconds a submitted image is kept after its last use")

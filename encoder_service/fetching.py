@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, UnknownImageError
-from encoder_contract.framing import checksum, frame_rows
+from encoder_contract.framing import frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
 from encoder_service.address import ImageRef
@@ -158,10 +158,11 @@ async def _inline(outcome: _Outcome, rows: RowFormat, call: Call) -> AsyncIterat
     ready, pin = _ready(outcome, rows), outcome.found.pin
     began = monotonic()
     views = pin.rows(ready.row_begin, ready.row_end)
-    if ready.row_bytes <= CHECKSUM_ON_LOOP_BYTES:
-        ready.checksum = checksum(views)
+    window = (ready.row_begin, ready.row_end)
+    if ready.row_bytes <= CHECKSUM_ON_LOOP_BYTES or (pin.checksum_known and window == (0, pin.tokens)):
+        ready.checksum = pin.checksum(*window)
     else:
-        ready.checksum = await asyncio.to_thread(checksum, views)
+        ready.checksum = await asyncio.to_thread(pin.checksum, *window)
     yield pb.FetchResponse(ready=ready)
     for message in frame_rows(ready.index, views):
         yield message

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from functools import partial
 from time import time_ns
@@ -131,6 +132,8 @@ class Server:
             raise
         self.watch.start()
         self.pipeline.start()
+        if self._config.store_device_gib:
+            threading.Thread(target=self.store.keep_moving, name="store-moves", daemon=True).start()
         self._fleet.start()
         await self._server.start()
         for name in ("", SERVICE):
@@ -163,6 +166,7 @@ class Server:
             dtype=self._model.tower.dtype,
             segment_dir=str(config.store_segment_dir),
             on_evict=self._on_evict,
+            prefault=config.store_prefault == "yes",
         )
 
     def _build_pipeline(self) -> Pipeline:

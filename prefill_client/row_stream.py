@@ -1,6 +1,5 @@
 """A Fetch call under way: outcomes as they arrive, and what keeps rows in shared memory in place."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
@@ -8,14 +7,15 @@ import grpc
 import numpy as np
 
 from encoder_contract.errors import EncoderError, InternalError, from_status
-from encoder_contract.framing import checksum
+from encoder_contract.framing import Checksum
 from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.buffers import Buffers
 from prefill_client.images import FetchedRows, RowRequest, element_type
 from prefill_client.segment import map_rows
 
-CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
+_buffers = Buffers()
 _SOURCES = {
     pb.SOURCE_DEVICE: "device",
     pb.SOURCE_HOST: "host",
@@ -56,7 +56,7 @@ class RowStream:
                 raise from_rpc(error, self._endpoint) from error
             if message is grpc.aio.EOF:
                 raise await self._ended_early()
-            outcome = await self._take(message)
+            outcome = self._take(message)
             if outcome is not None:
                 ended += 1
                 yield outcome
@@ -67,7 +67,7 @@ class RowStream:
         details = await self._call.details()
         return from_status((await self._call.code()).value[0], f"{self._endpoint}: {details}")
 
-    async def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
+    def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
         """Return the outcome that `message` completes, if it does."""
         if isinstance(message, tuple):
             index, data = message
@@ -80,7 +80,7 @@ class RowStream:
             self._arriving[index] = _Arriving(self._requests[index], message.ready)
         if not self._arriving[index].complete:
             return None
-        return await self._arriving.pop(index).finish()
+        return self._arriving.pop(index).finish()
 
 
 class _Arriving:
@@ -90,7 +90,8 @@ class _Arriving:
         self._request = request
         self._ready = ready
         self._filled = 0
-        self._buffer = np.empty(0 if ready.HasField("handle") else ready.row_bytes, np.uint8)
+        self._checksum = Checksum()
+        self._buffer = _buffers.take(0 if ready.HasField("handle") else ready.row_bytes)
 
     @property
     def complete(self) -> bool:
@@ -100,16 +101,17 @@ class _Arriving:
         end = self._filled + len(data)
         if end > self._ready.row_bytes:
             raise InternalError(f"image {self._ready.index}: more bytes than its {self._ready.row_bytes}")
+        self._checksum.add(data)
         self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
         self._filled = end
 
-    async def finish(self) -> FetchedRows:
+    def finish(self) -> FetchedRows:
         ready = self._ready
         if ready.HasField("handle"):
             flat = map_rows(Handle.from_message(ready.handle))
         else:
             flat = self._buffer
-            await self._check()
+            self._check()
         element = element_type(ready.dtype)
         return FetchedRows(
             index=ready.index,
@@ -123,14 +125,8 @@ class _Arriving:
             stage_ms=dict(ready.stage_ms),
         )
 
-    async def _check(self) -> None:
-        views = [self._buffer.data]
-        found = (
-            checksum(views)
-            if len(self._buffer) <= CHECKSUM_ON_LOOP_BYTES
-            else await asyncio.to_thread(checksum, views)
-        )
-        if found != self._ready.checksum:
+    def _check(self) -> None:
+        if self._checksum.value != self._ready.checksum:
             raise InternalError(f"the rows of image {self._request.digest.hex()} arrived damaged")
 
 

@@ -31,7 +31,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def config(checkpoint: Path) -> Config:
     """A configuration whose every bound fits a test."""
-    return Config(model=checkpoint, listen="127.0.0.1:0", device="cpu", store_host_gib=0.25, drain_s=5)
+    return Config(
+        model=checkpoint,
+        listen="127.0.0.1:0",
+        device="cpu",
+        store_host_gib=0.25,
+        store_prefault="no",
+        drain_s=5,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,8 @@ class ServerProcess:
                 model,
                 "--store-host-gib",
                 "0.25",
+                "--store-prefault",
+                "no",
                 *listen,
                 *flags,
             ],

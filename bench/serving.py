@@ -1,0 +1,262 @@
+"""The real server on this machine: Submit and hit latency, what serving adds to the bare engine, busy share, lag."""
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.checkpoints import write_checkpoint
+from bench.demo import server
+from bench.images import photo
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import OverloadedError
+from encoder_service.config import Config
+from encoder_service.model import Model, load_model
+from encoder_service.preprocess import to_patches
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+
+Figures = dict[str, float]
+
+SIDE = 256
+BATCH = 8  # images of SIDE x SIDE: what the ratio to the bare engine is taken on
+DEPTH = 27  # full: a shallow tower would flatter or blame the service, whichever is smaller
+
+
+def checkpoint(folder: Path, depth: int = DEPTH) -> Path:
+    """Write a tower of the published width and `depth` blocks, bfloat16, random weights."""
+    return write_checkpoint(folder / "model", vision_only=True, depth=depth)
+
+
+async def latency_section(endpoint: str) -> Figures:
+    """Time a Submit answer for a 720p photo, new and known, and a hit of a small one."""
+    new_ms, known_ms, hit_ms = [], [], []
+    async with await EncoderClient.connect(endpoint) as client:
+        for seed in range(25):
+            file = photo(1280, 720, seed)
+            began = time.perf_counter()
+            await client.submit([file])
+            new_ms.append((time.perf_counter() - began) * 1e3)
+            began = time.perf_counter()
+            (known,) = await client.submit([file])
+            known_ms.append((time.perf_counter() - began) * 1e3)
+        await _fetch(client, [known.digest])
+        for _ in range(200):
+            began = time.perf_counter()
+            await _fetch(client, [known.digest])
+            hit_ms.append((time.perf_counter() - began) * 1e3)
+    return {
+        "submit_new_720p_ms": median(new_ms),
+        "submit_known_720p_ms": median(known_ms),
+        "fetch_hit_ms": median(hit_ms),
+    }
+
+
+async def overhead_section(endpoint: str, model: Model, rounds: int) -> Figures:
+    """Alternate a batch of misses through the server with the same batch through the bare tower, and compare."""
+    served_s, bare_s = [], []
+    async with await EncoderClient.connect(endpoint) as client:
+        for number in range(rounds + 1):
+            files = [photo(SIDE, SIDE, 1000 + number * BATCH + n) for n in range(BATCH)]
+            began = time.perf_counter()
+            await client.submit(files)
+            await _fetch(client, [content_digest(file) for file in files])
+            served_s.append(time.perf_counter() - began)
+            bare_s.append(await asyncio.to_thread(_bare_seconds, model, files))
+    ratios = [served / bare for served, bare in zip(served_s[1:], bare_s[1:], strict=True)]
+    return {
+        "served_batch_ms": median(served_s[1:]) * 1e3,
+        "bare_batch_ms": median(bare_s[1:]) * 1e3,
+        "overhead_ratio": median(ratios),
+    }
+
+
+async def load_section(endpoint: str, metrics_url: str, images: int) -> Figures:
+    """Keep the queue full with `images` and read how busy the device was, and how late the event loop."""
+    before = scrape(metrics_url)
+    async with await EncoderClient.connect(endpoint) as client:
+        files = [photo(SIDE, SIDE, 5000 + n) for n in range(images)]
+        began = time.perf_counter()
+        await asyncio.gather(*(_request(client, files[n : n + 4]) for n in range(0, images, 4)))
+        seconds = time.perf_counter() - began
+    after = scrape(metrics_url)
+    busy = after["encsvc_device_busy_seconds_total"] - before["encsvc_device_busy_seconds_total"]
+    starved = after["encsvc_device_starved_seconds_total"] - before["encsvc_device_starved_seconds_total"]
+    return {
+        "busy_fraction": busy / (busy + starved),
+        "busy_share_of_wall": busy / seconds,
+        "loop_lag_p99_ms": lag_quantile(before, after, 0.99) * 1e3,
+        "images_per_s": images / seconds,
+    }
+
+
+async def overload_section(endpoint: str, metrics_url: str, seconds: float) -> Figures:
+    """Offer ten times what the server can do; count outcomes, compare the admitted ones' p99 with that at 80 % load."""
+    rate = await _capacity(endpoint)
+    calm = await _offer(endpoint, 0.8 * rate, seconds / 2, 20_000)
+    before = scrape(metrics_url)["process_resident_memory_bytes"]
+    storm = await _offer(endpoint, 10 * rate, seconds, 40_000)
+    after = scrape(metrics_url)["process_resident_memory_bytes"]
+    return {
+        "capacity_images_per_s": rate,
+        "overload_rows": len(storm.seconds),
+        "overload_refused": storm.refused,
+        "overload_other": storm.other,
+        "overload_p99_over_calm": _p99(storm.seconds) / _p99(calm.seconds),
+        "overload_memory_growth_mib": (after - before) / 2**20,
+    }
+
+
+class Offered:
+    """What became of the images of an open load."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.refused = 0
+        self.other = 0
+
+
+async def _offer(endpoint: str, images_per_s: float, seconds: float, first_seed: int) -> Offered:
+    """Offer images at random moments, each once and without the client's patience: a refusal is an outcome."""
+    outcome = Offered()
+    spread = random.Random(first_seed)
+    count = int(images_per_s * seconds)
+    # Files that differ in their last bytes only: making a photo takes longer than refusing it.
+    base = photo(SIDE, SIDE, first_seed)
+    files = [base[:-2] + n.to_bytes(4, "big") + base[-2:] for n in range(count)]
+    async with await EncoderClient.connect(endpoint) as client:
+
+        async def one(file: bytes) -> None:
+            began = time.perf_counter()
+            (submitted,) = await client.submit([file], timeout_s=0.001 + 30)
+            if submitted.error is not None:
+                outcome.refused += isinstance(submitted.error, OverloadedError)
+                outcome.other += not isinstance(submitted.error, OverloadedError)
+                return
+            async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
+                async for rows in stream:
+                    if rows.error is None:
+                        outcome.seconds.append(time.perf_counter() - began)
+                    elif isinstance(rows.error, OverloadedError):
+                        outcome.refused += 1
+                    else:
+                        outcome.other += 1
+
+        tasks = []
+        for file in files:
+            tasks.append(asyncio.create_task(one(file)))
+            await asyncio.sleep(spread.expovariate(images_per_s))
+        await asyncio.gather(*tasks)
+    return outcome
+
+
+async def _capacity(endpoint: str) -> float:
+    files = [photo(SIDE, SIDE, 9000 + n) for n in range(16)]
+    async with await EncoderClient.connect(endpoint) as client:
+        began = time.perf_counter()
+        await _request(client, files)
+        return len(files) / (time.perf_counter() - began)
+
+
+async def _request(client: EncoderClient, files: Sequence[bytes]) -> None:
+    await client.submit(files)
+    await _fetch(client, [content_digest(file) for file in files])
+
+
+async def _fetch(client: EncoderClient, digests: Sequence[bytes]) -> None:
+    async with client.fetch([RowRequest(digest) for digest in digests]) as stream:
+        async for rows in stream:
+            if rows.error is not None:
+                raise rows.error
+
+
+def _bare_seconds(model: Model, files: Sequence[bytes]) -> float:
+    pixels = [p for p in model.decoder.decode(files) if isinstance(p, torch.Tensor)]
+    grids = [model.processor.geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
+    patches = to_patches(pixels, grids, model.processor.geometry)
+    began = time.perf_counter()
+    model.tower.encode(patches, grids)
+    return time.perf_counter() - began
+
+
+def scrape(metrics_url: str) -> dict[str, float]:
+    """Return every unlabelled sample and the lag histogram's buckets, by name."""
+    with urllib.request.urlopen(metrics_url.rstrip("/") + "/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name + (f"<{sample.labels['le']}" if set(sample.labels) == {"le"} else "")
+            if not sample.labels or "<" in name:
+                samples[name] = sample.value
+    return samples
+
+
+def lag_quantile(before: dict[str, float], after: dict[str, float], share: float) -> float:
+    """Return the upper edge of the bucket in which the quantile of the loop's lag lies, seconds."""
+    prefix = "encsvc_event_loop_lag_seconds_bucket<"
+    counts = {float(k.removeprefix(prefix)): v - before[k] for k, v in after.items() if k.startswith(prefix)}
+    total = max(counts.values())
+    return min(edge for edge, count in counts.items() if count >= share * total)
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return quantiles(seconds, n=100)[98] if len(seconds) > 1 else float("nan")
+
+
+def server_section(rounds: int = 7, images: int = 96, overload_s: float = 60.0) -> Figures:
+    """Run everything here, print it as a table, and return the figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(measure(Path(folder), rounds=rounds, images=images, overload_s=overload_s))
+    print(
+        f"\nA real server on this machine ({torch.get_num_threads()} threads, {DEPTH} blocks, {SIDE}x{SIDE} images)"
+    )
+    for name, value in figures.items():
+        print(f"{name:<28} {value:10.3f}")
+    return figures
+
+
+async def measure(folder: Path, *, rounds: int, images: int, overload_s: float) -> Figures:
+    """Run all sections against one server process, the overload against one with a shallow tower."""
+    path = checkpoint(folder)
+    model = load_model(Config(model=path, device="cpu"))
+    figures: Figures = {}
+    batch = BATCH * (SIDE // 16) ** 2
+    with server(path, folder / "server.log", batch_patches=batch) as (endpoint, metrics_url):
+        figures |= await overhead_section(endpoint, model, rounds)
+        figures |= await load_section(endpoint, metrics_url, images)
+    small = checkpoint(folder / "small", depth=4)
+    with server(small, folder / "small.log", batch_patches=batch) as (endpoint, _):
+        figures |= await latency_section(endpoint)
+    if overload_s:
+        with server(small, folder / "small.log", batch_patches=batch) as (endpoint, metrics_url):
+            figures |= await overload_section(endpoint, metrics_url, overload_s)
+    return figures
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--rounds", type=int, default=7, help="batches through server and bare engine each")
+    parser.add_argument("--images", type=int, default=96, help="images of the full load")
+    parser.add_argument(
+        "--overload-s", type=float, default=60.0, help="seconds of ten times overload; 0: none"
+    )
+    arguments = parser.parse_args()
+    figures = server_section(arguments.rounds, arguments.images, arguments.overload_s)
+    if arguments.json:
+        print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

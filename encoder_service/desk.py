@@ -92,7 +92,7 @@ class Desk:
             if work is None:
                 return None
             self._turn.notify_all()
-            return self._jobs.pop(work.address)
+            return self._jobs.pop(work.address, None)  # None: it ended when the desk closed
 
     def finish(self, job: Job) -> None:
         """Forget a job that has its outcome."""

@@ -1,0 +1,261 @@
+"""The pipeline's threads over the real rooms: order, overlap, departures, culprits, and a loop that stays free."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.images import photo
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import AbandonedError, EncoderError, InternalError, OverloadedError
+from encoder_contract.geometry import Grid
+from encoder_contract.header import read_header
+from encoder_service.model import Model
+from encoder_service.pipeline import Pipeline, Stages
+from encoder_service.preprocess import to_patches
+from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.store import Pin, Store
+
+Encode = Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
+
+
+@dataclass
+class Bench:
+    """A pipeline, what it runs on, and what happened."""
+
+    pipeline: Pipeline
+    store: Store
+    model: Model
+    ended: dict[bytes, EncoderError | None] = field(default_factory=dict)
+
+    def submit(self, image: bytes, claim: Claim) -> tuple[bytes, object]:
+        """Queue an image under its digest; return address and job."""
+        header = read_header(image)
+        grid = self.model.processor.geometry.grid(*header.upright)
+        address = content_digest(image)
+        return address, self.pipeline.submit(address, image, header.upright, grid, claim)
+
+    async def rows(self, image: bytes, claim: Claim) -> Pin:
+        """Queue an image and wait for it."""
+        _, job = self.submit(image, claim)
+        return await self.pipeline.wait(job, claim)  # type: ignore[arg-type]
+
+
+def demanded(request: str = "r") -> Claim:
+    return Claim(request, f"client of {request}", demanded=True)
+
+
+@asynccontextmanager
+async def running(
+    model: Model,
+    encode: Encode | None = None,
+    *,
+    batch_patches: int = 4096,
+    limits: Limits | None = None,
+    **store: int,
+) -> AsyncIterator[Bench]:
+    width = model.tower.spec.width
+    options = {"host_bytes": 32 << 20, **store}
+    kept = Store(width=width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
+    limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
+    ended: dict[bytes, EncoderError | None] = {}
+    pipeline = Pipeline(
+        Scheduler(limits, max_ahead_patches=2 * batch_patches, max_ahead_images=64),
+        Stages(
+            decode=model.decoder.decode,
+            to_patches=partial(to_patches, geometry=model.processor.geometry),
+            encode=encode or model.tower.encode,
+            put=kept.put,
+            pin=kept.pin,
+        ),
+        loop=asyncio.get_running_loop(),
+        batch_patches=batch_patches,
+        on_end=ended.__setitem__,
+    )
+    pipeline.start()
+    try:
+        yield Bench(pipeline, kept, model, ended)
+    finally:
+        await pipeline.stop()
+        kept.close()
+
+
+class Gate:
+    """The real tower behind a gate; remembers the grids of every batch it was given."""
+
+    def __init__(self, model: Model) -> None:
+        self._encode = model.tower.encode
+        self.open = threading.Event()
+        self.batches: list[list[Grid]] = []
+
+    def encode(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """Note the batch, wait for the gate, encode."""
+        self.batches.append(list(grids))
+        assert self.open.wait(20)
+        return self._encode(patches, grids)
+
+    async def reached(self, batches: int) -> None:
+        """Wait until so many batches have come."""
+        async with asyncio.timeout(20):
+            while len(self.batches) < batches:
+                await asyncio.sleep(0.005)
+
+
+async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:
+    culprit = model.processor.geometry.grid(384, 256)
+
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        if culprit in grids:
+            raise RuntimeError("this image breaks the tower")
+        return model.tower.encode(patches, grids)
+
+    images = [photo(256, 320, n) for n in range(8)]
+    images[3] = photo(384, 256, 3)
+    async with running(model, encode) as bench:
+        results = await asyncio.gather(
+            *(bench.rows(image, demanded(str(n))) for n, image in enumerate(images)), return_exceptions=True
+        )
+    assert isinstance(results[3], InternalError)
+    assert all(isinstance(result, Pin) for n, result in enumerate(results) if n != 3)
+
+
+async def test_the_next_image_is_decoded_while_the_vit_is_busy(model: Model) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        waiting = [asyncio.create_task(bench.rows(photo(256, 256 + n, n), demanded())) for n in range(4)]
+        await gate.reached(1)
+        async with asyncio.timeout(20):
+            while sum(bench.pipeline.snapshot().images[state, True] for state in _prepared()) < 2:
+                await asyncio.sleep(0.005)
+        assert len(gate.batches) == 1, "the first batch is still in the tower"
+        gate.open.set()
+        for task in waiting:
+            (await task).release()
+
+
+def _prepared() -> list[object]:
+    from encoder_service.scheduler import State
+
+    return [State.PREPARED]
+
+
+async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_them(model: Model) -> None:
+    gate = Gate(model)
+    speculative = [photo(256, 256 + 32 * n, n) for n in range(4)]
+    urgent = photo(416, 256, 9)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        for n, image in enumerate(speculative):
+            bench.submit(image, Claim(f"s{n}", "test"))
+        await gate.reached(1)
+        waiting = asyncio.create_task(bench.rows(urgent, demanded("u")))
+        promoted = asyncio.create_task(bench.rows(speculative[3], demanded("p")))
+        await asyncio.sleep(0.1)
+        gate.open.set()
+        (await waiting).release()
+        (await promoted).release()
+        await gate.reached(5)
+    of = model.processor.geometry.grid
+    order = [grids[0] for grids in gate.batches]
+    assert order[0] == of(256, 256)
+    wanted = {order.index(of(416, 256)), order.index(of(256, 352))}
+    assert max(wanted) < min(order.index(of(256, 288)), order.index(of(256, 320)))
+
+
+async def test_the_first_waiters_cancel_leaves_the_others_and_the_last_ones_drops_the_work(
+    model: Model,
+) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        blocker = asyncio.create_task(bench.rows(photo(256, 256, 0), demanded("b")))
+        await gate.reached(1)
+        shared, lonely = photo(256, 320, 1), photo(320, 256, 2)
+        first = asyncio.create_task(bench.rows(shared, demanded("1")))
+        second = asyncio.create_task(bench.rows(shared, demanded("2")))
+        alone = asyncio.create_task(bench.rows(lonely, demanded("3")))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        alone.cancel()
+        await asyncio.gather(first, alone, return_exceptions=True)
+        assert bench.pipeline.queued_images == 2
+        assert isinstance(bench.ended[content_digest(lonely)], AbandonedError)
+        gate.open.set()
+        (await second).release()
+        (await blocker).release()
+    encoded = [grid for grids in gate.batches for grid in grids]
+    assert model.processor.geometry.grid(320, 256) not in encoded
+
+
+async def test_a_store_that_stays_full_of_pins_says_so_in_time(model: Model) -> None:
+    async with running(model, host_bytes=600_000) as bench:
+        held: list[Pin] = []
+
+        async def hold_all() -> None:
+            for n in range(50):
+                held.append(await bench.rows(photo(256, 256, n), demanded(str(n))))
+
+        with pytest.raises(OverloadedError):
+            await hold_all()
+        assert held
+        for pin in held:
+            pin.release()
+        (await bench.rows(photo(256, 256, 99), demanded("again"))).release()
+
+
+async def test_a_full_queue_refuses_with_a_hint_and_goes_on(model: Model) -> None:
+    gate = Gate(model)
+    limits = Limits(images=3, patches=10**6, source_bytes=1 << 30, claims=100, client_share=0.99)
+    async with running(model, gate.encode, limits=limits) as bench:
+        bench.submit(photo(64, 64, 0), demanded("0"))
+        for n in (1, 2):
+            bench.submit(photo(64, 64, n), demanded(str(n)))
+        with pytest.raises(OverloadedError) as refused:
+            bench.submit(photo(64, 64, 3), demanded("3"))
+        assert refused.value.retry_after_ms > 0
+        gate.open.set()
+        async with asyncio.timeout(20):
+            while bench.pipeline.queued_images:
+                await asyncio.sleep(0.01)
+        (await bench.rows(photo(64, 64, 9), demanded("9"))).release()
+
+
+async def test_the_event_loop_stays_free_while_the_tower_works(model: Model) -> None:
+    def heavy(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        until = time.monotonic() + 0.5
+        square = torch.randn(1024, 1024)
+        while time.monotonic() < until:
+            square @ square
+        return model.tower.encode(patches, grids)
+
+    async with running(model, heavy) as bench:
+        waiting = [asyncio.create_task(bench.rows(photo(400, 300 + n, n), demanded())) for n in range(3)]
+        lags: list[float] = []
+        while not all(task.done() for task in waiting):
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            lags.append(time.monotonic() - began - 0.005)
+        for task in waiting:
+            task.result().release()
+    assert len(lags) > 20
+    # Half of what a loop that runs one batch itself would show; the median says that it is free.
+    assert sorted(lags)[len(lags) // 2] < 0.02
+    assert max(lags) < 0.25
+
+
+async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        waiting = [asyncio.create_task(bench.rows(photo(256, 256 + 32 * n, n), demanded())) for n in range(3)]
+        await gate.reached(1)
+        gate.open.set()
+        await bench.pipeline.stop()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        for result in results:
+            assert isinstance(result, (Pin, EncoderError)), result
+        assert isinstance(results[0], Pin)

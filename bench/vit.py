@@ -1,8 +1,9 @@
 """How fast and how exact the vision towers are: ours, `transformers`, and the floor of our own products and attention.
 
 Same weights, same threads, alternating in one run after warm-up; full depth, seeded random weights. The floor of a
-forward is every product and attention call it makes, replayed one by one on the same tensors and timed alone, its
-fused epilogue left out; each is counted with its best time, as are the forwards.
+forward is every product and attention call it makes, replayed one by one on the same tensors and timed alone; each
+counts with its best time, as do the forwards. Our products carry their activation or residual sum as an epilogue;
+the bare floor leaves those out, so what they cost shows there.
 """
 
 import argparse
@@ -55,6 +56,7 @@ class Timing:
     ours: float
     theirs: float
     floor: float
+    bare_floor: float
     their_floor: float
     flop: int
     our_peak_bytes: int
@@ -63,11 +65,11 @@ class Timing:
     def row(self, name: str, peak: float) -> str:
         """One line of the table."""
         rate = self.flop / self.ours
-        return (
-            f"{name:>12} {self.ours * 1e3:9.0f} {self.theirs * 1e3:9.0f} {self.theirs / self.ours:7.2f}"
-            f" {self.ours / self.floor:7.3f} {self.theirs / self.their_floor:9.3f} {rate / 1e12:8.2f}"
-            f" {rate / peak:7.0%} {self.our_peak_bytes / 2**20:8.0f} {self.their_peak_bytes / 2**20:8.0f}"
-        )
+        over = self.ours / self.floor, self.ours / self.bare_floor, self.theirs / self.their_floor
+        times = f"{name:>12} {self.ours * 1e3:8.0f} {self.theirs * 1e3:8.0f} {self.theirs / self.ours:6.2f}"
+        floors = "{:7.3f} {:7.3f} {:7.3f}".format(*over)
+        memory = f"{self.our_peak_bytes / 2**20:6.0f} {self.their_peak_bytes / 2**20:7.0f}"
+        return f"{times} {floors} {rate / 1e12:8.2f} {rate / peak:8.0%} {memory}"
 
 
 @dataclass
@@ -86,17 +88,19 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], object]] = []
+        self.bare: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and keep it if it counts."""
         name, given = str(func), kwargs or {}
         if "_linear_pointwise" in name:
-            # Without its epilogue: (x, [residual,] weight, bias, ...).
             x, weight, bias = (args[0], *args[2:4]) if "binary" in name else args[:3]
             plain = torch.ops.mkldnn._linear_pointwise.default
-            self.calls.append(lambda: plain(x, weight, bias, "none", [], ""))
+            self.calls.append(lambda: func(*args))
+            self.bare.append(lambda: plain(x, weight, bias, "none", [], ""))
         elif any(part in name for part in ("aten.linear", "aten.addmm", "aten.mm", "attention")):
             self.calls.append(lambda: func(*args, **given))
+            self.bare.append(self.calls[-1])
         return func(*args, **given)
 
 
@@ -108,6 +112,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="alternations; the best of each counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--busy", action="store_true", help="for a machine others use: one thread, its own CPU time"
+    )
     parser.add_argument(
         "--json", action="store_true", help="accepted for symmetry: the last line always is JSON"
     )
@@ -126,20 +133,22 @@ def main() -> None:
     header = (
         "case",
         "ours ms",
-        "theirs ms",
+        "theirs",
         "ratio",
         "/floor",
-        "their/flo",
+        "/bare",
+        "theirs",
         "TFLOP/s",
         "of peak",
-        "ours MB",
+        "MB",
         "theirs",
     )
-    print("{:>12} {:>9} {:>9} {:>7} {:>7} {:>9} {:>8} {:>7} {:>8} {:>8}".format(*header))
+    print("{:>12} {:>8} {:>8} {:>6} {:>7} {:>7} {:>7} {:>8} {:>8} {:>6} {:>7}".format(*header))
     for name in options.cases:
         timing = measure(tower, reference, case_grids(tower, name), options.rounds)
         print(timing.row(name, peak), flush=True)
         result[f"over_floor_{name}"] = timing.ours / timing.floor
+        result[f"over_bare_floor_{name}"] = timing.ours / timing.bare_floor
         result[f"ratio_{name}"] = timing.theirs / timing.ours
         result["cases"][name] = vars(timing)
     print_stages(tower, reference, case_grids(tower, "720p"))
@@ -183,29 +192,32 @@ def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], roun
         reference.forward(pixels, shape)
 
     our_peak, their_peak = peak_bytes(ours), peak_bytes(theirs)  # which warms both up
-    our_calls, their_calls = record(ours), record(theirs)
-    best, their_best = [float("inf")] * len(our_calls), [float("inf")] * len(their_calls)
-    fastest = slowest = float("inf")
+    with Calls() as recorded:
+        ours()
+    with Calls() as their_recorded:
+        theirs()
+    floors = [Floor(calls) for calls in (recorded.calls, recorded.bare, their_recorded.calls)]
+    fastest = their_fastest = float("inf")
     for _ in range(rounds):
         fastest = min(fastest, seconds(ours))
-        slowest = min(slowest, seconds(theirs))
-        best = replay(our_calls, best)
-        their_best = replay(their_calls, their_best)
+        their_fastest = min(their_fastest, seconds(theirs))
+        for floor in floors:
+            floor.replay()
     flop = sum(flops(tower.spec, grid) for grid in grids)
-    return Timing(fastest, slowest, sum(best), sum(their_best), flop, our_peak, their_peak)
+    return Timing(fastest, their_fastest, *(sum(floor.best) for floor in floors), flop, our_peak, their_peak)
 
 
-def record(forward: Callable[[], None]) -> list[Callable[[], object]]:
-    """The products and attention calls of one forward."""
-    with Calls() as mode:
-        forward()
-    return mode.calls
+class Floor:
+    """Calls timed alone, each with its best time over all replays."""
 
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self.calls = calls
+        self.best = [float("inf")] * len(calls)
 
-@torch.inference_mode()
-def replay(calls: Sequence[Callable[[], object]], best: Sequence[float]) -> list[float]:
-    """Time each call alone and keep its best."""
-    return [min(known, seconds(call)) for call, known in zip(calls, best, strict=True)]
+    @torch.inference_mode()
+    def replay(self) -> None:
+        """Time each call once more."""
+        self.best = [min(best, seconds(call)) for call, best in zip(self.calls, self.best, strict=True)]
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -9,17 +9,11 @@ from functools import partial
 from time import time_ns
 from uuid import uuid4
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-
 from encoder_contract.errors import EncoderError, ModelMismatchError
-from encoder_contract.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from encoder_contract.version import __version__
-from encoder_service.admin import SERVICE as ADMIN_SERVICE
 from encoder_service.admin import AdminService
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.description import MAX_MESSAGE_BYTES, describe, facts, reachable
+from encoder_service.description import describe, facts, reachable
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat
 from encoder_service.fleet import Fleet
@@ -27,6 +21,7 @@ from encoder_service.index import Fleet as MemoryFleet
 from encoder_service.index import Index, IndexState, MemoryIndex, RedisIndex, RedisSettings, Replica, Tier
 from encoder_service.index import Watchers as IndexWatchers
 from encoder_service.index import namespace as index_namespace
+from encoder_service.listener import Listener
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.model import Model
@@ -42,7 +37,7 @@ from encoder_service.readings import (
 )
 from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Limits, Scheduler
-from encoder_service.service import SERVICE, Edge, EncoderService, generic_handler
+from encoder_service.service import Edge, EncoderService
 from encoder_service.sources import Sources
 from encoder_service.store import Store, TierName
 from encoder_service.vision import flops
@@ -55,13 +50,6 @@ LOST_DEVICE = 70  # exit code: the orchestrator starts a fresh process
 MAX_AHEAD_IMAGES = 64
 # Claims cost memory but no device time: joining is free until here, for each image that may be queued.
 CLAIMS_PER_IMAGE = 16
-# The keepalive pings of clients that want to notice a silent server within two seconds.
-SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not two servers that share it
-)
 
 
 class Server:
@@ -75,7 +63,7 @@ class Server:
         self._stop = asyncio.Event()
         self._lost_device = False
         self.replica_id = uuid4().hex[:12]
-        self.port = 0
+        self.endpoint = ""  # host:port or unix:path, once it listens
         self.metrics = Metrics(partial(flops, model.tower.spec))
         self.store = self._build_store()
         self._sources = Sources(int(config.source_gib * GIB), config.source_ttl_s)
@@ -107,17 +95,10 @@ class Server:
 
     async def start(self) -> None:
         """Listen, join the fleet, begin. Raises `ConfigError` when a port or the index cannot be had."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((generic_handler(self.service),))
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         operator = AdminService(self.store, self._sources, self.pipeline)
-        add_AdminServiceServicer_to_server(operator, self._server)
-        reflection.enable_server_reflection(
-            (SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
         try:
-            self.port = self._listen(self._server)
+            self._listener = Listener(self._config.listen, self.service, operator)
+            self.endpoint = self._listener.endpoint
             self.watch = Watch(
                 self._config.metrics_listen,
                 self.metrics,
@@ -135,17 +116,14 @@ class Server:
         if self._config.store_device_gib:
             threading.Thread(target=self.store.keep_moving, name="store-moves", daemon=True).start()
         self._fleet.start()
-        await self._server.start()
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._listener.start()
 
     async def drain(self) -> None:
         """Leave the index, refuse new calls, let running ones end (at most `drain_s`), give everything back."""
         log.info("draining: new calls are refused, running ones have %g s", self._config.drain_s)
         self.service.draining = True
         await self.index.leave()
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(self._config.drain_s)
+        await self._listener.stop(self._config.drain_s)
         await self.pipeline.stop()
         await self._fleet.stop()
         await self.index.close()
@@ -239,14 +217,6 @@ class Server:
         )
         return EncoderService(encoder, edge, self.metrics)
 
-    def _listen(self, server: grpc.aio.Server) -> int:
-        try:
-            return server.add_insecure_port(self._config.listen)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{flag('listen')} {self._config.listen}: the address is taken or not ours; port 0 takes a free one"
-            ) from error
-
     async def _join_fleet(self) -> None:
         recipe = self._model.recipe
         advertised = self._config.advertise or reachable(self.endpoint)
@@ -316,9 +286,3 @@ class Server:
 
     def _facts(self) -> dict[str, str]:
         return {**facts(self._config, self._model, self.replica_id), "listening": self.endpoint}
-
-    @property
-    def endpoint(self) -> str:
-        """Where this server is reached: host:port or unix:path."""
-        listen = self._config.listen
-        return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{self.port}"

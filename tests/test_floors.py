@@ -14,6 +14,7 @@ FLOORS = [
     ["cli"],
     ["top", "operator_client"],
     ["server"],
+    ["listener"],
     ["service", "admin", "description", "watch", "readings", "scrape"],
     ["submitting", "fetching"],
     ["wire", "calls", "peers", "model"],
@@ -38,7 +39,7 @@ FLOORS = [
 # Library -> the only places that may import it.
 FENCES = {
     "grpc": {
-        "encoder_service/server",
+        "encoder_service/listener",
         "encoder_service/service",
         "encoder_service/wire",
         "encoder_service/peers",
@@ -46,7 +47,7 @@ FENCES = {
         "encoder_service/operator_client",
         "prefill_client/",
     },
-    "grpc_health": {"encoder_service/server", "prefill_client/"},
+    "grpc_health": {"encoder_service/listener", "prefill_client/"},
     "redis": {"encoder_service/index/"},
     "transformers": {"prefill_client/reference/"},
     "prometheus_client": {

@@ -82,7 +82,12 @@ class Config:
     max_queued_gib: float = knob(
         1.0, help="image bytes waiting to be encoded, GiB; over it RESOURCE_EXHAUSTED"
     )
-    max_client_share: float = knob(0.5, help="share of the queue that one client may fill while others exist")
+    max_queue_s: float = knob(
+        30.0, help="seconds the queue may take at the measured rate; over it RESOURCE_EXHAUSTED"
+    )
+    max_client_share: float = knob(
+        0.75, help="share of the queue that one client may fill while others exist"
+    )
     max_grace_ms: int = knob(30_000, help="longest time a Fetch may wait for an image nobody submitted yet")
     drain_s: float = knob(30.0, help="seconds that running work is given after SIGTERM")
     device_peak_tflops: float = knob(
@@ -105,6 +110,7 @@ class Config:
             "max_queued_images",
             "max_queued_patches",
             "max_queued_gib",
+            "max_queue_s",
             "store_host_gib",
             "source_ttl_s",
         ):

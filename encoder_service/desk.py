@@ -33,7 +33,13 @@ class Job:
     patches: Tensor | None = None
     patches_ready: "torch.cuda.Event | None" = None
     stage_ms: dict[str, float] = field(default_factory=dict)
+    stage_began_s: dict[str, float] = field(default_factory=dict)  # on time.monotonic's clock
     waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
+
+    def stage(self, name: str, began_s: float, ended_s: float) -> None:
+        """Note when a stage of this image began and how long it took."""
+        self.stage_began_s[name] = began_s
+        self.stage_ms[name] = (ended_s - began_s) * 1000
 
 
 class Desk:
@@ -91,6 +97,8 @@ class Desk:
             work = self._scheduler.withdraw(claim)
             if work is None:
                 return None
+            if not self._scheduler.waiting_images:
+                self._idle_since = None
             self._turn.notify_all()
             return self._jobs.pop(work.address, None)  # None: it ended when the desk closed
 
@@ -132,7 +140,7 @@ class Desk:
         """Wait for the next batch; return it, and for how long the device waited although images were queued."""
         with self._turn:
             self._device_waits = True
-            self._idle_since = monotonic() if self._jobs else None
+            self._idle_since = monotonic() if self._scheduler.waiting_images else None
             jobs = self._take(lambda scheduler, now: scheduler.next_batch(now, budget_patches))
             self._device_waits = False
             starved_s = monotonic() - self._idle_since if self._idle_since is not None else 0.0

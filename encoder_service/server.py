@@ -74,6 +74,7 @@ class Server:
             source_bytes=int(config.max_queued_gib * GIB),
             claims=CLAIMS_PER_IMAGE * config.max_queued_images,
             client_share=config.max_client_share,
+            seconds=config.max_queue_s,
         )
         self.pipeline = self._build_pipeline()
         self.index = self._build_index()

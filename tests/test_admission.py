@@ -54,6 +54,24 @@ def test_a_refusal_keeps_nothing_and_a_place_that_is_given_back_can_be_taken():
     assert scheduler.admit(refused, b"other", 10, 100, 0.0)
 
 
+def test_a_queue_that_would_take_too_long_refuses_and_an_empty_one_takes_anything():
+    scheduler = make(seconds=2.0)
+    first = admit(scheduler, 0, patches=100)
+    scheduler.prepared(scheduler.next_to_prepare(0.0, 1000, 1)[0], 0.0)
+    scheduler.done(scheduler.next_batch(0.0, 1000), 1.0)  # a hundred patches a second
+    assert first.work is None
+    admit(scheduler, 1, client="a", patches=150)
+    with pytest.raises(OverloadedError, match="longer than 2 s") as refused:
+        admit(scheduler, 2, client="b", patches=60)
+    assert refused.value.retry_after_ms > 0
+    admit(scheduler, 3, client="b", patches=40)
+    alone = make(seconds=2.0)
+    admit(alone, 0, patches=100)
+    alone.prepared(alone.next_to_prepare(0.0, 1000, 1)[0], 0.0)
+    alone.done(alone.next_batch(0.0, 1000), 1.0)
+    admit(alone, 1, patches=900)
+
+
 def test_an_image_that_could_never_fit_is_refused_for_good():
     with pytest.raises(ImageLimitError, match="10001 patches"):
         admit(make(), 0, patches=10_001)

@@ -25,9 +25,12 @@ class Limits:
     # What one client alone may fill of each of the first three; with others there, each client may hold
     # share / (1 - share) times what is still free: the greedy end up equal, and a part stays free.
     client_share: float = 0.75
+    # How long the queue may take to drain at the measured rate. The bound that keeps waits short whatever the
+    # hardware; an empty queue takes any image.
+    seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        if min(self.images, self.patches, self.source_bytes, self.claims) < 1:
+        if min(self.images, self.patches, self.source_bytes, self.claims) < 1 or self.seconds <= 0:
             raise ValueError(f"every limit must be positive: {self}")
         if not 0 < self.client_share < 1:
             raise ValueError(f"client_share must lie between 0 and 1, and is {self.client_share}")
@@ -60,6 +63,9 @@ class Admission:
                 raise self.refusal(f"the queue is full: {limit} {name}", patches_per_s)
             if mine.images and getattr(mine, name) + want > self._share(free - want):
                 raise self.refusal(f"this client's share of the queue is full ({name})", patches_per_s)
+        patches = self.held.patches + work.patches
+        if self.held.images and patches_per_s and patches / patches_per_s > self.limits.seconds:
+            raise self.refusal(f"the queue would take longer than {self.limits.seconds:g} s", patches_per_s)
         self.held.add(work)
         self._clients.setdefault(work.client_id, mine).add(work)
 

@@ -186,6 +186,12 @@ class Scheduler:
         """The measured rate of the device; 0 before the first batch."""
         return self._rate.patches_per_s
 
+    @property
+    def waiting_images(self) -> int:
+        """Images that the device has yet to begin."""
+        begun = (State.ENCODING, State.GONE)
+        return sum(amount.images for key, amount in self._book.amounts.items() if key[0] not in begun)
+
     def snapshot(self) -> Snapshot:
         """Return the counts of this moment."""
         held = {key: amount for key, amount in self._book.amounts.items() if key[0] is not State.GONE}

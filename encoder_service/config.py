@@ -53,6 +53,12 @@ class Config:
         "auto", help="element type of weights and rows; auto takes the checkpoint's"
     )
     attention: str = knob("auto", help="attention backend; auto takes the fastest that is installed")
+    batch_invariant: Literal["no", "yes"] = knob(
+        "no",
+        help="on CUDA, run every image alone, so that its rows never depend, to the bit, on its neighbours; the CPU "
+        "always does",
+    )
+    cuda_graphs: Literal["yes", "no"] = knob("yes", help="capture CUDA graphs at start; no starts faster")
     decoder: Literal["auto", "dali", "pillow"] = knob(
         "auto", help="image decoder; auto takes DALI where installed"
     )

@@ -38,6 +38,8 @@ def load_model(config: Config) -> Model:
             processor=processor,
             attention=config.attention,
             batch_patches=config.batch_patches,
+            batch_invariant=config.batch_invariant == "yes",
+            graphs=config.cuda_graphs == "yes",
         )
         fingerprint = model_fingerprint(config.model)
         decoder = Decoder(

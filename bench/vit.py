@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.checkpoints import write_checkpoint
+from bench.floor import Calls, Floor, clock, seconds
 from bench.reference_tower import ReferenceTower, random_patches, row_errors
 from encoder_contract.geometry import Grid
 from encoder_service.processor import ProcessorSettings
@@ -70,38 +70,6 @@ class Timing:
         floors = "{:7.3f} {:7.3f} {:7.3f}".format(*over)
         memory = f"{self.our_peak_bytes / 2**20:6.0f} {self.their_peak_bytes / 2**20:7.0f}"
         return f"{times} {floors} {rate / 1e12:8.2f} {rate / peak:8.0%} {memory}"
-
-
-@dataclass
-class Clock:
-    """What time is measured with: the wall, unless the machine is busy with others' work."""
-
-    now: Callable[[], float] = time.perf_counter
-
-
-clock = Clock()
-
-
-class Calls(TorchDispatchMode):
-    """Records the products and attention calls of a forward, with their tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Callable[[], object]] = []
-        self.bare: list[Callable[[], object]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and keep it if it counts."""
-        name, given = str(func), kwargs or {}
-        if "_linear_pointwise" in name:
-            x, weight, bias = (args[0], *args[2:4]) if "binary" in name else args[:3]
-            plain = torch.ops.mkldnn._linear_pointwise.default
-            self.calls.append(lambda: func(*args))
-            self.bare.append(lambda: plain(x, weight, bias, "none", [], ""))
-        elif any(part in name for part in ("aten.linear", "aten.addmm", "aten.mm", "attention")):
-            self.calls.append(lambda: func(*args, **given))
-            self.bare.append(self.calls[-1])
-        return func(*args, **given)
 
 
 def main() -> None:
@@ -205,26 +173,6 @@ def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], roun
             floor.replay()
     flop = sum(flops(tower.spec, grid) for grid in grids)
     return Timing(fastest, their_fastest, *(sum(floor.best) for floor in floors), flop, our_peak, their_peak)
-
-
-class Floor:
-    """Calls timed alone, each with its best time over all replays."""
-
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
-        self.calls = calls
-        self.best = [float("inf")] * len(calls)
-
-    @torch.inference_mode()
-    def replay(self) -> None:
-        """Time each call once more."""
-        self.best = [min(best, seconds(call)) for call, best in zip(self.calls, self.best, strict=True)]
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    started = clock.now()
-    call()
-    return clock.now() - started
 
 
 def peak_bytes(call: Callable[[], None]) -> int:

@@ -245,7 +245,9 @@ def test_static_inputs_padded_to_a_budget_give_the_same_rows_batch_after_batch(f
     tower = load(folders[model_type])
     with torch.inference_mode():
         static = StaticBatch(
-            dataclasses.replace(tower._layout([Grid(1, 4, 4)]), tile=0, projected=None), Budget(1024, 8, 512), tower.spec
+            dataclasses.replace(tower._layout([Grid(1, 4, 4)]), tile=0, projected=None),
+            Budget(1024, 8, 512),
+            tower.spec,
         )
         for seed, grids in enumerate(
             ([Grid(1, 20, 20), Grid(1, 8, 8)], [Grid(1, 16, 16)], [Grid(1, 22, 18)])

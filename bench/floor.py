@@ -1,0 +1,61 @@
+"""The floor under a forward: every product and attention call it makes, recorded, then timed alone."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass
+class Clock:
+    """What time is measured with: the wall, unless the machine is busy with others' work."""
+
+    now: Callable[[], float] = time.perf_counter
+
+
+clock = Clock()
+
+
+class Calls(TorchDispatchMode):
+    """Records the products and attention calls of a forward, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], object]] = []
+        self.bare: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and keep it if it counts."""
+        name, given = str(func), kwargs or {}
+        if "_linear_pointwise" in name:
+            x, weight, bias = (args[0], *args[2:4]) if "binary" in name else args[:3]
+            plain = torch.ops.mkldnn._linear_pointwise.default
+            self.calls.append(lambda: func(*args))
+            self.bare.append(lambda: plain(x, weight, bias, "none", [], ""))
+        elif any(part in name for part in ("aten.linear", "aten.addmm", "aten.mm", "attention")):
+            self.calls.append(lambda: func(*args, **given))
+            self.bare.append(self.calls[-1])
+        return func(*args, **given)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    started = clock.now()
+    call()
+    return clock.now() - started
+
+
+class Floor:
+    """Calls timed alone, each with its best time over all replays."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self.calls = calls
+        self.best = [float("inf")] * len(calls)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        """Time each call once more."""
+        self.best = [min(best, seconds(call)) for call, best in zip(self.calls, self.best, strict=True)]

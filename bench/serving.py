@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ Figures = dict[str, float]
 SIDE = 256
 BATCH = 8  # images of SIDE x SIDE: what the ratio to the bare engine is taken on
 # A refusal whose hint lies beyond this is an outcome: the client would otherwise wait and ask again.
-REFUSED_S = 0.5
+REFUSED_S = 2.0
 # What the queue may take in the overload: with it, those who are let in wait little longer than on a calm day.
 QUEUE_S = 1.0
 THREADS = torch.get_num_threads()
@@ -130,15 +131,21 @@ async def load_section(endpoint: str, metrics_url: str, images: int) -> Figures:
 async def overload_section(endpoint: str, metrics_url: str, seconds: float) -> Figures:
     """Offer ten times what the server can do; count outcomes, compare the admitted ones' p99 with that at 80 % load."""
     rate = await _capacity(endpoint)
+    print(
+        f"offering {10 * rate:.0f} images a second, ten times what it can do, for {seconds:g} s ...",
+        flush=True,
+    )
     calm = await _offer(endpoint, 0.8 * rate, seconds / 2, 20_000)
     before = scrape(metrics_url)["process_resident_memory_bytes"]
     storm = await _offer(endpoint, 10 * rate, seconds, 40_000)
     after = scrape(metrics_url)["process_resident_memory_bytes"]
+    if storm.others:
+        print(f"errors other than a full queue: {dict(storm.others)}")
     return {
         "capacity_images_per_s": rate,
         "overload_rows": len(storm.seconds),
         "overload_refused": storm.refused,
-        "overload_other": storm.other,
+        "overload_other": storm.others.total(),
         "overload_p99_over_calm": _p99(storm.seconds) / _p99(calm.seconds),
         "overload_memory_growth_mib": (after - before) / 2**20,
     }
@@ -150,7 +157,7 @@ class Offered:
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.refused = 0
-        self.other = 0
+        self.others: Counter[str] = Counter()
 
 
 async def _offer(endpoint: str, images_per_s: float, seconds: float, first_seed: int) -> Offered:
@@ -164,11 +171,12 @@ async def _offer(endpoint: str, images_per_s: float, seconds: float, first_seed:
     async with await EncoderClient.connect(endpoint) as client:
 
         async def one(file: bytes) -> None:
-            began = time.perf_counter()
             (submitted,) = await client.submit([file], timeout_s=REFUSED_S)
+            began = time.perf_counter()
             if submitted.error is not None:
                 outcome.refused += isinstance(submitted.error, OverloadedError)
-                outcome.other += not isinstance(submitted.error, OverloadedError)
+                if not isinstance(submitted.error, OverloadedError):
+                    outcome.others[type(submitted.error).__name__] += 1
                 return
             async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
                 async for rows in stream:
@@ -177,7 +185,7 @@ async def _offer(endpoint: str, images_per_s: float, seconds: float, first_seed:
                     elif isinstance(rows.error, OverloadedError):
                         outcome.refused += 1
                     else:
-                        outcome.other += 1
+                        outcome.others[type(rows.error).__name__] += 1
 
         tasks = []
         for file in files:

@@ -131,7 +131,7 @@ class Peers:
                 data = message[1]
                 if filled + len(data) > len(buffer):
                     raise InternalError("the peer sent more bytes than it announced")
-                memoryview(buffer.numpy())[filled : filled + len(data)] = data
+                buffer.numpy().data[filled : filled + len(data)] = data
                 filled += len(data)
             elif message.WhichOneof("message") == "error":
                 raise from_status(message.error.code, message.error.message)

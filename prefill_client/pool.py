@@ -138,10 +138,10 @@ class Pool:
                     health_pb2.HealthCheckRequest()
                 )
                 async for answer in watch:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        self.router.mark_up(endpoint)
-                    else:
-                        self.router.mark_down(endpoint)
+                    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                        break
+                    self.router.mark_up(endpoint)
+                watch.cancel()  # a server that drains would wait for us
             except (EncoderError, grpc.aio.AioRpcError) as error:
                 log.debug("%s: %s", endpoint, error)
             self.router.mark_down(endpoint)

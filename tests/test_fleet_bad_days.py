@@ -1,0 +1,387 @@
+"""Bad days of a fleet, under load: every image ends in its rows or one error, in time, and is encoded once per life."""
+
+import asyncio
+import itertools
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench.checkpoints import write_checkpoint
+from bench.images import photo
+from bench.traffic import Supply, Traffic, marked
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.scrape import ScrapeError
+from prefill_client.client import EncoderClient
+from prefill_client.connection import Connection
+from prefill_client.images import RowRequest, read_images
+from tests.fleet_processes import ReplicaProcess, fleet_of, start_all
+from tests.redis_servers import Cable, RedisServer, redis_cluster, redis_server
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+
+# Each test sends images that no other sent.
+seeds = itertools.count(1)
+# What a death may cost: two seconds until its heartbeat has lapsed, and encoding once more on a machine that is busy.
+BUMP_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def three(checkpoint: Path, redis: RedisServer) -> Iterator[Sequence[ReplicaProcess]]:
+    with fleet_of([ReplicaProcess(checkpoint, n, "--index", redis.url) for n in range(3)]) as replicas:
+        yield replicas
+
+
+@pytest.fixture
+async def fleet(three: Sequence[ReplicaProcess], redis: RedisServer) -> Sequence[ReplicaProcess]:
+    """Three replicas that see each other, whatever the last test did to them."""
+    if redis.process is None:
+        redis.start()
+    await asyncio.to_thread(start_all, three)
+    await joined(three)
+    return three
+
+
+async def soon(holds: Callable[[], bool | Awaitable[bool]], within_s: float = 30) -> None:
+    async with asyncio.timeout(within_s):
+        while True:
+            answer = holds()
+            if answer if isinstance(answer, bool) else await answer:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def joined(replicas: Sequence[ReplicaProcess]) -> None:
+    """Wait until all replicas see each other."""
+
+    async def all_seen() -> bool:
+        try:
+            seen = [(await asyncio.to_thread(r.metrics)).total("index_peers") for r in replicas]
+        except ScrapeError:
+            return False
+        return seen == [len(replicas) - 1] * len(replicas)
+
+    await soon(all_seen)
+
+
+async def encodes(replicas: Sequence[ReplicaProcess]) -> int:
+    return sum([await asyncio.to_thread(replica.encodes) for replica in replicas])
+
+
+async def alone(replica: ReplicaProcess) -> bool:
+    found = await asyncio.to_thread(replica.metrics)
+    return found.total("index_state", state="alone") == 1
+
+
+def traffic(replicas: Sequence[ReplicaProcess], **options: object) -> Traffic:
+    return Traffic([replica.endpoint for replica in replicas], Supply(seed=next(seeds)), **options)  # type: ignore[arg-type]
+
+
+async def steady(replicas: Sequence[ReplicaProcess], prompts: int = 15) -> None:
+    """New images, and each is encoded once: what a healthy fleet does, and one that has recovered."""
+    before = await encodes(replicas)
+    async with traffic(replicas) as load:
+        await load.more(prompts)
+    assert load.errors == []
+    assert await encodes(replicas) - before == load.distinct
+
+
+async def test_in_the_steady_state_each_image_is_encoded_once_per_fleet(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    await steady(fleet, prompts=40)
+
+
+async def test_a_replica_killed_while_it_encodes_costs_a_moment_and_no_image(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    victim, *others = fleet
+    before = await encodes(others)
+    async with traffic(fleet, workers=6) as load:
+        await load.more(15)
+        await soon(lambda: asyncio.to_thread(_encodes_now, victim))
+        victim.kill()
+        killed_s = time.monotonic()
+        await load.more(40)
+    assert load.errors == []
+    # Of what the victim had encoded, some was asked for again: once more per death, and only at one other.
+    assert await encodes(others) - before <= load.distinct
+    assert max(served.seconds for served in load.since(killed_s)) < BUMP_S
+
+
+def _encodes_now(replica: ReplicaProcess) -> bool:
+    return replica.metrics().total("queue_images") > 0
+
+
+async def test_a_replica_killed_while_it_streams_is_gone_on_from_elsewhere(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    base, seed = photo(1280, 720, 1), next(seeds) << 32
+    files = [marked(base, seed + n) for n in range(24)]  # 1.8 MB of rows each
+    before = await encodes(fleet[1:])
+    async with await EncoderClient.connect([r.endpoint for r in fleet], timeout_s=30) as client:
+        images = await client.submit(files)
+        assert [image.error for image in images] == [None] * len(files)
+        seen = []
+        async with client.fetch([RowRequest(i.digest) for i in images], shm=False, timeout_s=90) as stream:
+            async for outcome in stream:
+                assert outcome.error is None
+                assert outcome.array.shape[0] == images[outcome.index].tokens
+                seen.append(outcome.index)
+                if len(seen) == 4:
+                    fleet[0].kill()
+    assert sorted(seen) == list(range(len(files)))
+    assert await encodes(fleet[1:]) - before <= len(files)
+
+
+async def test_a_replica_killed_while_it_holds_leases_gives_them_up_by_dying(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    victim, *others = fleet
+    base, seed = photo(200, 200, 1), next(seeds) << 32
+    files = [marked(base, seed + n) for n in range(8)]
+    connection = await Connection.open(victim.endpoint)
+    named = read_images(files, connection.description.geometry)
+    call = EncoderServiceStub(connection.channel).Submit()
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    names = [pb.ImageName(index=n, digest=image.digest) for n, image in enumerate(named)]
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
+    for _ in names:
+        assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
+    before = await encodes(others)
+    async with await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as client:
+        images = await client.submit(files)
+        victim.kill()
+        killed_s = time.monotonic()
+        async with client.fetch([RowRequest(i.digest) for i in images], timeout_s=60) as stream:
+            assert [outcome.error async for outcome in stream] == [None] * len(files)
+    assert time.monotonic() - killed_s < BUMP_S
+    assert await encodes(others) - before == len(files)
+
+
+async def test_a_client_of_a_dead_replica_finds_what_it_began_by_its_digest_alone(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    victim, *others = fleet
+    base, seed = photo(1280, 720, 2), next(seeds) << 32
+    files = [marked(base, seed + n) for n in range(6)]
+    async with await EncoderClient.connect(victim.endpoint, timeout_s=30) as sender:
+        images = await sender.submit(files)
+        assert [image.error for image in images] == [None] * len(files)
+        victim.kill()
+    async with (
+        await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as reader,
+        reader.fetch([RowRequest(i.digest) for i in images], timeout_s=60) as stream,
+    ):
+        assert [outcome.error async for outcome in stream] == [None] * len(files)
+
+
+async def test_redis_killed_and_back_empty_costs_no_image_and_the_fleet_is_one_again(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    async with traffic(fleet) as load:
+        await load.more(10)
+        redis.kill()
+        await load.more(20)
+        redis.start()
+        await load.more(10)
+        await joined(fleet)
+        await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+async def test_redis_paused_for_ten_seconds_costs_no_image(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    async with traffic(fleet) as load:
+        await load.more(10)
+        redis.pause()
+        paused_s = time.monotonic()
+        try:
+            await load.more(10)
+            await asyncio.sleep(max(0.0, paused_s + 10 - time.monotonic()))
+        finally:
+            redis.resume()
+        await joined(fleet)
+        await load.more(10)
+    assert load.errors == []
+    assert max(served.seconds for served in load.since(paused_s)) < BUMP_S
+    await steady(fleet)
+
+
+async def test_redis_out_of_memory_costs_no_image(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    with redis.client() as client:
+        async with traffic(fleet) as load:
+            await load.more(10)
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("maxmemory", 1)
+            await load.more(20)
+            client.config_set("maxmemory", 0)
+            await joined(fleet)
+            await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+async def test_redis_on_a_full_disk_costs_no_image(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    with redis.client() as client, _unwritable(redis):
+        async with traffic(fleet) as load:
+            await load.more(10)
+            client.config_set("save", "3600 1")  # from here a snapshot that fails stops all writes
+            client.bgsave()
+            await soon(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+            await load.more(20)
+            assert await alone(fleet[0])
+            client.config_set("save", "")
+            client.config_set("stop-writes-on-bgsave-error", "no")
+            await joined(fleet)
+            await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+@contextmanager
+def _unwritable(redis: RedisServer) -> Iterator[None]:
+    """Take the folder of its snapshots from under the server."""
+    shutil.rmtree(redis.folder)
+    try:
+        yield
+    finally:
+        redis.folder.mkdir()
+
+
+async def test_a_stale_location_costs_one_try(fleet: Sequence[ReplicaProcess], redis: RedisServer) -> None:
+    async with traffic(fleet) as load:
+        await load.more(10)
+    # The replica's entries outlive it in Redis when it comes back under load; its new life must not be asked for them.
+    fleet[0].kill()
+    await asyncio.to_thread(start_all, fleet)
+    async with traffic(fleet) as again:
+        again._supply = load._supply
+        await again.more(20)
+    assert again.errors == []
+
+
+async def test_a_rolling_restart_under_load_loses_nothing(fleet: Sequence[ReplicaProcess]) -> None:
+    async with traffic(fleet, pause_s=0.02) as load:
+        for replica in fleet:
+            await load.more(10)
+            assert await asyncio.to_thread(replica.process.terminate, 40) == 0
+            await asyncio.to_thread(replica.start)
+            await joined(fleet)
+        await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
+    checkpoint: Path, redis: RedisServer
+) -> None:
+    cable = await Cable(redis.port).lay()
+    prefix = ("--index-prefix", "cut-from-redis")
+    urls = (f"redis://127.0.0.1:{cable.port}", redis.url)
+    replicas = [ReplicaProcess(checkpoint, n, "--index", url, *prefix) for n, url in enumerate(urls)]
+    with fleet_of([]):
+        try:
+            await asyncio.to_thread(start_all, replicas)
+            await joined(replicas)
+            async with traffic(replicas) as load:
+                await load.more(10)
+                cable.cut()
+                await soon(lambda: alone(replicas[0]))
+                await load.more(20)
+                cable.mend()
+                await joined(replicas)
+                await load.more(10)
+            assert load.errors == []
+            await steady(replicas)
+        finally:
+            for replica in replicas:
+                replica.kill()
+            await cable.remove()
+
+
+async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_nothing(
+    checkpoint: Path, redis: RedisServer
+) -> None:
+    prefix = ("--index-prefix", "cut-from-peers", "--index", redis.url)
+    replicas = [ReplicaProcess(checkpoint, n, *prefix) for n in range(2)]
+    a, b = replicas
+    a.endpoint = f"127.0.0.1:{a.port}"  # where a cable leads
+    cable = await Cable(a.port).lay()
+    try:
+        await asyncio.gather(
+            asyncio.to_thread(a.start, "--advertise", f"127.0.0.1:{cable.port}"), asyncio.to_thread(b.start)
+        )
+        await joined(replicas)
+        supply = Supply(seed=next(seeds), shared=0.0)
+        async with Traffic([a.endpoint], supply) as at_a:
+            await at_a.more(5)
+        cable.cut()
+        async with Traffic([b.endpoint], supply) as at_b:
+            at_b._supply.shared = 1.0  # only what A holds: located at a peer that cannot be reached
+            await at_b.more(10)
+        assert at_b.errors == []
+        assert {served.source for served in at_b.served} == {"encoded", "host"}
+        cable.mend()
+        await steady(replicas)
+    finally:
+        for replica in replicas:
+            replica.kill()
+        await cable.remove()
+
+
+async def test_a_cluster_failover_costs_no_image(checkpoint: Path) -> None:
+    with redis_cluster(masters=3, replicas=3) as cluster:
+        replicas = [ReplicaProcess(checkpoint, n, "--index", cluster.url) for n in range(2)]
+        with fleet_of(replicas):
+            await joined(replicas)
+            async with traffic(replicas) as load:
+                await load.more(10)
+                cluster.nodes[0].kill()
+                await load.more(20)
+                await soon(lambda: _is_healed(cluster.nodes[1]))
+                await joined(replicas)
+                await load.more(10)
+            assert load.errors == []
+            await steady(replicas)
+
+
+def _is_healed(node: RedisServer) -> bool:
+    with node.client() as client:
+        state = client.execute_command("CLUSTER INFO")
+    text = state.decode() if isinstance(state, bytes) else "\n".join(f"{k}:{v}" for k, v in state.items())
+    return "cluster_state:ok" in text
+
+
+async def test_another_processor_in_the_namespace_is_refused_and_another_model_is_none_of_its_business(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer, tmp_path: Path
+) -> None:
+    checkpoint = fleet[0]._model
+    shutil.copytree(checkpoint, tmp_path / "processor")
+    settings = tmp_path / "processor" / "preprocessor_config.json"
+    settings.write_text(settings.read_text().replace('"shortest_edge": 65536', '"shortest_edge": 131072'))
+    stranger = ReplicaProcess(tmp_path / "processor", 8, "--index", redis.url)
+    with pytest.raises(AssertionError, match=r"another model or processor"):
+        await asyncio.to_thread(stranger.start)
+
+    other = ReplicaProcess(write_checkpoint(tmp_path / "model", seed=7), 9, "--index", redis.url)
+    with fleet_of([other]):
+        assert (await asyncio.to_thread(other.metrics)).total("index_peers") == 0
+        await steady(fleet)
+        await steady([other])

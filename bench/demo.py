@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.checkpoints import write_checkpoint
 from bench.demo_checks import check
 from bench.demo_report import print_turn
-from bench.demo_timeline import draw
 from bench.images import photo
+from prefill_client.timeline import draw
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".demo"
@@ -65,8 +65,11 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     results = check(model, (first, first + new), turns, encodes, folder)
     for name, kept, found in results:
         say(f"  {'kept  ' if kept else 'BROKEN'}  {name}: {found}")
-    picture = draw(turns, folder / "timeline.svg")
-    say(f"\ntimeline: {picture}\n{time.monotonic() - began:.0f} s in all")
+    traces = [Path(turn["trace"]) for turn in turns]
+    draw(traces, folder / "timeline.svg")
+    picture = draw(traces, folder / "timeline.html")
+    say(f"\ntimeline: {picture} (traces for Perfetto: {', '.join(trace.name for trace in traces)})")
+    say(f"{time.monotonic() - began:.0f} s in all")
     broken = [name for name, kept, _ in results if not kept]
     if broken:
         say(f"demo: broken: {'; '.join(broken)}", file=sys.stderr)

@@ -5,8 +5,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +15,19 @@ import transformers
 
 from encoder_contract.errors import EncoderError
 from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.reference.chat import Chat, ChunkRun, Prefilled
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import load_language_model
+from prefill_client.trace import Trace
 
 QUESTIONS = ("What do these photos show?", "And these, compared with the first ones?")
 ANSWER_TOKENS = 8
 
 
-class Watch:
-    """Passes the client's fetch on and notes when each image's rows were asked for and arrived."""
-
-    def __init__(self, client: EncoderClient) -> None:
-        self._client = client
-        self.arrivals: list[dict[str, Any]] = []
-
-    @asynccontextmanager
-    async def fetch(
-        self, requests: Sequence[RowRequest], *, request_id: str
-    ) -> AsyncIterator[AsyncIterable[FetchedRows]]:
-        """Fetch as `EncoderClient.fetch` does."""
-        asked_s = time.monotonic()
-        async with self._client.fetch(requests, request_id=request_id) as outcomes:
-            yield self._noted(outcomes, requests, asked_s)
-
-    async def _noted(
-        self, outcomes: AsyncIterable[FetchedRows], requests: Sequence[RowRequest], asked_s: float
-    ) -> AsyncIterator[FetchedRows]:
-        async for outcome in outcomes:
-            request = requests[outcome.index]
-            self.arrivals.append(
-                {
-                    "digest": outcome.digest.hex(),
-                    "chunk": request.chunk,
-                    "row_begin": request.row_begin,
-                    "row_end": request.row_end,
-                    "source": outcome.source,
-                    "transport": outcome.transport,
-                    "stage_ms": outcome.stage_ms,
-                    "asked_s": asked_s,
-                    "arrived_s": time.monotonic(),
-                }
-            )
-            yield outcome
+def arrivals(trace: Trace) -> list[dict[str, Any]]:
+    """Return where the rows of each fetch came from."""
+    fetches = [span.details for span in trace.spans if span.name in ("fetch", "hit")]
+    return [{"digest": told["digest"], "source": told["source"]} for told in fetches]
 
 
 def tell(event: str, **fields: Any) -> None:
@@ -80,7 +48,6 @@ def told_chunk(run: ChunkRun) -> dict[str, Any]:
         "windows": windows,
         "waited_ms": run.waited_ms,
         "prefill_ms": run.prefill_ms,
-        "began_s": run.began_s,
     }
 
 
@@ -119,19 +86,21 @@ async def converse(args: argparse.Namespace) -> None:
         engine = Engine(language_model, row_width=client.description.width)
         for number, (files, question) in enumerate(zip(args.turn, QUESTIONS, strict=False)):
             messages.append({"role": "user", "content": parts_of(files, question)})
-            watch, began_s = Watch(client), time.monotonic()
-            chat = Chat(client, engine, tokenizer, chunk_tokens=args.chunk, fetch=watch.fetch)
-            prefilled = await chat.prefill(messages, on_chunk=lambda run: tell("chunk", **told_chunk(run)))
+            trace = Trace(f"turn {number + 1}")
+            chat = Chat(client, engine, tokenizer, chunk_tokens=args.chunk)
+            prefilled = await chat.prefill(
+                messages, on_chunk=lambda run: tell("chunk", **told_chunk(run)), trace=trace
+            )
             prefilled_s = time.monotonic()
             tokens = [token async for token in chat.decode(prefilled, max_tokens=ANSWER_TOKENS)]
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             np.save(args.out / f"logits-{number}.npy", prefilled.logits.numpy())
             tell(
                 "turn",
-                began_s=began_s,
-                first_token_ms=(prefilled_s - began_s) * 1000,
+                first_token_ms=(prefilled_s - trace.began_s) * 1000,
                 text=text,
-                arrivals=watch.arrivals,
+                arrivals=arrivals(trace),
+                trace=str(trace.write(args.out / f"trace-{number + 1}.json")),
                 **told_prompt(prefilled),
             )
             messages.append({"role": "assistant", "content": text})

@@ -32,7 +32,12 @@ class Call:
 
     def made_by(self, request_id: str, client_id: str) -> None:
         """Note who calls, as far as it fits a line: the names are the caller's own and not checked yet."""
-        self._made_by = {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
+        self._made_by |= {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
+
+    def traced(self, trace_id: str) -> None:
+        """Note the caller's trace, if it said that it has one."""
+        if trace_id:
+            self._made_by["trace"] = trace_id
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None

@@ -150,6 +150,7 @@ def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
     )
     if found.job is not None:
         ready.stage_ms.update(found.job.stage_ms)
+        ready.stage_began_s.update(found.job.stage_began_s)
     return ready
 
 

@@ -206,7 +206,7 @@ class Pipeline:
     def _prepare(self, jobs: list[Job], lane: Lane) -> None:
         began = monotonic()
         for job in jobs:
-            job.stage_ms["queue"] = (began - job.queued_at) * 1000
+            job.stage("queue", job.queued_at, began)
             self._metrics.queued(began - job.queued_at, demanded=job.work.demanded)
         try:
             decoded = self._stages.decode([job.image for job in jobs])
@@ -215,7 +215,7 @@ class Pipeline:
         decoded_at = monotonic()
         good: list[tuple[Job, Tensor]] = []
         for job, pixels in zip(jobs, decoded, strict=True):
-            job.stage_ms["decode"] = (decoded_at - began) * 1000
+            job.stage("decode", began, decoded_at)
             if isinstance(pixels, EncoderError):
                 self._drop(job, pixels)
             elif (wrong := _wrong_size(pixels, job.size)) is not None:
@@ -228,9 +228,9 @@ class Pipeline:
             for job, _ in good:
                 self._drop(job, known_error(error))
             return
-        preprocess_ms = (monotonic() - decoded_at) * 1000
+        patches_at = monotonic()
         for job, _ in good:
-            job.stage_ms["preprocess"] = preprocess_ms
+            job.stage("preprocess", decoded_at, patches_at)
         self._desk.prepared([(job, p) for (job, _), p in zip(good, patches, strict=True)], lane.mark())
 
     def _encode(self, jobs: list[Job], lane: Lane) -> None:
@@ -268,12 +268,12 @@ class Pipeline:
         self._metrics.batch([job.grid for job in batch.jobs], seconds)
         for job, rows in zip(batch.jobs, batch.rows, strict=True):
             began = monotonic()
-            job.stage_ms["vit"] = seconds * 1000
+            job.stage("vit", batch.began_at, batch.began_at + seconds)
             try:
                 outcome: Pin | EncoderError = self._stages.put(job.address, rows, job.grid)
             except Exception as error:  # noqa: BLE001 - as above
                 outcome = known_error(error)
-            job.stage_ms["copy_out"] = (monotonic() - began) * 1000
+            job.stage("copy_out", began, monotonic())
             self._outcome(job, outcome)
 
     def _lose_device(self, jobs: list[Job], error: Exception) -> None:

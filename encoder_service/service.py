@@ -18,6 +18,7 @@ from encoder_contract.errors import (
     UnavailableError,
 )
 from encoder_contract.geometry import Geometry
+from encoder_contract.traceparent import TRACEPARENT, trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
 from encoder_service.calls import Call
@@ -63,6 +64,7 @@ class EncoderService:
         """Say what this server is."""
         description = pb.DescribeResponse()
         description.CopyFrom(self._edge.description)
+        description.clock_s = monotonic()
         description.transports.append(pb.TRANSPORT_INLINE)
         if wire.is_local(context):
             description.transports.insert(0, pb.TRANSPORT_SHM)
@@ -75,6 +77,7 @@ class EncoderService:
         """Take images over; see the contract."""
         submitting: Submitting | None = None
         call = Call(self._metrics, "submit")
+        call.traced(_trace_id(context))
         try:
             caller = await self._opened(requests)
             call.made_by(_request_id(caller, context), caller.client_id or _host(context))
@@ -107,6 +110,7 @@ class EncoderService:
         caller = request.caller
         call = Call(self._metrics, "fetch")
         call.made_by(_request_id(caller, context), caller.client_id or _host(context))
+        call.traced(_trace_id(context))
         try:
             self._admit(caller)
             wanted = self._wanted(request, context)
@@ -207,6 +211,11 @@ def _request_id(caller: pb.Caller, context: Context) -> str:
         return caller.request_id
     metadata = dict(context.invocation_metadata() or ())
     return str(metadata.get("x-request-id", ""))
+
+
+def _trace_id(context: Context) -> str:
+    """Return the id of the OpenTelemetry trace that the call belongs to, or nothing."""
+    return trace_id(str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, "")))
 
 
 def _host(context: Context) -> str:

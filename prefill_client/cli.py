@@ -1,4 +1,4 @@
-"""The command line of the prefill side: `prefill-client encode` and `prefill-client serve`."""
+"""The command line of the prefill side: `prefill-client encode`, `timeline` and `serve`."""
 
 import argparse
 import asyncio
@@ -12,6 +12,7 @@ from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest, Submitted
 from prefill_client.reference.config import add_flags
+from prefill_client.timeline import draw
 
 FAILED, BAD_USAGE = 1, 2
 
@@ -34,6 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--timeout-s", type=float, default=120.0, help="give up after this long (default %(default)s)"
     )
     encode.add_argument("--inline", action="store_true", help="do not use shared memory")
+    timeline = commands.add_parser(
+        "timeline", help="draw traces of requests: a lane for each image, one for each chunk"
+    )
+    timeline.add_argument(
+        "traces", nargs="+", type=Path, metavar="TRACE", help="a trace file, as `serve --trace-folder` leaves"
+    )
+    timeline.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        help="the picture: .html, .svg, or .png where matplotlib is installed",
+    )
     serve = commands.add_parser(
         "serve",
         help="run the reference prefill service: OpenAI-compatible chat completions over HTTP",
@@ -41,7 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_flags(serve)
     given = parser.parse_args(arguments)
-    return _serve(vars(given)) if given.command == "serve" else _encode_files(given)
+    if given.command == "serve":
+        return _serve(vars(given))
+    return _draw(given) if given.command == "timeline" else _encode_files(given)
+
+
+def _draw(given: argparse.Namespace) -> int:
+    try:
+        print(draw(given.traces, given.out))
+    except (OSError, ValueError) as error:
+        print(f"prefill-client: {error}", file=sys.stderr)
+        return BAD_USAGE
+    return 0
 
 
 def _serve(given: dict[str, object]) -> int:

@@ -1,7 +1,11 @@
 """One server: its channel, its description, and single attempts at Submit and Fetch."""
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Self
 
 import grpc
@@ -10,12 +14,16 @@ from encoder_contract.errors import InternalError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import SEGMENT_ID_BYTES
+from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from prefill_client.clock import ServerClock
 from prefill_client.images import Image, RowRequest, Submitted
 from prefill_client.row_stream import RowStream, from_message, from_rpc
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
+# Two disciplined clocks part by less than 0.1 ms in this time.
+CLOCK_S = 60.0
 PIECE_BYTES = 1 << 20  # of an image on its way up; larger is no faster and stalls the server's event loop
 
 # A silent peer is noticed within about two seconds: without ping_timeout_ms, keepalive_timeout_ms has no effect
@@ -31,6 +39,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
+
+# The W3C trace context that goes out with every call of this task, for servers to log; empty: none.
+traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +94,14 @@ class Description:
 class Connection:
     """A channel to one server. Every method is one attempt; who retries is the client."""
 
-    def __init__(self, endpoint: str, channel: grpc.aio.Channel, description: Description) -> None:
+    def __init__(
+        self, endpoint: str, channel: grpc.aio.Channel, description: Description, clock: ServerClock
+    ) -> None:
         self.endpoint = endpoint
         self.description = description
         self.channel = channel
+        self.clock = clock
+        self._clock_task: asyncio.Task[None] | None = None
         self._stub = EncoderServiceStub(channel)
         self._fetch = channel.unary_stream(
             FETCH,
@@ -103,6 +118,8 @@ class Connection:
             message = await EncoderServiceStub(channel).Describe(
                 pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
             )
+            # The first answer waited for the connection: it says nothing about the time of a question.
+            clock = await _clock_of(channel, timeout_s)
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -111,17 +128,19 @@ class Connection:
         except BaseException:
             await channel.close()
             raise
-        return cls(endpoint, channel, Description.from_message(message))
+        return cls(endpoint, channel, Description.from_message(message), clock)
 
     async def close(self) -> None:
         """Close the channel; running calls end."""
+        if self._clock_task is not None:
+            self._clock_task.cancel()
         await self.channel.close()
 
     async def submit(
         self, images: Sequence[Image], caller: pb.Caller, timeout_s: float | None = None
     ) -> list[Submitted]:
         """Name the images, send the bytes of those the server lacks, and return its word on each, in order."""
-        call = self._stub.Submit(timeout=timeout_s)
+        call = self._stub.Submit(timeout=timeout_s, metadata=_metadata())
         try:
             return await _converse(call, images, caller)
         except grpc.aio.AioRpcError as error:
@@ -149,8 +168,27 @@ class Connection:
                 shm_proof=self._shm_proof if use_shm else b"",
             ),
             timeout=timeout_s,
+            metadata=_metadata(),
         )
-        return RowStream(call, requests, self.endpoint)
+        if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
+            self._clock_task = asyncio.create_task(self._estimate_again(), name="clock")
+        return RowStream(call, requests, self.endpoint, self.clock)
+
+    async def _estimate_again(self) -> None:
+        with suppress(grpc.aio.AioRpcError):  # whoever fetches hears of it too
+            self.clock = await _clock_of(self.channel, CLOCK_S)
+        self._clock_task = None
+
+
+async def _clock_of(channel: grpc.aio.Channel, timeout_s: float) -> ServerClock:
+    asked_s = monotonic()
+    message = await EncoderServiceStub(channel).Describe(pb.DescribeRequest(), timeout=timeout_s)
+    return ServerClock.estimate(asked_s, message.clock_s, monotonic())
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    given = traceparent.get()
+    return ((TRACEPARENT, given),) if given else ()
 
 
 async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
@@ -163,6 +201,7 @@ async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> li
     ]
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
     answers: dict[int, Submitted] = {}
+    sent_s: dict[int, float] = {}
     while len(answers) < len(images):
         response = await call.read()
         if response is grpc.aio.EOF:
@@ -170,9 +209,12 @@ async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> li
         state = response.state
         image = images[state.index]
         if state.state == pb.STATE_NEEDS_BYTES:
+            sent_s[state.index] = monotonic()
             await _send(call, state.index, image.data)
         else:
-            answers[state.index] = _submitted(image, state)
+            began_s = sent_s.get(state.index)
+            upload_s = (began_s, monotonic()) if began_s is not None else None
+            answers[state.index] = _submitted(image, state, upload_s)
     await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
         pass
@@ -187,7 +229,7 @@ async def _send(call: Any, index: int, data: bytes) -> None:
         await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=piece, last=last)))
 
 
-def _submitted(image: Image, state: pb.ImageState) -> Submitted:
+def _submitted(image: Image, state: pb.ImageState, upload_s: tuple[float, float] | None) -> Submitted:
     if state.state == pb.STATE_FAILED:
         return Submitted(image.digest, error=from_message(state.error))
     return Submitted(
@@ -196,6 +238,7 @@ def _submitted(image: Image, state: pb.ImageState) -> Submitted:
         state.tokens,
         state.address,
         cached=state.state == pb.STATE_CACHED,
+        upload_s=upload_s,
     )
 
 

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.handle import Handle
 from encoder_contract.header import read_header
+from prefill_client.clock import ServerClock
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +38,10 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The server's word on one submitted image: its confirmed grid, or its error."""
+    """The server's word on one submitted image: its confirmed grid, or its error.
+
+    `upload_s` is when its bytes began to travel and when they were taken, on `time.monotonic`'s clock, if they did.
+    """
 
     digest: bytes
     grid: Grid | None = None
@@ -44,6 +49,7 @@ class Submitted:
     address: bytes = b""
     cached: bool = False
     error: EncoderError | None = None
+    upload_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,11 @@ class FetchedRows:
     """The outcome of one `RowRequest`: its rows, or its error.
 
     `array` is [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Rows that came by
-    shared memory are a read-only view, valid until the fetch they came from is closed.
+    shared memory are a read-only view, valid until the fetch they came from is closed; `handle` names them to
+    other processes of this host.
+
+    `stage_ms` and `stage_began_s` say how long the server's stages took and when they began, on our
+    `time.monotonic`; empty when nothing was encoded. `clock` is what the second is converted by.
     """
 
     index: int
@@ -79,6 +89,10 @@ class FetchedRows:
     source: str = ""
     transport: str = "inline"
     stage_ms: dict[str, float] = field(default_factory=dict)
+    stage_began_s: dict[str, float] = field(default_factory=dict)
+    endpoint: str = ""
+    clock: ServerClock | None = None
+    handle: Handle | None = None
     error: EncoderError | None = None
 
     def tensor(self) -> "torch.Tensor":

@@ -12,6 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.buffers import Buffers
+from prefill_client.clock import ServerClock
 from prefill_client.images import FetchedRows, RowRequest, element_type
 from prefill_client.segment import map_rows
 
@@ -31,10 +32,11 @@ class RowStream:
     what keeps them in place.
     """
 
-    def __init__(self, call: Any, requests: Sequence[RowRequest], endpoint: str) -> None:
+    def __init__(self, call: Any, requests: Sequence[RowRequest], endpoint: str, clock: ServerClock) -> None:
         self._call = call
         self._requests = requests
         self._endpoint = endpoint
+        self._clock = clock
         self._arriving: dict[int, _Arriving] = {}
 
     def close(self) -> None:
@@ -80,7 +82,7 @@ class RowStream:
             self._arriving[index] = _Arriving(self._requests[index], message.ready)
         if not self._arriving[index].complete:
             return None
-        return self._arriving.pop(index).finish()
+        return self._arriving.pop(index).finish(self._endpoint, self._clock)
 
 
 class _Arriving:
@@ -105,10 +107,11 @@ class _Arriving:
         self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
         self._filled = end
 
-    def finish(self) -> FetchedRows:
-        ready = self._ready
+    def finish(self, endpoint: str, clock: ServerClock) -> FetchedRows:
+        ready, handle = self._ready, None
         if ready.HasField("handle"):
-            flat = map_rows(Handle.from_message(ready.handle))
+            handle = Handle.from_message(ready.handle)
+            flat = map_rows(handle)
         else:
             flat = self._buffer
             self._check()
@@ -121,8 +124,12 @@ class _Arriving:
             grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
             address=ready.address,
             source=_SOURCES.get(ready.source, "unknown"),
-            transport="shm" if ready.HasField("handle") else "inline",
+            transport="shm" if handle else "inline",
             stage_ms=dict(ready.stage_ms),
+            stage_began_s={name: clock.ours(their_s) for name, their_s in ready.stage_began_s.items()},
+            endpoint=endpoint,
+            clock=clock,
+            handle=handle,
         )
 
     def _check(self) -> None:

@@ -30,6 +30,7 @@ from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.language_model import load_language_model
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.prefix import PrefixCache
+from prefill_client.reference.trace_folder import TraceFolder
 from tests.conftest import Gate
 
 MODEL = "tiny"
@@ -55,13 +56,15 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(client: EncoderClient, checkpoint: Path, limits: Limits) -> AsyncIterator[Service]:
+async def serving(
+    client: EncoderClient, checkpoint: Path, limits: Limits, traces: TraceFolder | None = None
+) -> AsyncIterator[Service]:
     language_model = load_language_model(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     engine, metrics = Engine(language_model, row_width=client.description.width), Metrics()
     chat = Chat(client, engine, tokenizer, chunk_tokens=50, prefixes=PrefixCache(10_000))
     urls = ImageUrls([], max_bytes=1 << 20, timeout_s=1)
-    http = HttpService(chat, tokenizer, MODEL, image_urls=urls, metrics=metrics, limits=limits)
+    http = HttpService(chat, tokenizer, MODEL, image_urls=urls, metrics=metrics, limits=limits, traces=traces)
     server = uvicorn.Server(uvicorn.Config(http.app(), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -95,6 +98,27 @@ async def test_openai_client_gets_an_answer_about_images(service: Service) -> No
     assert answer.usage.completion_tokens <= 6
     assert answer.usage.prompt_tokens > 120
     assert [model.id async for model in service.openai.models.list()] == [MODEL]
+
+
+async def test_a_request_leaves_its_trace_and_hands_its_context_on(
+    client: EncoderClient, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    header = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    caplog.set_level("INFO")
+    async with serving(client, checkpoint, Limits(), TraceFolder(tmp_path, kept=2)) as service:
+        question = user("What is this?", data_url(photo(200, 140, 21)))
+        answer = await service.ask(question, extra_headers=header)
+        assert [file.name for file in tmp_path.iterdir()] == [f"{answer.id}.json"]
+        told = json.loads((tmp_path / f"{answer.id}.json").read_text())["otherData"]
+        assert told["trace_id"] == trace_id
+        await service.ask(question, extra_headers={"traceparent": "nonsense"})
+        third = await service.ask(question)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / f"{third.id}.json").exists()
+    fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert {line["request"] for line in fields if line.get("trace") == trace_id} == {told["request_id"]}
+    assert {line["trace"] for line in fields if "trace" in line} == {trace_id}
 
 
 async def test_streamed_answer_equals_the_whole_one(service: Service) -> None:

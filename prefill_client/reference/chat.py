@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, ModelMismatchError
 from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, Image, RowRequest, Submitted, element_type, read_images
+from prefill_client.images import Image, RowRequest, Submitted, element_type, read_images
 from prefill_client.layout import Layout, lay_out
 from prefill_client.plan import Chunk, plan
 from prefill_client.reference.engine import Choose, Engine, Prompt, greedy
 from prefill_client.reference.prefix import PrefixCache
 from prefill_client.session import PrefetchSession, ReadyChunk, of_image
+from prefill_client.trace import Trace
 
 Result = TypeVar("Result")
 
@@ -72,12 +72,8 @@ class Chat:
         *,
         chunk_tokens: int,
         prefixes: PrefixCache | None = None,
-        fetch: Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]] | None = None,
     ) -> None:
-        """Raise `ModelMismatchError` when the encoder lays images out as the language model does not.
-
-        `fetch` stands in for the client's own, for a caller that wants to watch.
-        """
+        """Raise `ModelMismatchError` when the encoder lays images out as the language model does not."""
         theirs, ours = client.description.geometry.merge_size, engine.language_model.merge_size
         if theirs != ours:
             raise ModelMismatchError(f"the encoder merges {theirs} patches a side, the model {ours}")
@@ -86,7 +82,6 @@ class Chat:
         self._tokenizer = tokenizer
         self._chunk_tokens = chunk_tokens
         self._prefixes = prefixes or PrefixCache(max_tokens=0)
-        self._fetch = fetch or client.fetch
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     def close(self) -> None:
@@ -94,28 +89,45 @@ class Chat:
         self._model_thread.shutdown()
 
     async def prefill(
-        self, messages: Sequence[Message], *, on_chunk: Callable[[ChunkRun], None] = lambda _: None
+        self,
+        messages: Sequence[Message],
+        *,
+        on_chunk: Callable[[ChunkRun], None] = lambda _: None,
+        trace: Trace | None = None,
     ) -> Prefilled:
-        """Prefill the messages' prompt; `on_chunk` hears of every chunk. An image that fails raises its own error."""
-        request_id = uuid4().hex
-        images = await asyncio.to_thread(self._read, messages)
-        layout = await asyncio.to_thread(self._layout, messages, images)
+        """Prefill the messages' prompt; `on_chunk` hears of every chunk. An image that fails raises its own error.
+
+        What happens when is noted in `trace`, whose request id is also that of the calls to the encoder.
+        """
+        trace = trace or Trace(uuid4().hex)
+        with trace.span("hash"):
+            images = await asyncio.to_thread(self._read, messages)
+        trace.images([image.digest for image in images])
+        with trace.span("lay out"):
+            layout = await asyncio.to_thread(self._layout, messages, images)
         prefix = self._prefixes.take(layout, [image.digest for image in images])
         prompt = self._engine.start(layout, [image.grid for image in images], prefix)
         begin = prompt.done
-        submitted = await self._submit(
-            {span.image: images[span.image] for span in layout.spans if span.end > begin}, request_id
-        )
+        with trace.span("submit"):
+            submitted = await self._submit(
+                {span.image: images[span.image] for span in layout.spans if span.end > begin},
+                trace.request_id,
+            )
+        trace.submitted(submitted)
         runs: list[ChunkRun] = []
         logits: Tensor | None = None
         async with PrefetchSession(
-            partial(self._fetch, request_id=request_id),
+            partial(trace.watch(self._client.fetch), request_id=trace.request_id),
             plan(layout, self._chunk_tokens, begin=begin),
             [RowRequest(image.digest) for image in images],
             row_bytes=self._row_bytes,
         ) as session:
             async for ready in session:
+                ready_s = time.monotonic()
                 run, logits = await self._on_model(self._run, prompt, ready)
+                lane = f"chunk {run.chunk.index}"
+                trace.add(lane, "wait", ready_s - run.waited_ms / 1000, ready_s)
+                trace.add(lane, "prefill", run.began_s, run.began_s + run.prefill_ms / 1000)
                 runs.append(run)
                 on_chunk(run)
         assert logits is not None, "a prefix never covers the whole prompt"

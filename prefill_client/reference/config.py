@@ -37,6 +37,9 @@ class ServiceConfig:
     image_hosts: str = knob(
         "", help="hosts, comma-separated, that image URLs may name; empty: data URLs only"
     )
+    trace_folder: str = knob(
+        "", help="folder in which the newest requests each leave a trace of what took how long; empty: none"
+    )
     image_s: float = knob(10.0, help="seconds that loading an image from such a host may take")
 
     def __post_init__(self) -> None:

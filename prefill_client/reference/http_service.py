@@ -23,11 +23,15 @@ from encoder_contract.errors import (
     OverloadedError,
 )
 from encoder_contract.errors import Status as Code
+from encoder_contract.traceparent import TRACEPARENT
+from prefill_client.connection import traceparent
 from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.completions import ChatRequest, completion, piece, usage
 from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.sampling import sampler
+from prefill_client.reference.trace_folder import TraceFolder
+from prefill_client.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +103,7 @@ class HttpService:
         image_urls: ImageUrls,
         metrics: Metrics,
         limits: Limits,
+        traces: TraceFolder | None = None,
     ) -> None:
         self._chat = chat
         self._tokenizer = tokenizer
@@ -106,6 +111,7 @@ class HttpService:
         self._image_urls = image_urls
         self._metrics = metrics
         self._limits = limits
+        self._traces = traces
 
     def app(self) -> FastAPI:
         """Return the ASGI application."""
@@ -135,14 +141,21 @@ class HttpService:
     async def completions(self, request: Request) -> Response:
         """Answer a chat; what goes wrong before the first token is an HTTP status."""
         outcome = "failed"
+        context = request.headers.get(TRACEPARENT, "")
+        trace = Trace(uuid4().hex, traceparent=context)
+        traceparent.set(
+            context if trace.trace_id else ""
+        )  # of this request's task, and the calls that it makes
         try:
             async with asyncio.timeout(self._limits.request_s):
                 asked = await self._read(request)
-                prefilled = await _unless_left(request, self._prefill(asked))
+                prefilled = await _unless_left(request, self._prefill(asked, trace))
                 if asked.stream:
                     outcome = "streamed"
-                    return StreamingResponse(self._stream(asked, prefilled), media_type="text/event-stream")
-                answer = await _unless_left(request, self._whole(asked, prefilled))
+                    return StreamingResponse(
+                        self._stream(asked, prefilled, trace), media_type="text/event-stream"
+                    )
+                answer = await _unless_left(request, self._whole(asked, prefilled, trace))
             outcome = "answered"
             return JSONResponse(answer)
         except TimeoutError:
@@ -154,6 +167,15 @@ class HttpService:
             return Response(status_code=499)
         finally:
             self._metrics.requests.labels(outcome).inc()
+            if self._traces is not None:
+                await self._leave(trace)
+
+    async def _leave(self, trace: Trace) -> None:
+        assert self._traces is not None
+        try:
+            await asyncio.to_thread(self._traces.keep, trace)
+        except OSError as error:  # a full disk costs the trace, not the answer
+            log.warning("no trace of request %s: %s", trace.request_id, error)
 
     async def _read(self, request: Request) -> ChatRequest:
         """Read and check the body, off the event loop: it may hold megabytes of base64."""
@@ -165,19 +187,16 @@ class HttpService:
         try:
             asked = await asyncio.to_thread(ChatRequest.model_validate_json, bytes(body))
         except ValidationError as error:
-            wrong = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:5]
-            )
-            raise InvalidRequestError(wrong) from error
+            raise InvalidRequestError(_wrong(error)) from error
         if asked.model != self._model:
             raise InvalidRequestError(f"model {asked.model!r} is not served here; {self._model!r} is")
         return asked
 
-    async def _prefill(self, asked: ChatRequest) -> Prefilled:
+    async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:
         images = await asyncio.gather(*(self._image_urls.load(url) for url in asked.image_urls))
         with self._metrics.first_token_seconds.time():
             prefilled = await self._chat.prefill(
-                asked.prompt_messages(images), on_chunk=self._metrics.on_chunk
+                asked.prompt_messages(images), on_chunk=self._metrics.on_chunk, trace=trace
             )
         self._metrics.prompt_tokens.labels("cached").inc(prefilled.prefix_tokens)
         self._metrics.prompt_tokens.labels("prefilled").inc(prefilled.layout.tokens - prefilled.prefix_tokens)
@@ -187,16 +206,18 @@ class HttpService:
         choose = sampler(asked.temperature, asked.top_p, asked.seed)
         return self._chat.decode(prefilled, max_tokens=asked.answer_tokens, choose=choose)
 
-    async def _whole(self, asked: ChatRequest, prefilled: Prefilled) -> dict[str, Any]:
+    async def _whole(self, asked: ChatRequest, prefilled: Prefilled, trace: Trace) -> dict[str, Any]:
         tokens = [token async for token in self._tokens(asked, prefilled)]
         used = self._usage(prefilled, tokens)
         return completion(
-            _identity(), self._model, self._text(tokens), asked.finish_reason(len(tokens)), used
+            _identity(trace), self._model, self._text(tokens), asked.finish_reason(len(tokens)), used
         )
 
-    async def _stream(self, asked: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[str, None]:
+    async def _stream(
+        self, asked: ChatRequest, prefilled: Prefilled, trace: Trace
+    ) -> AsyncGenerator[str, None]:
         """Yield server-sent events; text goes out when its characters are whole."""
-        identity, sent, tokens = _identity(), "", list[int]()
+        identity, sent, tokens = _identity(trace), "", list[int]()
         yield _event(piece(identity, self._model, {"role": "assistant", "content": ""}))
         try:
             async with (
@@ -230,8 +251,8 @@ class HttpService:
         return text
 
 
-def _identity() -> str:
-    return f"chatcmpl-{uuid4().hex}"
+def _identity(trace: Trace) -> str:
+    return f"chatcmpl-{trace.request_id}"
 
 
 def _event(content: dict[str, Any]) -> str:

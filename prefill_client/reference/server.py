@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.language_model import load_language_model
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.prefix import PrefixCache
+from prefill_client.reference.trace_folder import TraceFolder
 
 DRAIN_S = 30  # what running requests are given after SIGTERM
 
@@ -64,6 +66,7 @@ async def serve(config: ServiceConfig) -> None:
             image_urls=ImageUrls(hosts, max_bytes=config.max_image_bytes, timeout_s=config.image_s),
             metrics=Metrics(),
             limits=Limits(config.max_requests, config.max_body_bytes, config.request_s),
+            traces=TraceFolder(Path(config.trace_folder)) if config.trace_folder else None,
         )
         await _listen(service, config, name)
         chat.close()

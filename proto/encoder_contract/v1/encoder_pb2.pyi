@@ -134,6 +134,7 @@ class DescribeResponse(google.protobuf.message.Message):
     TRANSPORTS_FIELD_NUMBER: builtins.int
     REPLICA_ID_FIELD_NUMBER: builtins.int
     SHM_SEGMENT_FIELD_NUMBER: builtins.int
+    CLOCK_S_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Semantic version of the server."""
     model_type: builtins.str
@@ -156,6 +157,10 @@ class DescribeResponse(google.protobuf.message.Message):
     shm_segment: builtins.str
     """Path of the shared-memory segment, readable by processes of the same user on the same host; empty when the
     connection is not local.
+    """
+    clock_s: builtins.float
+    """Seconds on the server's steady clock when it answered. From it and the caller's own times of asking and hearing,
+    a caller estimates how the two clocks differ, and so when the moments of `stage_began_s` were.
     """
     @property
     def geometry(self) -> Global___Geometry: ...
@@ -182,9 +187,10 @@ class DescribeResponse(google.protobuf.message.Message):
         transports: collections.abc.Iterable[Global___Transport.ValueType] | None = ...,
         replica_id: builtins.str = ...,
         shm_segment: builtins.str = ...,
+        clock_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deepstack_levels", b"deepstack_levels", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -633,6 +639,22 @@ class ImageReady(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class StageBeganSEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     INDEX_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     GRID_FIELD_NUMBER: builtins.int
@@ -645,6 +667,7 @@ class ImageReady(google.protobuf.message.Message):
     HANDLE_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     STAGE_MS_FIELD_NUMBER: builtins.int
+    STAGE_BEGAN_S_FIELD_NUMBER: builtins.int
     index: builtins.int
     address: builtins.bytes
     row_begin: builtins.int
@@ -668,6 +691,10 @@ class ImageReady(google.protobuf.message.Message):
         copy_out); empty for a hit.
         """
 
+    @property
+    def stage_began_s(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """When each of these stages began, seconds on the server's steady clock (see `DescribeResponse.clock_s`)."""
+
     def __init__(
         self,
         *,
@@ -683,9 +710,10 @@ class ImageReady(google.protobuf.message.Message):
         handle: Global___Handle | None = ...,
         checksum: builtins.int = ...,
         stage_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        stage_began_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grid", b"grid", "handle", b"handle"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "source", b"source", "stage_ms", b"stage_ms", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "source", b"source", "stage_began_s", b"stage_began_s", "stage_ms", b"stage_ms", "width", b"width"]) -> None: ...
 
 Global___ImageReady: typing_extensions.TypeAlias = ImageReady
 

@@ -47,6 +47,10 @@ demo: setup ## A two-turn chat over 8 images, end to end (IMAGES=folder for your
 test: setup ## The test suite: no GPU, Redis or network needed
 	@$(PY) -m pytest -m 'not gpu and not fleet'
 
+.PHONY: test-fleet
+test-fleet: setup ## The bad days of a fleet: replicas and a real Redis, killed under load (four minutes)
+	@$(PY) -m pytest -m fleet
+
 .PHONY: check
 check: setup ## Lint, types, contract: what CI runs before the tests
 	@$(VENV)/bin/ruff check .
@@ -69,6 +73,10 @@ proto: setup ## Generate the gRPC stubs from proto/
 serve: setup ## Run a server (MODEL=folder of a Hugging Face checkpoint)
 	@test -n '$(MODEL)' || { echo "make serve MODEL=path/to/checkpoint"; exit 2; }
 	@$(VENV)/bin/encoder-service serve --model '$(MODEL)'
+
+.PHONY: fleet
+fleet: setup ## Run N=3 replicas and a Redis on this machine until Ctrl-C (MODEL=folder for yours)
+	@$(PY) -m bench.fleet_local --replicas $(N) $(if $(MODEL),--model '$(MODEL)')
 
 .PHONY: bench
 bench: setup ## Print the benchmark tables this machine can run

@@ -67,7 +67,10 @@ class RedisServer:
     def start(self) -> "RedisServer":
         command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # A session of its own: Ctrl-C is for whoever started us, who may have others to stop first.
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         deadline = time.monotonic() + START_S
         with self.client() as client:
             while True:

@@ -123,7 +123,7 @@ def vision_config(model_type: str, depth: int | None = None, *, full: bool = Fal
         "num_position_embeddings": 2304,
     }
     if model_type != "qwen3_5":
-        config["deepstack_visual_indexes"] = [level * depth // 27 for level in (8, 16, 24)]
+        config["deepstack_visual_indexes"] = sorted({level * depth // 27 for level in (8, 16, 24)})
     return config
 
 

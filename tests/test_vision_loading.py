@@ -58,6 +58,13 @@ def test_settings_that_would_be_computed_otherwise_are_refused(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("levels", [[0, 0], [1, 0], [2]])
+def test_deepstack_levels_that_are_not_blocks_in_order_are_refused(folder, levels):
+    edit_config(folder, deepstack_visual_indexes=levels)
+    with pytest.raises(ValueError, match=r"deepstack_visual_indexes .* must be blocks in order"):
+        load(folder)
+
+
 def test_missing_left_over_and_misshapen_tensors_are_all_named(folder):
     def change(tensors):
         del tensors["model.visual.blocks.1.attn.qkv.bias"]

@@ -169,5 +169,8 @@ def _refuse_unsupported(architecture: str, vision: Mapping[str, Any]) -> None:
     side = vision.get("num_position_embeddings", 0)
     if round(side**0.5) ** 2 != side:
         raise ValueError(f"vision_config.num_position_embeddings {side} is not a square")
-    if max(vision.get("deepstack_visual_indexes", ()), default=0) >= vision["depth"]:
-        raise ValueError("vision_config.deepstack_visual_indexes names a block beyond depth")
+    levels = list(vision.get("deepstack_visual_indexes", ()))
+    if levels != sorted({level for level in levels if 0 <= level < vision["depth"]}):
+        raise ValueError(
+            f"vision_config.deepstack_visual_indexes {levels} must be blocks in order, each once"
+        )

@@ -22,6 +22,7 @@ export TOKENIZERS_PARALLELISM = false
 # glibc maps and unmaps every block of 32 MiB or more afresh (seven times slower) unless told not to.
 export MALLOC_MMAP_THRESHOLD_ = 1073741824
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
+export MALLOC_ARENA_MAX = 1
 
 .PHONY: help
 help: ## List the targets

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from encoder_contract.version import __version__
+from encoder_service.allocator import keep_freed_memory
 from encoder_service.config import ConfigError, add_flags, read_config
 from encoder_service.logs import set_up_logging
 
@@ -100,6 +101,7 @@ def _top(given: dict[str, Any]) -> int:
 def _serve(given: dict[str, object]) -> int:
     config = read_config(given, os.environ)
     set_up_logging(config.log_level, config.log_format)
+    keep_freed_memory()
     # torch takes seconds to import: not before the flags are known to be good.
     from encoder_service.model import load_model
     from encoder_service.server import Server

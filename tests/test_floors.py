@@ -33,7 +33,7 @@ FLOORS = [
         "uploads",
         "lanes",
     ],
-    ["processor", "address", "config", "logs", "metrics", "landing", "loop_lag", "incidents"],
+    ["processor", "address", "config", "logs", "metrics", "landing", "loop_lag", "incidents", "allocator"],
 ]
 
 # Library -> the only places that may import it.

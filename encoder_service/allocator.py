@@ -23,4 +23,5 @@ def keep_freed_memory() -> bool:
         return False
     mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, KEEP_BELOW_BYTES), (_M_TRIM_THRESHOLD, _NEVER))
-    return all([mallopt(parameter, value) for parameter, value in settings])
+    done = [mallopt(parameter, value) for parameter, value in settings]
+    return all(done)

@@ -7,6 +7,7 @@ PY     := $(VENV)/bin/python
 GPU    ?= 0
 IMAGES ?=
 MODEL  ?=
+ONLY   ?=
 N      ?= 3
 
 # A CUDA build takes torch from the default index with its CUDA packages and the flash-attn extra;
@@ -80,8 +81,8 @@ fleet: setup ## Run N=3 replicas and a Redis on this machine until Ctrl-C (MODEL
 	@$(PY) -m bench.fleet_local --replicas $(N) $(if $(MODEL),--model '$(MODEL)')
 
 .PHONY: bench
-bench: setup ## Print the benchmark tables this machine can run
-	@$(PY) -m bench
+bench: setup ## All benchmarks this machine can run, under 20 minutes (ONLY=names for some)
+	@$(PY) -m bench $(if $(ONLY),--only $(ONLY))
 
 .PHONY: gpu-check
 gpu-check: ## On a CUDA machine: correctness of every GPU path, then the GPU benchmark
@@ -89,5 +90,5 @@ gpu-check: ## On a CUDA machine: correctness of every GPU path, then the GPU ben
 
 .PHONY: clean
 clean: ## Remove what the other targets made
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -165,11 +165,15 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the figures as one JSON object, as the last line"
     )
+    parser.add_argument("--no-server", action="store_true", help="leave out what `bench.serving` measures")
+    parser.add_argument("--cost-only", action="store_true", help="only the cost of the calls")
     parser.add_argument("--plots", action="store_true", help="also draw the plots of docs/scheduling.md")
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
-    for section in SECTIONS:
-        figures |= section()
+    left_out = (server_section,) if arguments.no_server else ()
+    for section in (cost_section,) if arguments.cost_only else SECTIONS:
+        if section not in left_out:
+            figures |= section()
     if arguments.plots:
         from bench.scheduler_plots import draw
 

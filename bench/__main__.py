@@ -1,0 +1,75 @@
+"""Runs the benchmarks that this machine can, prints a table for each question, and keeps what it found.
+
+Results go to bench/results/DATE-HARDWARE.json; the tables in docs/benchmarks.md and README.md are rewritten from the
+newest results of every machine. A benchmark that fails, or takes too long, is reported as such and ends nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from time import monotonic
+
+from bench.questions import QUESTIONS, Question
+from bench.report import BUSY, caption, rewrite, table_of
+from bench.results import ROOT, Result, hardware, keep, load, newest, path_of
+from bench.runner import LOGS, not_run, run
+
+LIMIT_S = 19 * 60.0  # of the twenty minutes that it may take
+WORTH_STARTING_S = 15.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 when a benchmark failed."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=[question.name for question in QUESTIONS],
+        help=f"some of: {', '.join(question.name for question in QUESTIONS)}",
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke test: tiny sizes, kept out of the pages")
+    parser.add_argument(
+        "--pages-only", action="store_true", help="rewrite the pages from the results there are"
+    )
+    given = parser.parse_args(arguments)
+    results: list[Result] = []
+    if not given.pages_only:
+        chosen = [q for q in QUESTIONS if not given.only or q.name in given.only]
+        results = measure(chosen, quick=given.quick)
+    if not given.quick:
+        for page in rewrite(newest()):
+            print(f"rewrote {page.relative_to(ROOT)}")
+    return int(any(result.status.startswith(("failed", "timed out")) for result in results))
+
+
+def measure(questions: Sequence[Question], *, quick: bool) -> list[Result]:
+    """Run benchmarks one by one, keeping each result at once; print progress, then the tables."""
+    machine, began = hardware(), monotonic()
+    path = path_of(machine, quick=quick)
+    print(f"{machine}; output of each benchmark in {LOGS.relative_to(ROOT)}/", flush=True)
+    if load() > BUSY:
+        print(f"the machine is busy (load {load():.1f} a core): times will be too long", flush=True)
+    results = []
+    for number, question in enumerate(questions, 1):
+        print(f"[{number}/{len(questions)}] {question.name}: {question.asks} ", end="", flush=True)
+        result = _run(question, machine, quick, LIMIT_S - (monotonic() - began))
+        print(f"{result.seconds:.0f} s, {result.status}", flush=True)
+        keep(path, result)
+        results.append(result)
+    for question, result in zip(questions, results, strict=True):
+        print(f"\n{question.asks}\n{caption(result)}\n\n{table_of(question, result)}")
+    print(f"\n{monotonic() - began:.0f} s in all; wrote {path.relative_to(ROOT)}")
+    return results
+
+
+def _run(question: Question, machine: str, quick: bool, left_s: float) -> Result:
+    if why := question.why_not():
+        return not_run(question, machine, why)
+    if left_s < WORTH_STARTING_S:
+        return not_run(question, machine, f"no time left; run it with --only {question.name}")
+    return run(question, machine, quick=quick, limit_s=min(question.limit_s, left_s))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

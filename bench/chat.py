@@ -1,0 +1,96 @@
+"""A chat of eight rounds with one new image each: what the tower does in each round, all images again against ours.
+
+"All again" is what a server does that keeps no embeddings, or keys them by all pixels of a request: each round encodes
+the whole set in one batch, here with our own tower in this process. Ours is a real server: a round submits and fetches
+all images so far. Same weights, same threads, one after the other; only the tower's time counts on both sides.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.demo import THREADS, server
+from bench.images import photo
+from bench.vit import full_checkpoint
+from encoder_service.config import Config
+from encoder_service.model import Model, load_model
+from encoder_service.preprocess import to_patches
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+
+ROUNDS = 8
+
+
+def whole_set_ms(model: Model, files: Sequence[bytes]) -> float:
+    """Return the milliseconds of the tower for all files in one batch."""
+    pixels = [p for p in model.decoder.decode(files) if isinstance(p, torch.Tensor)]
+    grids = [model.processor.geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
+    patches = to_patches(pixels, grids, model.processor.geometry)
+    began = time.perf_counter()
+    model.tower.encode(patches, grids)
+    return (time.perf_counter() - began) * 1e3
+
+
+async def ours_ms(client: EncoderClient, files: Sequence[bytes]) -> tuple[float, int]:
+    """Return the milliseconds of the server's tower in this round, and how many images it encoded."""
+    submitted = await client.submit(files)
+    spent: list[float] = []
+    async with client.fetch([RowRequest(image.digest) for image in submitted]) as outcomes:
+        async for rows in outcomes:
+            if rows.error is not None:
+                raise rows.error
+            if "vit" in rows.stage_ms:
+                spent.append(rows.stage_ms["vit"])
+    return sum(spent), len(spent)
+
+
+async def chat(side: int, folder: Path) -> dict[str, float]:
+    """Run all rounds both ways and return the figures; a first image warms both up."""
+    path = full_checkpoint("qwen3_vl")
+    files = [photo(side, side, seed) for seed in range(ROUNDS + 1)]
+    theirs: list[float] = []
+    ours: list[tuple[float, int]] = []
+    with server(path, folder / "server.log", batch_patches=16384) as (endpoint, _):
+        async with await EncoderClient.connect(endpoint) as client:
+            await ours_ms(client, files[-1:])
+            ours = [await ours_ms(client, files[:n]) for n in range(1, ROUNDS + 1)]
+    model = load_model(Config(model=path, device="cpu", torch_threads=THREADS))
+    whole_set_ms(model, files[-1:])
+    theirs = [whole_set_ms(model, files[:n]) for n in range(1, ROUNDS + 1)]
+    print(f"{side}x{side}, 27 blocks, {THREADS} threads, milliseconds of ViT")
+    print(f"{'round':>6} {'all again':>10} {'ours':>8} {'encoded':>8}")
+    for number, (all_ms, (our_ms, encoded)) in enumerate(zip(theirs, ours, strict=True), 1):
+        print(f"{number:>6} {all_ms:>10.0f} {our_ms:>8.0f} {encoded:>8}")
+    return {
+        "side": side,
+        "whole_set_vit_ms": theirs[-1],
+        "ours_vit_ms": ours[-1][0],
+        "round_8_ratio": theirs[-1] / ours[-1][0],
+        "whole_set_encodes": ROUNDS * (ROUNDS + 1) // 2,
+        "ours_encodes": sum(encoded for _, encoded in ours),
+    }
+
+
+def main() -> None:
+    """Run the chat, print the table, and as the last line one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--side", type=int, default=448, help="pixels of an image's side (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    given = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(chat(given.side, Path(folder)))
+    if given.json:
+        print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

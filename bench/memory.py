@@ -1,0 +1,133 @@
+"""How many large images one prompt may have: server memory over a prompt whose embeddings exceed the store many times.
+
+A real server with a tower of the published width and three blocks (activations do not grow with depth), and a client
+that prefetches chunk by chunk and does nothing with the rows. Beside it, what `transformers`' tower of the same weights
+needs for one image and for three in one forward, as a whole-set-first design runs it.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.checkpoints import write_checkpoint
+from bench.demo import encodes_in
+from bench.images import photo
+from bench.reference_tower import ReferenceTower, random_patches
+from bench.vit import peak_bytes
+from encoder_contract.geometry import Grid
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from prefill_client.layout import lay_out
+from prefill_client.plan import plan
+from prefill_client.session import PrefetchSession
+from tests.processes import ServerProcess, running
+
+DEPTH, STORE_GIB = 3, 1
+PLACEHOLDER = 0
+MIB = 1 << 20
+
+
+async def prefill(
+    client: EncoderClient, files: Sequence[bytes], server: ServerProcess
+) -> list[tuple[int, int]]:
+    """Take the prompt's rows, a chunk an image; return, after each, the images done and the server's MiB."""
+    submitted = await client.submit(files)
+    layout = lay_out([PLACEHOLDER] * len(files), PLACEHOLDER, [image.tokens for image in submitted])
+    images = [RowRequest(image.digest) for image in submitted]
+    row_bytes = client.description.width * 2
+    fetch = partial(client.fetch, request_id="album", timeout_s=600)
+    seen = []
+    async with PrefetchSession(
+        fetch, plan(layout, submitted[0].tokens), images, row_bytes=row_bytes
+    ) as session:
+        async for ready in session:
+            done = sum(span.end <= ready.chunk.end for span in layout.spans)
+            assert all(rows.error is None for rows in ready.rows)
+            seen.append((done, own_mib(server)))
+    return seen
+
+
+def own_mib(server: ServerProcess) -> int:
+    """Return the server's memory without the store, which is shared memory of a fixed size."""
+    memory = psutil.Process(server.process.pid).memory_info()
+    return (memory.rss - memory.shared) // MIB
+
+
+def encodes(metrics_url: str) -> int:
+    """Return how many images a server has encoded."""
+    with urllib.request.urlopen(f"{metrics_url}metrics", timeout=10) as answer:
+        return encodes_in(answer.read().decode())
+
+
+async def serve(model: Path, files: Sequence[bytes], size: tuple[int, int]) -> dict[str, float]:
+    """Run the prompt against a server and return the figures."""
+    flags = ("--store-host-gib", str(STORE_GIB), "--metrics-listen", "127.0.0.1:0", "--device", "cpu")
+    with running(model, *flags) as server:
+        metrics_url = next(line.split()[1] for line in server.lines if line.split()[:1] == ["metrics"])
+        async with await EncoderClient.connect(server.endpoint) as client:
+            seen = await prefill(client, files, server)
+            geometry, width = client.description.geometry, client.description.width
+        encoded = await asyncio.to_thread(encodes, metrics_url)
+    embedding_bytes = geometry.tokens(geometry.grid(*size)) * width * 2
+    warm, end = len(files) // 3, len(files)
+    growth = max(mib for _, mib in seen) - max(mib for done, mib in seen if done <= warm)
+    return {
+        "images": end,
+        "delivered": seen[-1][0],
+        "memory_mib": max(mib for _, mib in seen),
+        "growth_mib_per_image": growth / (end - warm),
+        "embeddings_over_store": end * embedding_bytes / (STORE_GIB << 30),
+        "encodes_per_image": encoded / end,
+    }
+
+
+def transformers_mib_per_image(model: Path, grid: Grid) -> float:
+    """Return what each image more in one forward adds to the peak, patches in, rows out."""
+    reference = ReferenceTower(model, torch.bfloat16)
+    peaks = []
+    for count in (1, 1, 3):  # the first warms up
+        patches = random_patches([grid] * count, 3 * reference.module.config.patch_size**2)
+        peaks.append(peak_bytes(lambda: _forward(reference, patches, [grid] * count)))  # noqa: B023
+    return (peaks[2] - peaks[1]) / 2 / MIB
+
+
+def _forward(reference: ReferenceTower, patches: Sequence[torch.Tensor], grids: Sequence[Grid]) -> None:
+    reference.rows(reference.pixels(patches), grids)
+
+
+def measure(images: int, width: int, height: int, folder: Path) -> dict[str, float]:
+    """Run both sides and return the figures."""
+    model = write_checkpoint(folder / "model", depth=DEPTH, vision_only=True)
+    files = [photo(width, height, seed) for seed in range(images)]
+    figures = asyncio.run(serve(model, files, (width, height)))
+    grid = Grid(1, 2 * round(height / 32), 2 * round(width / 32))
+    return figures | {"transformers_mib_per_image": transformers_mib_per_image(model, grid)}
+
+
+def main() -> None:
+    """Measure, print a table, and as the last line one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=24, help="images of the prompt (default %(default)s)")
+    parser.add_argument("--width", type=int, default=2560, help="pixels (default %(default)s)")
+    parser.add_argument("--height", type=int, default=1440, help="pixels (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(given.images, given.width, given.height, Path(folder))
+    print(f"{given.width}x{given.height}, {DEPTH} blocks, a store of {STORE_GIB} GiB")
+    for name, value in figures.items():
+        print(f"{name:<28}{value:>12,.2f}")
+    if given.json:
+        print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""The questions that `make bench` answers: which benchmark, how long it may take, and what its table shows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A row of a table: `key` is a name in the benchmark's JSON line, dotted where that is nested.
+
+    `target` is a bound such as "<= 2"; `compare` is what others published for it, and where.
+    """
+
+    key: str
+    what: str
+    unit: str = ""
+    target: str = ""
+    scale: float = 1.0
+    compare: str = ""
+
+    def met(self, value: float) -> bool:
+        """Whether a value keeps the target; there must be one."""
+        sign, bound = self.target.split()
+        return value <= float(bound) if sign == "<=" else value >= float(bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A benchmark, run as `python -m bench.MODULE ARGUMENTS --json`, and the rows of its table."""
+
+    name: str
+    asks: str
+    module: str
+    figures: tuple[Figure, ...]
+    limit_s: float
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    why_not: Callable[[], str] = lambda: ""
+
+    def command(self, *, quick: bool) -> list[str]:
+        """Return the arguments of the interpreter."""
+        return ["-m", f"bench.{self.module}", *(self.quick if quick else self.arguments), "--json"]
+
+
+def _no_cuda() -> str:
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+def _tower_case(name: str, says: str) -> tuple[Figure, ...]:
+    target = {"720p": ("<= 1.12", ">= 1.2"), "8x256": ("<= 1.15", ">= 1.2")}.get(name, ("", ""))
+    return (
+        Figure(f"cases.{name}.ours", f"{says}: ours", "ms", scale=1e3),
+        Figure(f"ratio_{name}", f"{says}: `transformers` / ours", target=target[1]),
+        Figure(f"over_floor_{name}", f"{says}: ours / its own products and attention", target=target[0]),
+    )
+
+
+TOWER = Question(
+    "tower",
+    "How fast and how exact is the vision tower?",
+    "vit",
+    (
+        Figure("product_tflops", "best matrix product of this machine", "TFLOP/s"),
+        *_tower_case("256", "one 256×256"),
+        *_tower_case("8x256", "eight 256×256"),
+        *_tower_case("560", "one 560×560"),
+        *_tower_case("720p", "one 1280×720"),
+        *_tower_case("960x1280", "one 960×1280"),
+        Figure("patch_embed_ratio", "patch embedding: Conv3d / ours", target=">= 20"),
+        Figure("error_ratio_qwen3_vl", "Qwen3-VL: mean bf16 error, ours / `transformers`", target="<= 1"),
+        Figure("error_ratio_qwen2_5_vl", "Qwen2.5-VL: the same", target="<= 1"),
+        Figure("error_ratio_qwen3_5", "Qwen3.5: the same", target="<= 1"),
+    ),
+    limit_s=420,
+    arguments=("--rounds", "2"),
+    quick=("--rounds", "1", "--cases", "256"),
+)
+SERVING = Question(
+    "serving",
+    "What does the service add to the bare engine?",
+    "serving",
+    (
+        Figure("overhead_ratio", "eight 256×256 served / the bare tower, 27 blocks", target="<= 1.05"),
+        Figure("busy_fraction", "device busy while images wait", target=">= 0.95"),
+        Figure("submit_new_720p_ms", "Submit answer for a new 1280×720 photo, p50", "ms", "<= 5"),
+        Figure("submit_known_720p_ms", "Submit answer for a known one, p50", "ms"),
+        Figure("fetch_hit_ms", "Fetch of a held small image, p50", "ms"),
+        Figure("loop_lag_p99_ms", "event loop late under full load, p99 (bucket's edge)", "ms", "<= 5"),
+        Figure("images_per_s", "256×256 images under full load, 27 blocks", "per s"),
+        Figure(
+            "overload_p99_over_calm", "ten times overload: p99 of the admitted / at 80 % load", target="<= 2"
+        ),
+        Figure("overload_refused", "ten times overload: refused with a retry hint", "images"),
+        Figure("overload_other", "ten times overload: any other failure", "images", "<= 0"),
+        Figure("overload_memory_growth_mib", "ten times overload: growth of memory", "MiB"),
+    ),
+    limit_s=240,
+    arguments=("--overload-s", "30", "--images", "64", "--rounds", "5"),
+    quick=("--overload-s", "0", "--images", "16", "--rounds", "2"),
+)
+HIT = Question(
+    "hit",
+    "What does a hit cost, by tier and transport?",
+    "store",
+    (
+        Figure("pin_us", "lookup, pin and release at 100 000 entries, p50", "µs", "<= 20"),
+        Figure("hit_shm_ms", "28.8 MB embedding of a 1280×720 over shared memory, p50", "ms", "<= 2"),
+        Figure(
+            "hit_shm_four_1440p_ms", "four 2560×1440 over shared memory, p50", "ms", "<= 6",
+            compare="SGLang's encoder server: 382 (RDMA), 466 (zmq) (PR 28441)",
+        ),
+        Figure("inline_gbps", "the same embedding inline", "GB/s", ">= 0.9"),
+        Figure("bare_gbps", "a bare gRPC stream of as many bytes", "GB/s"),
+        Figure("inline_over_bare", "inline / bare stream", target=">= 0.8"),
+        Figure("memcpy_gbps", "memcpy of as many bytes", "GB/s"),
+        Figure("read_gbps", "read out of the shared segment", "GB/s"),
+        Figure("put_gbps", "put into the store", "GB/s"),
+        Figure("usable_percent", "arena in use after a day of random sizes, least", "%", ">= 90"),
+        Figure("one_run_percent", "embeddings that can be viewed in one piece", "%"),
+        Figure("entry_bytes", "memory of an entry beside its rows", "bytes"),
+    ),
+    limit_s=180,
+    quick=("--no-server", "--entries", "5000", "--rounds", "5", "--images", "3000"),
+)  # fmt: skip
+OVERLAP = Question(
+    "overlap",
+    "What does overlap inside one request give?",
+    "overlap",
+    (
+        Figure("encode_ms", "encode of 16 images, alone", "ms"),
+        Figure("prefill_ms", "prefill of their prompt, alone", "ms"),
+        Figure("ttft_ms", "time to first token, overlapped", "ms"),
+        Figure("serial_ms", "time to first token, all images first", "ms"),
+        Figure("ttft_over_ideal", "overlapped / ideal", target="<= 1.1"),
+        Figure("serial_over_overlap", "all images first / overlapped", target=">= 1.6"),
+    ),
+    limit_s=240,
+    quick=("--rounds", "1"),
+)
+DESIGNS = Question(
+    "designs",
+    "How do three designs compare on the same tower?",
+    "designs",
+    (
+        Figure("whole_set_ttft_ms", "whole set first, one device, in process", "ms"),
+        Figure("chunk_aware_ttft_ms", "chunk by chunk, one device, in process", "ms"),
+        Figure("ours_ttft_ms", "ours: an encoder beside the language model", "ms"),
+        Figure("whole_set_over_ours", "whole set first / ours"),
+        Figure("chunk_aware_over_ours", "chunk by chunk / ours"),
+    ),
+    limit_s=150,
+    quick=("--rounds", "1", "--images", "4"),
+)
+CHAT = Question(
+    "chat",
+    "What does per-image caching give in a chat of eight rounds, one new image each?",
+    "chat",
+    (
+        Figure("whole_set_vit_ms", "ViT in round 8, all images encoded again", "ms"),
+        Figure("ours_vit_ms", "ViT in round 8, ours", "ms"),
+        Figure(
+            "round_8_ratio", "all again / ours", target=">= 5",
+            compare="SGLang, one H200: 90 → 17 ms at 720p, 282 → 39 at 1080p, 698 → 88 at 2560×1440 (PR 22038)",
+        ),
+        Figure("whole_set_encodes", "images encoded in eight rounds, all again"),
+        Figure("ours_encodes", "images encoded in eight rounds, ours", target="<= 8"),
+    ),
+    limit_s=150,
+    quick=("--side", "128"),
+)  # fmt: skip
+MEMORY = Question(
+    "memory",
+    "How many images until memory runs out?",
+    "memory",
+    (
+        Figure("images", "2560×1440 images in one prompt, all with their rows"),
+        Figure("delivered", "of which delivered"),
+        Figure("growth_mib_per_image", "server memory per image more, once warm", "MiB", "<= 2"),
+        Figure(
+            "transformers_mib_per_image", "`transformers`, whole set in one forward, per image more", "MiB",
+            compare="out of memory at 20 → 51 images of 2560×1440 on one H200 (PR 22038)",
+        ),
+        Figure("embeddings_over_store", "bytes of all embeddings / bytes of the store"),
+        Figure("encodes_per_image", "encodes per image"),
+    ),
+    limit_s=240,
+    quick=("--images", "6", "--width", "640", "--height", "360"),
+)  # fmt: skip
+HASHING = Question(
+    "hashing",
+    "What does hashing files at the client save?",
+    "hashing",
+    (
+        Figure("hash_and_header_ms", "name and grid of a 1280×720 JPEG from its bytes", "ms"),
+        Figure("pixels_key_ms", "the same image's key from its preprocessed pixels", "ms"),
+        Figure("saving", "pixels' key / name from the file"),
+        Figure("hash_gbps", "BLAKE3 of files, one thread", "GB/s"),
+        Figure("known_upload_bytes", "bytes uploaded for an image that anyone sent before", "bytes", "<= 0"),
+        Figure("loop_stall_inline_ms", "event loop stalled by 32 photos hashed on it", "ms"),
+        Figure(
+            "loop_stall_worker_ms", "the same, hashed in a worker (what the client does)", "ms",
+            compare="hashing off the scheduler: 5.80 → 6.72 requests/s in SGLang (PR 14354)",
+        ),
+    ),
+    limit_s=60,
+    quick=("--rounds", "3"),
+)  # fmt: skip
+SCHEDULING = Question(
+    "scheduling",
+    "What does the order of work give?",
+    "scheduler",
+    (
+        Figure(
+            "mean_ttft_fcfs_over_ours",
+            "mean time to first token, first come / ours (simulated)",
+            target=">= 2",
+        ),
+        Figure("p99_ttft_ours_over_fcfs", "p99, ours / first come", target="<= 1.1"),
+        Figure("big_p99_ours_over_fcfs", "p99 of requests with 16 images or more, ours / first come"),
+        Figure("throughput_ours_over_fcfs", "throughput, ours / first come"),
+        Figure("overload_p99_over_80", "p99 at ten times overload / at 80 % load", target="<= 2"),
+        Figure("next_batch_p99_us", "forming a batch with 10 000 images queued, p99", "µs"),
+    ),
+    limit_s=240,
+    arguments=("--no-server",),
+    quick=("--no-server", "--cost-only"),
+)
+FLEET = Question(
+    "fleet",
+    "How does it scale over replicas, and what do faults cost?",
+    "fleet",
+    (
+        Figure(
+            "encodes_per_image",
+            "encodes per distinct image, 3 replicas, half of the images shared",
+            target="<= 1",
+        ),
+        Figure("index_ms_32", "index cost of a Submit of 32 images, p50", "ms", "<= 2"),
+        Figure("index_ms_32_cluster", "the same on a Redis Cluster of three", "ms"),
+        Figure("throughput_3_over_1", "throughput of 3 replicas / one (simulated)", target=">= 2.7"),
+        Figure("failed_images", "one of three killed under load: failed images", target="<= 0"),
+        Figure("kill_latency_s", "one of three killed: higher latency for", "s", "<= 3"),
+    ),
+    limit_s=240,
+    quick=("--index-only", "--rounds", "20", "--entries", "2000"),
+)
+SIZING = Question(
+    "sizing",
+    "What does an image cost, by arithmetic?",
+    "sizing",
+    tuple(
+        figure
+        for size in ("256", "560", "720p", "1080p", "1440p")
+        for figure in (
+            Figure(f"{size}.tflop", f"{size}: work of the tower", "TFLOP"),
+            Figure(f"{size}.embedding_mb", f"{size}: embedding", "MB"),
+        )
+    ),
+    limit_s=60,
+)
+GPU = Question("gpu", "How fast is the tower on a GPU?", "gpu", (), limit_s=600, why_not=_no_cuda)
+
+# In the order of what a release must know: when the time runs out, the last ones are left.
+QUESTIONS = (HIT, HASHING, SIZING, OVERLAP, CHAT, FLEET, SERVING, TOWER, DESIGNS, MEMORY, SCHEDULING, GPU)
+
+# The README's one table: (question, key) of what each has to say in a line.
+SUMMARY = (
+    ("tower", "ratio_720p"),
+    ("tower", "over_floor_720p"),
+    ("serving", "overhead_ratio"),
+    ("serving", "submit_new_720p_ms"),
+    ("hit", "hit_shm_ms"),
+    ("hit", "hit_shm_four_1440p_ms"),
+    ("hit", "inline_gbps"),
+    ("overlap", "serial_over_overlap"),
+    ("chat", "round_8_ratio"),
+    ("scheduling", "mean_ttft_fcfs_over_ours"),
+    ("fleet", "encodes_per_image"),
+    ("fleet", "failed_images"),
+)

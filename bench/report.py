@@ -1,0 +1,141 @@
+"""The report: tables made of results, and the pages that quote them, rewritten between markers."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.questions import QUESTIONS, SUMMARY, Figure, Question
+from bench.results import ROOT, Result
+
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+BUSY = 0.5  # of the cores were others' when it began: the times are theirs too
+_MARKED = re.compile(r"(<!-- bench:([a-z]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+_BY_NAME = {question.name: question for question in QUESTIONS}
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def tables_of(question: Question, results: Iterable[Result]) -> str:
+    """Return what every machine answered to a question, as Markdown; what failed says so."""
+    found = [result for result in results if result.benchmark == question.name]
+    if not found:
+        return "Not measured yet."
+    return "\n\n".join(f"{caption(result)}\n\n{table_of(question, result)}" for result in found)
+
+
+def caption(result: Result) -> str:
+    """Return one line: machine, day, command, and what a reader must know of the circumstances."""
+    parts = [f"**{result.hardware}**", result.measured_on, f"`{result.command}`"]
+    parts += [f"{result.seconds:.0f} s"] if result.seconds else []
+    parts += [f"on a busy machine (load {result.load:.1f} a core)"] if result.load > BUSY else []
+    return " · ".join(parts)
+
+
+def table_of(question: Question, result: Result) -> str:
+    """Return the table of one result."""
+    if result.status != "ok":
+        return f"**{result.status}**: {result.error}"
+    if question.name == "gpu":
+        return _gpu_table(result.figures)
+    rows = [row_of(figure, result.figures) for figure in question.figures]
+    heads = ("", "measured", "target", "published")
+    columns = [at for at in range(len(heads)) if at < 2 or any(row[at] for row in rows)]
+    return markdown([heads[at] for at in columns], [[row[at] for at in columns] for row in rows])
+
+
+def row_of(figure: Figure, figures: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return what is measured, the value, the target and whether it was missed, and what others published."""
+    value = looked_up(figure.key, figures)
+    target = figure.target.replace("<=", "≤").replace(">=", "≥")
+    if value is not None and target and not figure.met(value * figure.scale):
+        target += ", **missed**"
+    return figure.what, _shown(value, figure), target, figure.compare
+
+
+def looked_up(key: str, figures: Mapping[str, Any]) -> float | None:
+    """Return the number under a dotted key; None where it is missing or no number."""
+    found: Any = figures
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def _shown(value: float | None, figure: Figure) -> str:
+    if value is None:
+        return "not reported"
+    value *= figure.scale
+    exact = value == int(value) or abs(value) >= 100
+    digits = 0 if exact else max(0, 2 - math.floor(math.log10(abs(value))))  # three that mean something
+    return f"{value:.{min(digits, 6)}f} {figure.unit}".strip()
+
+
+def _gpu_table(figures: Mapping[str, Any]) -> str:
+    """Return milliseconds of each case: the fastest of ours by its name, and `transformers`."""
+    best: dict[str, dict[str, Any]] = {}
+    theirs: dict[str, float] = {}
+    for case in figures.get("cases", []):
+        if str(case["attention"]).startswith("transformers"):
+            theirs[case["case"]] = case["ms"]
+        elif case["case"] not in best or case["ms"] < best[case["case"]]["ms"]:
+            best[case["case"]] = case
+    checks = figures.get("checks", [])
+    passed = sum(check["passed"] for check in checks)
+    rows = [
+        (
+            name,
+            f"{case['ms']:.2f}",
+            f"{case['attention']}{', graphs' if case.get('graphs') else ''}",
+            f"{case['of_peak']:.0%}",
+            f"{theirs.get(name, math.nan):.2f}",
+            f"{theirs.get(name, math.nan) / case['ms']:.2f}",
+        )
+        for name, case in best.items()
+    ]
+    heads = ("images", "ours, ms", "attention", "of the best product", "`transformers`, ms", "ratio")
+    says = f"{passed} of {len(checks)} checks of exactness passed"
+    return f"{says}; best product {figures.get('product_tflops', math.nan):.0f} TFLOP/s.\n\n{markdown(heads, rows)}"
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Return the README's table, for the machine that answers most of it."""
+    machines = {result.hardware for result in results}
+    tables = [_summary_of([r for r in results if r.hardware == machine]) for machine in sorted(machines)]
+    return max(tables, key=lambda table: table.count("\n"), default="Not measured yet.")
+
+
+def _summary_of(results: Sequence[Result]) -> str:
+    by_name = {result.benchmark: result for result in results}
+    rows = []
+    for name, key in SUMMARY:
+        result = by_name.get(name)
+        if result is None or result.status != "ok" or looked_up(key, result.figures) is None:
+            continue
+        figure = next(figure for figure in _BY_NAME[name].figures if figure.key == key)
+        rows.append((*row_of(figure, result.figures)[:3], f"`python -m bench.{_BY_NAME[name].module}`"))
+    days = sorted({result.measured_on for result in results})
+    says = (
+        f"{results[0].hardware}; {' to '.join(dict.fromkeys((days[0], days[-1])))}. `make bench` repeats it."
+    )
+    return f"{markdown(('', 'measured', 'target', 'command'), rows)}\n\n{says}"
+
+
+def rewrite(results: Sequence[Result], pages: Iterable[Path] = PAGES) -> list[Path]:
+    """Replace what lies between the markers of the pages; return the pages that changed."""
+    changed = []
+    for page in pages:
+        old = page.read_text()
+        new = _MARKED.sub(lambda found: f"{found[1]}{_section(found[2], results)}\n{found[3]}", old)
+        if new != old:
+            page.write_text(new)
+            changed.append(page)
+    return changed
+
+
+def _section(name: str, results: Sequence[Result]) -> str:
+    return summary(results) if name == "summary" else tables_of(_BY_NAME[name], results)

@@ -65,7 +65,7 @@ class Replica:
     async def die(self) -> None:
         """As peers see kill -9: silence from one moment to the next, and no farewell to the index."""
         await self.server.index.close()
-        await self.server._server.stop(None)
+        await self.server._listener._server.stop(None)
 
 
 Start = Callable[..., Awaitable[Replica]]

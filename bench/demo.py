@@ -118,11 +118,13 @@ def chosen_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def server(model: Path, log: Path, batch_patches: int = MAX_PIXELS // 16**2) -> Iterator[tuple[str, str]]:
+def server(
+    model: Path, log: Path, batch_patches: int = MAX_PIXELS // 16**2, store_gib: float = 0.5
+) -> Iterator[tuple[str, str]]:
     """Run `encoder-service serve`; give its endpoint and metrics URL. On leaving, it drains and must exit with 0."""
     command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve", "--model", model]
     command += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
-    command += ["--store-host-gib", "0.5"]  # a tenth of it will be used
+    command += ["--store-host-gib", str(store_gib)]  # the demo uses a tenth of it
     # Batches of about one photo: prefill goes on with the first while the next is encoded.
     command += ["--torch-threads", str(THREADS), "--batch-patches", str(batch_patches)]
     with log.open("w") as stream:

@@ -1,0 +1,129 @@
+"""Image rows on every rank of a tensor-parallel engine: rank 0 broadcasts handles, each rank maps the rows itself."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from encoder_contract.errors import UnavailableError
+from encoder_contract.handle import Handle
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.images import FetchedRows, element_type, tensor_view
+from prefill_client.row_stream import from_message
+from prefill_client.segment import SharedRows
+
+_LENGTH = struct.Struct("<I")
+_FAILED = "another rank failed, or has not all of the rows: is it on rank 0's host?"
+
+
+@contextmanager
+def rows_on_every_rank(
+    outcomes: Sequence[FetchedRows] | None, group: dist.ProcessGroup | None = None
+) -> Iterator[list[Tensor]]:
+    """Give every rank the rows [rows, width] that rank 0 fetched, for the length of the `with` block.
+
+    Every rank enters, rank 0 with `outcomes`, the others with None. Rank 0 keeps the Fetch that they came from open
+    meanwhile: that holds the rows for all ranks. Handles name rows of this host and take a few hundred bytes an image;
+    rows that came inline are broadcast themselves. All ranks leave together: what fails at one, in the block too,
+    raises at all. An image that failed raises its error; rows that a rank cannot map raise `StaleHandleError`
+    there and `UnavailableError` elsewhere.
+    """
+    messages = _parse(_broadcast(pack(outcomes) if outcomes is not None else None, group))
+    for message in messages:
+        if message.HasField("error"):
+            raise from_message(message.error)
+    sources = outcomes if outcomes is not None else [None] * len(messages)
+    with _together(group):
+        mapped = [SharedRows(_handle(m), m.ready.width, m.ready.dtype) for m in messages if _has_handle(m)]
+    views = iter(mapped)
+    rows = [
+        next(views).tensor(gather=True) if _has_handle(message) else _rows(message, source, group)
+        for message, source in zip(messages, sources, strict=True)
+    ]
+    with _together(group):
+        yield rows
+        for view in mapped:
+            view.check()
+
+
+def pack(outcomes: Sequence[FetchedRows]) -> bytes:
+    """Return what is broadcast of these outcomes; rows that have no handle follow it."""
+    packed = []
+    for outcome in outcomes:
+        if outcome.error is not None:
+            error = pb.ImageError(
+                index=outcome.index, code=outcome.error.status.value, message=outcome.error.message
+            )
+            message = pb.FetchResponse(error=error)
+        else:
+            ready = pb.ImageReady(
+                index=outcome.index,
+                row_end=outcome.array.shape[0],
+                width=outcome.array.shape[1],
+                dtype=outcome.dtype,
+                handle=outcome.handle.to_message() if outcome.handle else None,
+            )
+            message = pb.FetchResponse(ready=ready)
+        content = message.SerializeToString()
+        packed += [_LENGTH.pack(len(content)), content]
+    return b"".join(packed)
+
+
+def _parse(packed: bytes) -> list[pb.FetchResponse]:
+    messages, at = [], 0
+    while at < len(packed):
+        (length,) = _LENGTH.unpack_from(packed, at)
+        at += _LENGTH.size + length
+        messages.append(pb.FetchResponse.FromString(packed[at - length : at]))
+    return messages
+
+
+def _has_handle(message: pb.FetchResponse) -> bool:
+    return message.ready.HasField("handle")
+
+
+def _handle(message: pb.FetchResponse) -> Handle:
+    return Handle.from_message(message.ready.handle)
+
+
+def _broadcast(content: bytes | None, group: dist.ProcessGroup | None) -> bytes:
+    """Return rank 0's bytes: first their number, then they."""
+    length = torch.tensor([len(content or b"")])
+    dist.broadcast(length, 0, group)
+    buffer = torch.empty(int(length), dtype=torch.uint8)
+    if content:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(buffer, 0, group)
+    return buffer.numpy().tobytes()
+
+
+def _rows(message: pb.FetchResponse, source: FetchedRows | None, group: dist.ProcessGroup | None) -> Tensor:
+    ready = message.ready
+    array = (
+        source.array
+        if source is not None
+        else np.empty((ready.row_end, ready.width), element_type(ready.dtype))
+    )
+    rows = tensor_view(array, ready.dtype)
+    dist.broadcast(rows.view(torch.uint8), 0, group)
+    return rows
+
+
+@contextmanager
+def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Do the body; nobody goes on before all have, and none when it failed at one."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group)
+        if failed.item() and failure is None:
+            raise UnavailableError(_FAILED)

@@ -39,7 +39,7 @@ from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.service import Edge, EncoderService
 from encoder_service.sources import Sources
-from encoder_service.store import Store, TierName
+from encoder_service.store import Store, StoreSizeError, TierName
 from encoder_service.vision import flops
 from encoder_service.watch import Watch
 
@@ -137,16 +137,19 @@ class Server:
 
     def _build_store(self) -> Store:
         config = self._config
-        return Store(
-            host_bytes=int(config.store_host_gib * GIB),
-            device_bytes=int(config.store_device_gib * GIB),
-            device=self._model.device,
-            width=self._model.tower.spec.width,
-            dtype=self._model.tower.dtype,
-            segment_dir=str(config.store_segment_dir),
-            on_evict=self._on_evict,
-            prefault=config.store_prefault == "yes",
-        )
+        try:
+            return Store(
+                host_bytes=int(config.store_host_gib * GIB),
+                device_bytes=int(config.store_device_gib * GIB),
+                device=self._model.device,
+                width=self._model.tower.spec.width,
+                dtype=self._model.tower.dtype,
+                segment_dir=str(config.store_segment_dir),
+                on_evict=self._on_evict,
+                prefault=config.store_prefault == "yes",
+            )
+        except StoreSizeError as error:
+            raise ConfigError(str(error)) from error
 
     def _build_pipeline(self) -> Pipeline:
         model, budget = self._model, self._config.batch_patches

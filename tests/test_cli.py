@@ -3,6 +3,9 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from bench.images import photo
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_contract.version import __version__
+from encoder_service.operator_client import run as operate
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from tests.processes import run, running
@@ -60,6 +64,52 @@ def test_a_taken_port_is_a_clear_error(checkpoint: Path) -> None:
     assert result.returncode == 2
     assert address in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_store_that_does_not_fit_is_refused_naming_what_to_set(checkpoint: Path) -> None:
+    result = run("encoder-service", "serve", "--model", checkpoint, "--store-host-gib", "100000")
+    assert result.returncode == 2
+    assert "--store-host-gib" in result.stderr
+    assert "shm_size" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+HOLD = """
+import asyncio, sys
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+
+async def hold(endpoint, path):
+    async with await EncoderClient.connect(endpoint) as client:
+        (image,) = await client.submit([open(path, "rb").read()])
+        async with client.fetch([RowRequest(image.digest)]) as stream:
+            async for rows in stream:
+                print(rows.transport, flush=True)
+            await asyncio.sleep(60)
+
+asyncio.run(hold(*sys.argv[1:]))
+"""
+
+
+def test_a_client_that_is_killed_while_it_reads_shared_rows_holds_them_for_less_than_a_second(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
+    with running(checkpoint) as server:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLD, server.endpoint, tmp_path / "photo.jpg"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert holder.stdout
+        assert holder.stdout.readline() == "shm\n"
+        assert " 1 pins" in operate("stats", server.endpoint)
+        holder.kill()
+        holder.wait()
+        until = time.monotonic() + 1
+        while " 0 pins" not in (shown := operate("stats", server.endpoint)) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert " 0 pins" in shown
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:

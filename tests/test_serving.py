@@ -338,6 +338,23 @@ async def test_shared_rows_are_pinned_exactly_while_their_stream_is_open(
     assert server.store.evict(image.address)
 
 
+async def test_handles_are_for_callers_who_can_read_the_segment_and_others_get_their_rows_inline(
+    client: EncoderClient, server: Server
+) -> None:
+    (image,) = await client.submit([photo(128, 128, 30)])
+    ours = await connection(client)
+    for proof, transport in (
+        (server.store.segment.segment_id, "shm"),
+        (bytes(16), "inline"),
+        (b"", "inline"),
+    ):
+        ours._shm_proof = proof or b"guess"
+        async with ours.fetch([RowRequest(image.digest)], pb.Caller(), grace_ms=0) as stream:
+            outcome = await anext(aiter(stream))
+            assert outcome.transport == transport
+            assert outcome.error is None
+
+
 async def test_an_evicted_image_is_made_again_without_its_sender_and_bit_for_bit(
     client: EncoderClient, server: Server
 ) -> None:

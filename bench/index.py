@@ -11,12 +11,15 @@ import redis
 
 from bench.trials import table
 from encoder_service.index import RedisIndex, RedisSettings, Replica, Tier, namespace
+from encoder_service.index.link import Link, Target
+from encoder_service.index.membership import Membership
 from encoder_service.index.schema import Keys
 from tests.redis_servers import RedisServer, carried_binary, redis_cluster, redis_server
 
 MODEL = b"m" * 32
 NAMESPACE = namespace("encoder", MODEL)
 BATCH = 32  # images of a large prompt
+ROLL = 100  # replicas of a large fleet
 Figures = dict[str, float]
 
 
@@ -122,7 +125,27 @@ async def load_of_redis(server: RedisServer, rounds: int) -> Figures:
                 await call([draw.randbytes(32) for _ in range(BATCH)])
             spent = client.info("commandstats")["cmdstat_evalsha"]["usec"]
             figures[f"redis_{name}_us"] = spent / rounds / BATCH
+        figures[f"redis_beat_us_{ROLL}"] = await _time_beats(stack, server, rounds)
     return figures
+
+
+async def _time_beats(stack: AsyncExitStack, server: RedisServer, rounds: int) -> float:
+    """Return the microseconds of Redis that one heartbeat takes when `ROLL` replicas are alive."""
+    membership = [
+        Membership(
+            Replica(f"r{n}", 1, f"r{n}.encoder:50051", MODEL, b"p" * 32), b"{roll}", 60_000, lambda: 0.0
+        )
+        for n in range(ROLL)
+    ]
+    link = await Link.open(Target(server.url))
+    stack.push_async_callback(link.close)
+    for member in membership:
+        await member.call_roll(link, "join")
+    client = stack.enter_context(server.client())
+    client.config_resetstat()
+    for _ in range(rounds):
+        await membership[0].call_roll(link, "beat")
+    return float(client.info("commandstats")["cmdstat_evalsha"]["usec"]) / rounds
 
 
 async def measure(rounds: int, entries: int) -> dict[str, Figures]:

@@ -4,29 +4,24 @@ Runs on the event loop and touches no pixels: what takes time happens in the pip
 """
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic
 from typing import Literal
 
-from encoder_contract.digest import content_digest
-from encoder_contract.errors import DigestMismatchError, EncoderError, InvalidRequestError, UnknownImageError
-from encoder_contract.geometry import Geometry, Grid
-from encoder_contract.header import Header, check_limits, read_header
+from encoder_contract.errors import DigestMismatchError, EncoderError, UnknownImageError
+from encoder_contract.geometry import Grid
+from encoder_contract.header import Header
 from encoder_service.address import ImageRef, Recipe
+from encoder_service.arrivals import Arrivals
 from encoder_service.desk import Job
 from encoder_service.fleet import Fleet
 from encoder_service.index import Locations
-from encoder_service.metrics import Metrics
+from encoder_service.intake import Intake, confirm
 from encoder_service.pipeline import Pipeline
 from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Claim
 from encoder_service.sources import Sources
 from encoder_service.store import Pin, Store
-
-# Hashing this much takes about 40 µs; more goes to a worker thread, so that the loop's lag stays small.
-HASH_ON_LOOP_BYTES = 256 << 10
 
 # How often a Fetch looks whether an image that nobody has submitted here has turned up elsewhere.
 LOOK_AROUND_S = 0.25
@@ -73,29 +68,23 @@ class Encoder:
         self,
         *,
         recipe: Recipe,
-        geometry: Geometry,
-        max_image_bytes: int,
-        max_image_pixels: int,
+        intake: Intake,
         sources: Sources,
         pipeline: Pipeline,
         store: Store,
         refusals: Refusals,
         fleet: Fleet,
         transfer_s: Callable[[int], float],
-        metrics: Metrics,
     ) -> None:
         self._recipe = recipe
-        self._geometry = geometry
-        self._max_image_bytes = max_image_bytes
-        self._max_image_pixels = max_image_pixels
+        self._intake = intake
         self._sources = sources
         self._pipeline = pipeline
         self._store = store
         self._refusals = refusals
         self._fleet = fleet
         self._transfer_s = transfer_s
-        self._metrics = metrics
-        self._awaited: defaultdict[bytes, set[asyncio.Future[None]]] = defaultdict(set)
+        self._arrivals = Arrivals()
 
     # Submit
 
@@ -124,10 +113,10 @@ class Encoder:
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
         image = named.image
-        await self._check_digest(image, data)
+        await self._intake.check_digest(image, data)
         address = self._recipe.address(image)
-        header, grid = self._read(image, data)
-        _confirm(grid, named.claimed_grid)
+        header, grid = self._intake.read(image, data)
+        confirm(grid, named.claimed_grid)
         self._sources.put(image.source_key, data)
         known = await self._take_on(address, data, header, grid, named.claim)
         await self._fleet.share_source(image, data)
@@ -196,9 +185,9 @@ class Encoder:
             self._refusals.check(address)
             if (pin := self._store.pin(address)) is not None:
                 with pin:
-                    return Known(address, _confirm(Grid(*pin.grid), named.claimed_grid), cached=True)
+                    return Known(address, confirm(Grid(*pin.grid), named.claimed_grid), cached=True)
             if (job := self._pipeline.join(address, named.claim)) is not None:
-                return Known(address, _confirm(job.grid, named.claimed_grid))
+                return Known(address, confirm(job.grid, named.claimed_grid))
         except EncoderError as error:
             return error
         return None
@@ -217,8 +206,8 @@ class Encoder:
             asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.image)
             return Known(address, None)
         try:
-            header, grid = self._read(named.image, data)
-            _confirm(grid, named.claimed_grid)
+            header, grid = self._intake.read(named.image, data)
+            confirm(grid, named.claimed_grid)
             self._submit(address, data, header, grid, named.claim)
         except EncoderError as error:
             self._fleet.gave_up(address)
@@ -231,7 +220,7 @@ class Encoder:
             # Mostly ours already; it is not when another caller gave it up, or the bytes took too long.
             acquired = await self._fleet.acquire([address])
             if address not in acquired.granted:
-                self._wake(address)
+                self._arrivals.wake(address)
                 return Known(address, grid, cached=address in acquired.located)
         return Known(address, grid, cached=not self._submit(address, data, header, grid, claim))
 
@@ -249,7 +238,7 @@ class Encoder:
         acquired = await self._fleet.acquire([address], failed)
         if address in acquired.granted:
             try:
-                header, grid = self._read(image, data)
+                header, grid = self._intake.read(image, data)
                 self._submit(address, data, header, grid, claim)
             except EncoderError:
                 self.forget(image)
@@ -265,7 +254,7 @@ class Encoder:
             self._fleet.gave_up(address)
         else:
             self._pipeline.submit(address, data, header.upright, grid, claim)
-        self._wake(address)
+        self._arrivals.wake(address)
         return not held
 
     async def _source_elsewhere(self, image: ImageRef) -> bytes | None:
@@ -273,7 +262,7 @@ class Encoder:
         if data is None:
             return None
         try:
-            await self._check_digest(image, data)
+            await self._intake.check_digest(image, data)
         except DigestMismatchError:
             return None  # whoever can write to the index cannot thereby choose our embeddings
         self._sources.put(image.source_key, data)
@@ -287,59 +276,20 @@ class Encoder:
         data = self._sources.get(image.source_key)
         if data is None:
             return False
-        header, grid = self._read(image, data)
+        header, grid = self._intake.read(image, data)
         encode_s = self._pipeline.encode_s(grid.patches)
-        if not 0 < encode_s < self._transfer_s(self._geometry.tokens(grid)):
+        if not 0 < encode_s < self._transfer_s(self._intake.geometry.tokens(grid)):
             return False
         self._submit(address, data, header, grid, claim)
         return True
 
-    async def _check_digest(self, image: ImageRef, data: bytes) -> None:
-        began = monotonic()
-        digest = (
-            content_digest(data)
-            if len(data) <= HASH_ON_LOOP_BYTES
-            else await asyncio.to_thread(content_digest, data)
-        )
-        self._metrics.stage("hash", monotonic() - began)
-        if digest != image.digest:
-            raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
-
-    def _read(self, image: ImageRef, data: bytes) -> tuple[Header, Grid]:
-        header = read_header(data)
-        check_limits(
-            header,
-            len(data),
-            max_image_bytes=self._max_image_bytes,
-            max_image_pixels=self._max_image_pixels,
-        )
-        geometry = self._geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
-        return header, geometry.grid(*header.upright)
-
-    def _wake(self, address: bytes) -> None:
-        for waiter in self._awaited.pop(address, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-
     async def _submitted(self, address: bytes, image: ImageRef, deadline: float) -> None:
         """Wait until `image` is submitted here, or it is time to look around; `UnknownImageError` at the deadline."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= deadline:
+        now = asyncio.get_running_loop().time()
+        if now >= deadline:
             raise UnknownImageError(f"image {image.digest.hex()} was not submitted: submit it, then fetch")
-        waiter = loop.create_future()
-        self._awaited[address].add(waiter)
-        until = min(deadline, loop.time() + LOOK_AROUND_S) if self._fleet.joined else deadline
-        try:
-            async with asyncio.timeout_at(until):
-                await waiter
-        except TimeoutError:
-            return
-        finally:
-            waiting = self._awaited.get(address)
-            if waiting is not None:
-                waiting.discard(waiter)
-                if not waiting:
-                    del self._awaited[address]
+        until = min(deadline, now + LOOK_AROUND_S) if self._fleet.joined else deadline
+        await self._arrivals.wait(address, until)
 
 
 async def _on_host(pin: Pin) -> Pin:
@@ -347,9 +297,3 @@ async def _on_host(pin: Pin) -> Pin:
     if pin.tier != "host":
         await asyncio.to_thread(pin.to_host)
     return pin
-
-
-def _confirm(grid: Grid, claimed: Grid | None) -> Grid:
-    if claimed is not None and claimed != grid:
-        raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, the image has {tuple(grid)}")
-    return grid

@@ -21,6 +21,7 @@ from encoder_service.index import Fleet as MemoryFleet
 from encoder_service.index import Index, IndexState, MemoryIndex, RedisIndex, RedisSettings, Replica, Tier
 from encoder_service.index import Watchers as IndexWatchers
 from encoder_service.index import namespace as index_namespace
+from encoder_service.intake import Intake
 from encoder_service.listener import Listener
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
@@ -199,16 +200,18 @@ class Server:
         config, model = self._config, self._model
         encoder = Encoder(
             recipe=model.recipe,
-            geometry=model.processor.geometry,
-            max_image_bytes=config.max_image_bytes,
-            max_image_pixels=config.max_image_pixels,
+            intake=Intake(
+                model.processor.geometry,
+                max_image_bytes=config.max_image_bytes,
+                max_image_pixels=config.max_image_pixels,
+                on_hash=partial(self.metrics.stage, "hash"),
+            ),
             sources=self._sources,
             pipeline=self.pipeline,
             store=self.store,
             refusals=self._refusals,
             fleet=self._fleet,
             transfer_s=self._peers.transfer_s,
-            metrics=self.metrics,
         )
         width = model.tower.spec.width
         edge = Edge(

@@ -30,6 +30,8 @@ FLOORS = [
         "scheduler",
         "sources",
         "refusals",
+        "intake",
+        "arrivals",
         "uploads",
         "lanes",
     ],

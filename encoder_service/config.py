@@ -96,6 +96,10 @@ class Config:
     )
     max_grace_ms: int = knob(30_000, help="longest time a Fetch may wait for an image nobody submitted yet")
     drain_s: float = knob(30.0, help="seconds that running work is given after SIGTERM")
+    hand_over_s: float = knob(
+        0.0,
+        help="seconds before that in which other replicas fetch what only this one holds; 0: they do not",
+    )
     device_peak_tflops: float = knob(
         0.0,
         help="peak of the device in TFLOP/s at this element type, for the utilisation metric; 0: not known",
@@ -127,6 +131,7 @@ class Config:
             "source_gib",
             "max_grace_ms",
             "drain_s",
+            "hand_over_s",
             "device_peak_tflops",
         ):
             self._require(getattr(self, name) >= 0, name, "must not be negative")

@@ -75,7 +75,9 @@ class Encoder:
         refusals: Refusals,
         fleet: Fleet,
         transfer_s: Callable[[int], float],
+        on_asked: Callable[[bytes, ImageRef], None] = lambda _address, _image: None,
     ) -> None:
+        """`transfer_s` says how long rows of so many tokens take from a peer; `on_asked` hears of every Fetch."""
         self._recipe = recipe
         self._intake = intake
         self._sources = sources
@@ -84,6 +86,7 @@ class Encoder:
         self._refusals = refusals
         self._fleet = fleet
         self._transfer_s = transfer_s
+        self._on_asked = on_asked
         self._arrivals = Arrivals()
 
     # Submit
@@ -104,7 +107,8 @@ class Encoder:
             elif address in acquired.located:  # its grid is what the caller computed
                 answers[number] = Known(address, named.claimed_grid, cached=True)
             else:  # a peer is at it; with the bytes here, we go on where it ends should it die
-                answers[number] = Known(address, named.claimed_grid if self._has_bytes(named.image) else None)
+                data = self._sources.get(named.image.source_key)
+                answers[number] = Known(address, named.claimed_grid if data else None)
         return [answer for answer in answers if answer is not None]
 
     async def receive(self, named: Named, data: bytes) -> Known:
@@ -170,6 +174,7 @@ class Encoder:
     async def rows_here(self, image: ImageRef, claim: Claim) -> Found | None:
         """Return the rows of `image` if they are held here or being made here; None when they are not."""
         address = self._recipe.address(image)
+        self._on_asked(address, image)
         if (pin := self._store.pin(address)) is not None:
             tier = pin.tier
             return Found(await _on_host(pin), tier)
@@ -194,11 +199,10 @@ class Encoder:
 
     def _granted(self, named: Named, address: bytes) -> Known | EncoderError:
         """Answer a name that is ours to encode, unless it was begun or ended here while the index was asked."""
-        known = self._known_here(named, address)
-        if known is not None:
-            self.forget(named.image)
-            return known
-        return self._begun_from_source(named, address)
+        if (known := self._known_here(named, address)) is None:
+            return self._begun_from_source(named, address)
+        self.forget(named.image)
+        return known
 
     def _begun_from_source(self, named: Named, address: bytes) -> Known | EncoderError:
         data = self._sources.get(named.image.source_key)
@@ -268,13 +272,9 @@ class Encoder:
         self._sources.put(image.source_key, data)
         return data
 
-    def _has_bytes(self, image: ImageRef) -> bool:
-        return self._sources.get(image.source_key) is not None
-
     def _begun_as_cheaper(self, image: ImageRef, address: bytes, claim: Claim) -> bool:
         """Encode bytes at hand, without a lease, where that should take less time than rows from a peer."""
-        data = self._sources.get(image.source_key)
-        if data is None:
+        if (data := self._sources.get(image.source_key)) is None:
             return False
         header, grid = self._intake.read(image, data)
         encode_s = self._pipeline.encode_s(grid.patches)

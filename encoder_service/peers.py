@@ -79,11 +79,7 @@ class Peers:
         the image's rows.
         """
         began, ok = monotonic(), False
-        call = self._channel(endpoint).unary_stream(
-            FETCH,
-            request_serializer=pb.FetchRequest.SerializeToString,
-            response_deserializer=parse_fetch_response,
-        )(self._request(image))
+        call = self._call(endpoint, self._request(image, local_only=True))
         try:
             grid, buffer = await self._receive(call, address)
             ok = True
@@ -99,13 +95,37 @@ class Peers:
             self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
         return grid, buffer.view(self._rows.dtype).view(-1, self._rows.width)
 
+    async def offer(self, endpoint: str, image: ImageRef) -> None:
+        """Have the peer fetch an image from this replica, by asking it for a row. The caller bounds the time.
+
+        Raises an `EncoderError` when it cannot.
+        """
+        call = self._call(endpoint, self._request(image, local_only=False))
+        try:
+            message = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
+        finally:
+            call.cancel()
+        if message is grpc.aio.EOF:
+            raise InternalError("the peer ended the call without an answer")
+        if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
+            raise from_status(message.error.code, message.error.message)
+
     async def close(self) -> None:
         """Close all channels."""
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
 
-    def _request(self, image: ImageRef) -> pb.FetchRequest:
+    def _call(self, endpoint: str, request: pb.FetchRequest) -> Any:
+        return self._channel(endpoint).unary_stream(
+            FETCH,
+            request_serializer=pb.FetchRequest.SerializeToString,
+            response_deserializer=parse_fetch_response,
+        )(request)
+
+    def _request(self, image: ImageRef, *, local_only: bool) -> pb.FetchRequest:
         variant = pb.Variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
         return pb.FetchRequest(
             caller=pb.Caller(
@@ -114,8 +134,9 @@ class Peers:
                 tenant_salt=image.salt,
                 client_id="peer",
             ),
-            images=[pb.FetchImage(digest=image.digest, variant=variant)],
-            local_only=True,
+            # All rows of what the peer holds; one row of what it shall come to hold.
+            images=[pb.FetchImage(digest=image.digest, variant=variant, row_end=0 if local_only else 1)],
+            local_only=local_only,
         )
 
     async def _receive(self, call: Any, address: bytes) -> tuple[Grid, Tensor]:

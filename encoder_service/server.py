@@ -17,6 +17,7 @@ from encoder_service.description import describe, facts, reachable
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat
 from encoder_service.fleet import Fleet
+from encoder_service.hand_over import Hot, hand_over
 from encoder_service.index import Fleet as MemoryFleet
 from encoder_service.index import Index, IndexState, MemoryIndex, RedisIndex, RedisSettings, Replica, Tier
 from encoder_service.index import Watchers as IndexWatchers
@@ -81,6 +82,7 @@ class Server:
         self.index = self._build_index()
         self._peers = self._build_peers()
         self._fleet = Fleet(self.index, self._peers.fetch, self.store.put)
+        self._hot = Hot()
         self._description = describe(config, model, self.replica_id)
         self.service = self._build_service()
 
@@ -122,6 +124,8 @@ class Server:
 
     async def drain(self) -> None:
         """Leave the index, refuse new calls, let running ones end (at most `drain_s`), give everything back."""
+        hand_over_s = self._config.hand_over_s
+        await hand_over(self._hot, self.store.contains, self.index, self._peers.offer, hand_over_s)
         log.info("draining: new calls are refused, running ones have %g s", self._config.drain_s)
         self.service.draining = True
         await self.index.leave()
@@ -212,6 +216,7 @@ class Server:
             refusals=self._refusals,
             fleet=self._fleet,
             transfer_s=self._peers.transfer_s,
+            on_asked=self._hot.asked,
         )
         width = model.tower.spec.width
         edge = Edge(

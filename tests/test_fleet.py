@@ -274,6 +274,22 @@ async def test_a_drained_replica_leaves_its_images_to_the_others(start: Start) -
             assert [outcome.error async for outcome in stream] == [None] * len(images)
 
 
+async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start: Start) -> None:
+    a, b, c = await start(hand_over_s=20), await start(), await start()
+    images = await a.client.submit([new_photo(200, 200) for _ in range(4)])
+    made = [await a.fetch(image.digest) for image in images]
+    await soon(lambda: _located(b, images[-1].digest))
+    await b.fetch(images[0].digest)  # which a peer holds already
+    await soon(lambda: len(a.server.index.peers()) == 2)
+    await a.server.drain()
+    await soon(lambda: not any(r.server.index.peers()[1:] for r in (b, c)))  # they know that A has left
+    for image, before in zip(images, made, strict=True):
+        after = await c.fetch(image.digest)
+        assert after.source in ("host", "peer")
+        assert np.array_equal(after.array, before.array)
+    assert (await b.encodes(), await c.encodes()) == (0, 0)
+
+
 async def test_another_processor_in_the_same_namespace_is_refused_with_both_fingerprints(
     start: Start, config: Config, model: Model
 ) -> None:

@@ -19,7 +19,7 @@ FLOORS = [
     ["submitting", "fetching"],
     ["wire", "calls", "peers", "model"],
     ["encoder"],
-    ["pipeline", "fleet"],
+    ["pipeline", "fleet", "hand_over"],
     ["announcer", "desk"],
     [
         "decode",

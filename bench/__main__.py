@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from time import monotonic
 
-from bench.questions import QUESTIONS, Question
+from bench.question import Question
+from bench.questions import QUESTIONS
 from bench.report import BUSY, caption, rewrite, table_of
 from bench.results import ROOT, Result, hardware, keep, load, newest, path_of
 from bench.runner import LOGS, not_run, run

@@ -1,47 +1,8 @@
 """The questions that `make bench` answers: which benchmark, how long it may take, and what its table shows."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A row of a table: `key` is a name in the benchmark's JSON line, dotted where that is nested.
-
-    `target` is a bound such as "<= 2"; `compare` is what others published for it, and where.
-    """
-
-    key: str
-    what: str
-    unit: str = ""
-    target: str = ""
-    scale: float = 1.0
-    compare: str = ""
-
-    def met(self, value: float) -> bool:
-        """Whether a value keeps the target; there must be one."""
-        sign, bound = self.target.split()
-        return value <= float(bound) if sign == "<=" else value >= float(bound)
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A benchmark, run as `python -m bench.MODULE ARGUMENTS --json`, and the rows of its table."""
-
-    name: str
-    asks: str
-    module: str
-    figures: tuple[Figure, ...]
-    limit_s: float
-    arguments: tuple[str, ...] = ()
-    quick: tuple[str, ...] = ()
-    why_not: Callable[[], str] = lambda: ""
-
-    def command(self, *, quick: bool) -> list[str]:
-        """Return the arguments of the interpreter."""
-        return ["-m", f"bench.{self.module}", *(self.quick if quick else self.arguments), "--json"]
+from bench.question import Figure, Question
 
 
 def _no_cuda() -> str:
@@ -111,7 +72,7 @@ HIT = Question(
             "hit_shm_four_1440p_ms", "four 2560×1440 over shared memory, p50", "ms", "<= 6",
             compare="SGLang's encoder server: 382 (RDMA), 466 (zmq) (PR 28441)",
         ),
-        Figure("inline_gbps", "the same embedding inline", "GB/s", ">= 0.9"),
+        Figure("inline_gbps", "28.8 MB embedding inline", "GB/s", ">= 0.9"),
         Figure("bare_gbps", "a bare gRPC stream of as many bytes", "GB/s"),
         Figure("inline_over_bare", "inline / bare stream", target=">= 0.8"),
         Figure("memcpy_gbps", "memcpy of as many bytes", "GB/s"),
@@ -135,6 +96,8 @@ OVERLAP = Question(
         Figure("serial_ms", "time to first token, all images first", "ms"),
         Figure("ttft_over_ideal", "overlapped / ideal", target="<= 1.1"),
         Figure("serial_over_overlap", "all images first / overlapped", target=">= 1.6"),
+        Figure("quiet_rounds", "rounds in which nobody else used the machine"),
+        Figure("rounds", "of so many"),
     ),
     limit_s=240,
     quick=("--rounds", "1"),
@@ -246,6 +209,37 @@ FLEET = Question(
     limit_s=240,
     quick=("--index-only", "--rounds", "20", "--entries", "2000"),
 )
+PUBLISHED = Question(
+    "published",
+    "What would overlap give on one H200, with stage times that others published?",
+    "published",
+    tuple(
+        Figure(f"{design}_over_ours_{size}_chunk_2048", f"32 images of {size}: {says} / ours (simulated)")
+        for size in ("720p", "1080p", "1440p")
+        for design, says in (
+            ("whole_set", "whole set first, one GPU"),
+            ("no_overlap", "encoder GPU, no overlap"),
+        )
+    ),
+    limit_s=60,
+)
+RANKS = Question(
+    "ranks",
+    "What do handles save a tensor-parallel engine?",
+    "tensor_parallel",
+    (
+        Figure("handle_bytes", "broadcast to each rank as handles", "bytes"),
+        Figure("row_bytes", "broadcast to each rank as rows", "bytes"),
+        Figure("handle_ms", "until every rank has its rows, by handles", "ms"),
+        Figure("row_ms", "until every rank has its rows, by broadcast rows", "ms"),
+        Figure(
+            "rows_over_handles", "rows / handles",
+            compare="3716 → 8 ms for 32 images of 720p once only metadata travelled (SGLang PR 21462)",
+        ),
+    ),
+    limit_s=120,
+    quick=("--rounds", "1"),
+)  # fmt: skip
 SIZING = Question(
     "sizing",
     "What does an image cost, by arithmetic?",
@@ -263,7 +257,10 @@ SIZING = Question(
 GPU = Question("gpu", "How fast is the tower on a GPU?", "gpu", (), limit_s=600, why_not=_no_cuda)
 
 # In the order of what a release must know: when the time runs out, the last ones are left.
-QUESTIONS = (HIT, HASHING, SIZING, OVERLAP, CHAT, FLEET, SERVING, TOWER, DESIGNS, MEMORY, SCHEDULING, GPU)
+QUESTIONS = (
+    *(SIZING, PUBLISHED, HIT, HASHING, OVERLAP, CHAT, FLEET, SERVING, TOWER),
+    *(RANKS, DESIGNS, MEMORY, SCHEDULING, GPU),
+)
 
 # The README's one table: (question, key) of what each has to say in a line.
 SUMMARY = (

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.questions import QUESTIONS, SUMMARY, Figure, Question
+from bench.question import Figure, Question
+from bench.questions import QUESTIONS, SUMMARY
 from bench.results import ROOT, Result
 
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
 BUSY = 0.5  # of the cores were others' when it began: the times are theirs too
 _MARKED = re.compile(r"(<!-- bench:([a-z]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 _BY_NAME = {question.name: question for question in QUESTIONS}

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from bench.questions import Question
+from bench.question import Question
 from bench.results import NOT_RUN, ROOT, Result, load, versions
 
 LOGS = ROOT / ".bench"

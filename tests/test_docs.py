@@ -45,10 +45,9 @@ def flags() -> set[str]:
     found: set[str] = set()
     for command in commands:
         found |= named(r"(?<![\w-])(--[a-z][a-z-]+)", run(*command).stdout)
-    for question in QUESTIONS:
-        source = (ROOT / "bench" / f"{question.module}.py").read_text()
-        found |= named(r'"(--[a-z][a-z-]+)"', source)
-    return found | named(r'"(--[a-z][a-z-]+)"', (ROOT / "bench" / "__main__.py").read_text())
+    for module in (ROOT / "bench").glob("*.py"):
+        found |= named(r'"(--[a-z][a-z-]+)"', module.read_text())
+    return found
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
@@ -150,8 +149,9 @@ def test_every_status_a_page_names_exists() -> None:
 
 
 def test_every_question_has_its_table_and_every_figure_of_the_summary_exists() -> None:
-    marked = [name for page in PAGES for name in MARKER.findall(page.read_text())]
-    assert sorted(marked) == sorted([*(question.name for question in QUESTIONS), "summary"])
+    names = {question.name for question in QUESTIONS}
+    assert sorted(MARKER.findall((ROOT / "docs" / "benchmarks.md").read_text())) == sorted(names)
+    assert {name for page in PAGES for name in MARKER.findall(page.read_text())} == names | {"summary"}
     for question in QUESTIONS:
         assert importlib.util.find_spec(f"bench.{question.module}"), question.module
     figures = {(question.name, figure.key) for question in QUESTIONS for figure in question.figures}

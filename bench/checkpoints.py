@@ -74,18 +74,22 @@ def write_checkpoint(
     shards: int = 1,
     vision_only: bool = False,
     vision: Mapping[str, Any] | None = None,
+    text: Mapping[str, Any] | None = None,
     preprocessor: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a Hugging Face checkpoint folder with seeded random weights and return its path.
 
     By default the whole model is tiny (a few MB, `depth` 4, float32) with the head size of the real tower.
     With `vision_only` the tower has its published size and depth (bfloat16) and the language model shrinks to
-    what its width allows. `vision` overrides fields of the vision configuration, `preprocessor` those of
-    preprocessor_config.json; `shards` asks for at least that many weight files.
+    what its width allows. `vision` and `text` override fields of the two models' configurations, `preprocessor` those
+    of preprocessor_config.json; `shards` asks for at least that many weight files.
     """
     folder = Path(folder)
     dtype = dtype or (torch.bfloat16 if vision_only else torch.float32)
-    model = _model(model_type, depth, text_layers, vision_only, dict(vision or {}), dtype)
+    vision_part = vision_config(model_type, depth, full=vision_only) | dict(vision or {})
+    layers = 1 if vision_only else text_layers
+    text_part = _text_config(model_type, vision_part["out_hidden_size"], layers) | dict(text or {})
+    model = _model(model_type, vision_part, text_part, dtype)
     _fill(model, seed)
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     for stale in folder.glob("model*.safetensors*"):  # an index left behind would speak of other shards
@@ -160,13 +164,12 @@ def _text_config(model_type: str, hidden: int, layers: int) -> dict[str, Any]:
 
 
 def _model(
-    model_type: str, depth: int | None, layers: int, full: bool, overrides: dict[str, Any], dtype: torch.dtype
+    model_type: str, vision: dict[str, Any], text: dict[str, Any], dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
     config_name, model_name = _CLASSES[model_type]
-    vision = vision_config(model_type, depth, full=full) | overrides
     config = getattr(transformers, config_name)(
         vision_config=vision,
-        text_config=_text_config(model_type, vision["out_hidden_size"], 1 if full else layers),
+        text_config=text,
         image_token_id=_SPECIAL_ID["<|image_pad|>"],
         video_token_id=_SPECIAL_ID["<|video_pad|>"],
         vision_start_token_id=_SPECIAL_ID["<|vision_start|>"],

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 # A peer that cannot be reached, or sends what is not the rows, is not asked again for so long: a prompt of many images
 # pays for it once, and one that was only cut off for a moment is soon of use again.
 SHUN_S = 5.0
+# Transfers at a time: each holds an embedding in memory beside the store, and fewer fill a link.
+MAX_TRANSFERS = 8
 
 # (endpoint, image, address) -> grid and rows [tokens, width]; raises an EncoderError.
 FetchFromPeer = Callable[[str, ImageRef, bytes], Awaitable[tuple[Grid, Tensor]]]
@@ -34,6 +36,7 @@ class Fleet:
         self._put = put
         self._leased: set[bytes] = set()
         self._bringing: dict[bytes, asyncio.Task[Pin | None]] = {}
+        self._turns = asyncio.Semaphore(MAX_TRANSFERS)
         self._shunned: dict[str, float] = {}  # replica id -> until when, on the monotonic clock
         self._announcer = Announcer(
             publish=lambda addresses: index.publish(addresses, Tier.HOST),
@@ -122,15 +125,18 @@ class Fleet:
         return await self._index.get_source(image.source_key) if self.joined else None
 
     async def _bring(self, image: ImageRef, address: bytes, locations: Locations) -> Pin | None:
-        for location in locations:
-            try:
-                grid, rows = await self._fetch(location.endpoint, image, address)
-            except EncoderError as error:
-                await self._distrust(location, address, error)
-                continue
-            pin = await asyncio.to_thread(self._put, address, rows, grid)
-            self.kept(address)
-            return pin
+        async with self._turns:
+            for location in locations:
+                if location.replica_id in self._shunned_now():
+                    continue  # it failed another while we waited for our turn
+                try:
+                    grid, rows = await self._fetch(location.endpoint, image, address)
+                except EncoderError as error:
+                    await self._distrust(location, address, error)
+                    continue
+                pin = await asyncio.to_thread(self._put, address, rows, grid)
+                self.kept(address)
+                return pin
         return None
 
     async def _distrust(self, location: Location, address: bytes, error: EncoderError) -> None:

@@ -25,7 +25,8 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
-MAX_CHANNELS = 64  # peers talked to at a time; an idle channel costs a few hundred kilobytes
+MAX_CHANNELS = 256  # peers talked to at a time; an idle channel costs a few hundred kilobytes
+CLOSE_S = 10.0  # that calls under way have when their channel makes room for another
 # A peer that is silent for so long counts as failed: encoding anew takes less.
 SILENCE_S = 2.0
 # Until it has been measured: what one gRPC stream carries on one core.
@@ -189,6 +190,6 @@ class Peers:
             self._channels[endpoint] = channel
             if len(self._channels) > MAX_CHANNELS:
                 _, oldest = self._channels.popitem(last=False)
-                asyncio.get_running_loop().create_task(oldest.close())
+                asyncio.get_running_loop().create_task(oldest.close(CLOSE_S))
         self._channels.move_to_end(endpoint)
         return channel

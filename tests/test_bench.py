@@ -1,0 +1,103 @@
+"""`make bench`: a benchmark that fails ends nothing, results are kept, and pages are rewritten from them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.question import Figure, Question
+from bench.questions import SIZING
+from bench.report import PAGES, looked_up, markdown, rewrite, row_of, summary, table_of
+from bench.results import NOT_RUN, Result, keep, newest, path_of
+from bench.runner import run
+
+BROKEN = Question("broken", "Does it fail?", "contract", (), limit_s=30)  # knows no --json
+GOOD = Result("hit", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
+
+
+def test_a_benchmark_that_fails_or_takes_too_long_is_a_result() -> None:
+    failed = run(BROKEN, "a machine", quick=False, limit_s=30)
+    assert failed.status == "failed with exit code 2"
+    assert "--write --check is required" in failed.error
+    assert "failed with exit code 2" in table_of(BROKEN, failed)
+    late = run(SIZING, "a machine", quick=False, limit_s=0.1)
+    assert late.status.startswith("timed out after")
+
+
+def test_a_benchmark_that_works_gives_its_figures_versions_and_command() -> None:
+    result = run(SIZING, "a machine", quick=False, limit_s=100)
+    assert result.status == "ok", result.error
+    assert result.command == "python -m bench.sizing --json"
+    assert result.versions.keys() >= {"torch", "python", "commit"}
+    assert all(looked_up(figure.key, result.figures) is not None for figure in SIZING.figures)
+
+
+def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path: Path) -> None:
+    path = path_of("A (machine), 2 cores", quick=False, folder=tmp_path)
+    assert path.name.endswith("-a-machine-2-cores.json")
+    (tmp_path / "2020-01-01-a-machine.json").write_text(
+        json.dumps(
+            {
+                "hardware": "a machine",
+                "benchmarks": {"hit": {"status": "ok", "command": "", "measured_on": ""}},
+            }
+        )
+    )
+    keep(path, GOOD)
+    keep(path, replace(GOOD, benchmark="chat"))
+    keep(path, replace(GOOD, status=NOT_RUN, figures={}))
+    keep(path_of("a machine", quick=True, folder=tmp_path), replace(GOOD, benchmark="overlap"))
+    assert {result.benchmark: result.figures for result in newest(tmp_path)} == {
+        "hit": GOOD.figures,
+        "chat": GOOD.figures,
+    }
+
+
+def test_results_of_the_gpu_benchmark_are_read_as_it_writes_them(tmp_path: Path) -> None:
+    case = {"case": "720p", "attention": "cudnn", "graphs": True, "ms": 8.0, "of_peak": 0.5}
+    theirs = {"case": "720p", "attention": "transformers sdpa", "ms": 16.0}
+    content = {"gpu": "A GPU", "torch": "2", "product_tflops": 700.0, "checks": [], "cases": [case, theirs]}
+    (tmp_path / "2026-01-02-a-gpu.json").write_text(json.dumps(content))
+    (result,) = newest(tmp_path)
+    assert (result.hardware, result.measured_on) == ("A GPU", "2026-01-02")
+    assert "| 720p | 8.00 | cudnn, graphs | 50% | 16.00 | 2.00 |" in table_of(
+        replace(BROKEN, name="gpu"), result
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [("<= 2", "≤ 2"), ("<= 1", "≤ 1, **missed**"), (">= 1.5", "≥ 1.5, **missed**"), ("", "")],
+)
+def test_a_missed_target_is_shown_as_missed(target: str, shown: str) -> None:
+    assert row_of(Figure("a.b", "says", "ms", target), {"a": {"b": 1.25}}) == ("says", "1.25 ms", shown, "")
+
+
+def test_a_figure_that_is_not_reported_is_said_to_be_missing() -> None:
+    for figures in ({}, {"a": "text"}, {"a": float("nan")}, {"a": {"b": 1}}):
+        assert row_of(Figure("a", "says"), figures)[1] == "not reported"
+
+
+def test_pages_change_only_between_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- bench:hit -->\nold\n<!-- /bench -->\nafter\n<!-- bench:summary -->\n<!-- /bench -->\n"
+    )
+    assert rewrite([GOOD], [page]) == [page]
+    text = page.read_text()
+    assert text.startswith("before\n<!-- bench:hit -->\n**a machine** · 2026-01-02 · `python -m bench.store`")
+    assert "1.25 ms" in text
+    assert "old" not in text
+    assert summary([GOOD]) in text
+    assert rewrite([GOOD], [page]) == [], "the same results change nothing"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_are_what_the_results_say(page: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(page, tmp_path))
+    assert rewrite(newest(), [copy]) == [], "run `python -m bench --pages-only`"
+
+
+def test_markdown_tables_have_a_head() -> None:
+    assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n|---|---|\n| 1 | 2 |"

@@ -1,6 +1,7 @@
 """`make bench`: a benchmark that fails ends nothing, results are kept, and pages are rewritten from them."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 

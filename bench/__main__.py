@@ -35,12 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     results: list[Result] = []
-    if not given.pages_only:
+    if given.pages_only:
+        rewrite(newest())
+    else:
         chosen = [q for q in QUESTIONS if not given.only or q.name in given.only]
         results = measure(chosen, quick=given.quick)
-    if not given.quick:
-        for page in rewrite(newest()):
-            print(f"rewrote {page.relative_to(ROOT)}")
     return int(any(result.status.startswith(("failed", "timed out")) for result in results))
 
 
@@ -57,6 +56,8 @@ def measure(questions: Sequence[Question], *, quick: bool) -> list[Result]:
         result = _run(question, machine, quick, LIMIT_S - (monotonic() - began))
         print(f"{result.seconds:.0f} s, {result.status}", flush=True)
         keep(path, result)
+        if not quick:
+            rewrite(newest())  # at once: a run that is cut short leaves pages that its results agree with
         results.append(result)
     for question, result in zip(questions, results, strict=True):
         print(f"\n{question.asks}\n{caption(result)}\n\n{table_of(question, result)}")

@@ -60,7 +60,7 @@ def test_links_and_files_exist(page: Path) -> None:
             places = [ROOT / path, ROOT / "proto" / path]
             assert any(place.exists() for place in places), path
         for module in named(
-            r"(?<![\w.])((?:bench|encoder_service|prefill_client|encoder_contract)(?:\.\w+)+)", code
+            r"(?<![\w.])((?:bench|encoder_service|prefill_client|encoder_contract)\.[a-z]\w*(?:\.\w+)*)", code
         ):
             assert exists(module), module
 

@@ -113,12 +113,14 @@ def summary(results: Sequence[Result]) -> str:
 def _summary_of(results: Sequence[Result]) -> str:
     by_name = {result.benchmark: result for result in results}
     rows = []
-    for name, key in SUMMARY:
+    for name, key, says in SUMMARY:
         result = by_name.get(name)
         if result is None or result.status != "ok" or looked_up(key, result.figures) is None:
             continue
         figure = next(figure for figure in _BY_NAME[name].figures if figure.key == key)
-        rows.append((*row_of(figure, result.figures)[:3], f"`python -m bench.{_BY_NAME[name].module}`"))
+        rows.append(
+            (says, *row_of(figure, result.figures)[1:3], f"`python -m bench.{_BY_NAME[name].module}`")
+        )
     days = sorted({result.measured_on for result in results})
     says = (
         f"{results[0].hardware}; {' to '.join(dict.fromkeys((days[0], days[-1])))}. `make bench` repeats it."

@@ -153,7 +153,13 @@ def test_every_question_has_its_table_and_every_figure_of_the_summary_exists() -
     assert sorted(MARKER.findall((ROOT / "docs" / "benchmarks.md").read_text())) == sorted(names)
     assert {name for page in PAGES for name in MARKER.findall(page.read_text())} == names | {"summary"}
     for question in QUESTIONS:
-        assert importlib.util.find_spec(f"bench.{question.module}"), question.module
+        source = (ROOT / "bench" / f"{question.module}.py").read_text()
+        given = {
+            argument
+            for argument in (*question.command(quick=True), *question.arguments)
+            if argument[:2] == "--"
+        }
+        assert given <= named(r'"(--[a-z-]+)"', source), question.name
     figures = {(question.name, figure.key) for question in QUESTIONS for figure in question.figures}
     assert {(name, key) for name, key, _ in SUMMARY} <= figures
 

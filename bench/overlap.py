@@ -185,6 +185,7 @@ def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
         "serial_ms": median(r.serial for r in rounds),
         "ttft_over_ideal": median(r.overlap / r.ideal for r in rounds),
         "serial_over_overlap": median(r.serial / r.overlap for r in rounds),
+        "parts_over_overlap": median((r.encode + r.prefill) / r.overlap for r in rounds),
         "rounds": len(all_rounds),
         "quiet_rounds": len(quiet_rounds),
         "only_quiet_count": rounds is quiet_rounds,

@@ -23,7 +23,7 @@ import transformers
 
 from bench.checkpoints import write_checkpoint
 from bench.demo import THREADS, server
-from bench.overlap import CHUNK_TOKENS, SIDE, TEXT_LAYERS, VISION_LAYERS, Bench, new_photos
+from bench.overlap import CHUNK_TOKENS, SIDE, TEXT, TEXT_LAYERS, VISION_LAYERS, Bench, new_photos
 from encoder_service.config import Config
 from encoder_service.model import Model, load_model
 from encoder_service.preprocess import to_patches
@@ -71,7 +71,7 @@ def _images_of(chunk: Chunk) -> Iterator[int]:
 
 async def measure(folder: Path, rounds: int, images: int) -> dict[str, list[float]]:
     """Alternate the designs, each with images of its own, and return the milliseconds of every round."""
-    path = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS)
+    path = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     language_model = load_language_model(path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = load_model(Config(model=path, device="cpu", torch_threads=THREADS))

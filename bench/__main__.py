@@ -5,6 +5,7 @@ newest results of every machine. A benchmark that fails, or takes too long, is r
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from time import monotonic
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--pages-only", action="store_true", help="rewrite the pages from the results there are"
     )
     given = parser.parse_args(arguments)
+    # Benchmarks run in sessions of their own: to end without ending them would leave them running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: list[Result] = []
     if given.pages_only:
         rewrite(newest())

@@ -30,7 +30,7 @@ from prefill_client.plan import plan
 from prefill_client.session import PrefetchSession
 from tests.processes import ServerProcess, running
 
-DEPTH, STORE_GIB = 3, 1
+DEPTH, STORE_GIB = 3, 0.5
 PLACEHOLDER = 0
 MIB = 1 << 20
 
@@ -77,14 +77,14 @@ async def serve(model: Path, files: Sequence[bytes], size: tuple[int, int]) -> d
             geometry, width = client.description.geometry, client.description.width
         encoded = await asyncio.to_thread(encodes, metrics_url)
     embedding_bytes = geometry.tokens(geometry.grid(*size)) * width * 2
-    warm, end = len(files) // 3, len(files)
+    warm, end = len(files) // 2, len(files)
     growth = max(mib for _, mib in seen) - max(mib for done, mib in seen if done <= warm)
     return {
         "images": end,
         "delivered": seen[-1][0],
         "memory_mib": max(mib for _, mib in seen),
         "growth_mib_per_image": growth / (end - warm),
-        "embeddings_over_store": end * embedding_bytes / (STORE_GIB << 30),
+        "embeddings_over_store": end * embedding_bytes / (STORE_GIB * (1 << 30)),
         "encodes_per_image": encoded / end,
     }
 
@@ -115,7 +115,7 @@ def measure(images: int, width: int, height: int, folder: Path) -> dict[str, flo
 def main() -> None:
     """Measure, print a table, and as the last line one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=int, default=24, help="images of the prompt (default %(default)s)")
+    parser.add_argument("--images", type=int, default=12, help="images of the prompt (default %(default)s)")
     parser.add_argument("--width", type=int, default=2560, help="pixels (default %(default)s)")
     parser.add_argument("--height", type=int, default=1440, help="pixels (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")

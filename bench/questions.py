@@ -140,7 +140,8 @@ MEMORY = Question(
     (
         Figure("images", "2560×1440 images in one prompt, all with their rows"),
         Figure("delivered", "of which delivered"),
-        Figure("growth_mib_per_image", "server memory per image more, once warm", "MiB", "<= 2"),
+        Figure("memory_mib", "server memory at its highest", "MiB"),
+        Figure("growth_mib_per_image", "server memory per image more, second half of the prompt", "MiB"),
         Figure(
             "transformers_mib_per_image", "`transformers`, whole set in one forward, per image more", "MiB",
             compare="out of memory at 20 → 51 images of 2560×1440 on one H200 (PR 22038)",

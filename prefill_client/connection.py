@@ -19,7 +19,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.clock import ServerClock
 from prefill_client.images import Image, RowRequest, Submitted
-from prefill_client.row_stream import RowStream, from_message, from_rpc
+from prefill_client.row_stream import RowStream, ended_early, from_message, from_rpc
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 # Two disciplined clocks part by less than 0.1 ms in this time.
@@ -145,6 +145,9 @@ class Connection:
             return await _converse(call, images, caller)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self.endpoint) from error
+        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            # What grpc raises for a write to a call that has ended; why it ended is in the call.
+            raise await ended_early(call, self.endpoint) from error
         finally:
             call.cancel()
 

@@ -57,17 +57,11 @@ class RowStream:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc(error, self._endpoint) from error
             if message is grpc.aio.EOF:
-                raise await self._ended_early()
+                raise await ended_early(self._call, self._endpoint)
             outcome = self._take(message)
             if outcome is not None:
                 ended += 1
                 yield outcome
-
-    async def _ended_early(self) -> EncoderError:
-        if await self._call.code() is grpc.StatusCode.OK:
-            return InternalError("the server ended the Fetch call before every image had its outcome")
-        details = await self._call.details()
-        return from_status((await self._call.code()).value[0], f"{self._endpoint}: {details}")
 
     def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
         """Return the outcome that `message` completes, if it does."""
@@ -147,3 +141,11 @@ def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
     return from_status(error.code().value[0], f"{endpoint}: {error.details()}", retry_after_ms=retry_after_ms)
+
+
+async def ended_early(call: Any, endpoint: str) -> EncoderError:
+    """Return why a server ended a call before every image had its outcome."""
+    code: grpc.StatusCode = await call.code()
+    if code is grpc.StatusCode.OK:
+        return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
+    return from_status(code.value[0], f"{endpoint}: {await call.details()}")

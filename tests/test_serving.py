@@ -10,6 +10,7 @@ import torch
 from bench.images import photo
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import (
+    EncoderError,
     InvalidImageError,
     ModelMismatchError,
     UnknownImageError,
@@ -21,7 +22,7 @@ from encoder_service.preprocess import to_patches
 from encoder_service.server import Server
 from prefill_client.client import EncoderClient
 from prefill_client.connection import Connection
-from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.images import FetchedRows, Image, RowRequest, read_images
 from tests.conftest import Gate
 
 SIZES = [(320, 200), (64, 64), (200, 331), (97, 640)]
@@ -409,3 +410,20 @@ async def test_health_answers_while_the_server_works(client: EncoderClient, serv
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             await asyncio.sleep(0.02)
     assert all(outcome.error is None for outcome in (await fetching).values())
+
+
+async def test_a_submit_whose_time_runs_out_at_any_moment_ends_with_an_error_of_the_family(
+    client: EncoderClient,
+) -> None:
+    images = [photo(400, 400, 700 + n) for n in range(4)]
+    read = [image for image in read_images(images, client.description.geometry) if isinstance(image, Image)]
+    ours = await connection(client)
+    outcomes = set()
+    for timeout_ms in (*range(1, 12), *range(12, 60, 4)):
+        try:
+            await ours.submit(read, pb.Caller(), timeout_s=timeout_ms / 1000)
+            outcomes.add("answered")
+        except EncoderError as error:
+            outcomes.add(type(error).__name__)
+    assert "DeadlineError" in outcomes
+    assert outcomes <= {"answered", "DeadlineError"}

@@ -70,6 +70,11 @@ class Desk:
         with self._turn:
             return self._scheduler.snapshot()
 
+    def check_room(self, client_id: str, patches: int) -> None:
+        """Raise `OverloadedError` if an image of so many patches would be refused now."""
+        with self._turn:
+            self._scheduler.check_room(client_id, patches)
+
     def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
         """Queue an image, or join its job. Raises `OverloadedError` when the queue is full."""
         with self._turn:

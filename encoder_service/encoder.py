@@ -206,10 +206,12 @@ class Encoder:
 
     def _begun_from_source(self, named: Named, address: bytes) -> Known | EncoderError:
         data = self._sources.get(named.image.source_key)
-        if data is None:
-            asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.image)
-            return Known(address, None)
         try:
+            if data is None:
+                if named.claimed_grid is not None:  # a full queue says no before bytes travel
+                    self._pipeline.check_room(named.claim.client_id, named.claimed_grid.patches)
+                asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.image)
+                return Known(address, None)
             header, grid = self._intake.read(named.image, data)
             confirm(grid, named.claimed_grid)
             self._submit(address, data, header, grid, named.claim)
@@ -268,7 +270,7 @@ class Encoder:
         try:
             await self._intake.check_digest(image, data)
         except DigestMismatchError:
-            return None  # whoever can write to the index cannot thereby choose our embeddings
+            return None  # whoever wrote them to the index does not thereby choose our embedding
         self._sources.put(image.source_key, data)
         return data
 

@@ -25,6 +25,8 @@ class Model:
 
 def load_model(config: Config) -> Model:
     """Load tower, processor settings and decoder. Raises `ConfigError` naming what is missing or cannot be served."""
+    if not config.model.is_dir():
+        raise ConfigError(f"{flag('model')} {config.model}: there is no such folder")
     if config.torch_threads:
         torch.set_num_threads(config.torch_threads)
     device = _device(config.device)

@@ -135,6 +135,10 @@ class Pipeline:
         rate = self._desk.patches_per_s
         return patches / rate if rate else 0.0
 
+    def check_room(self, client_id: str, patches: int) -> None:
+        """Raise `OverloadedError` if an image of so many patches would be refused now: no need for its bytes then."""
+        self._desk.check_room(client_id, patches)
+
     def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
         """Queue an image of `size` (width, height), or join its job. Raises `OverloadedError` if the queue is full."""
         return self._desk.submit(address, image, size, grid, claim)

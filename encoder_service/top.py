@@ -183,9 +183,13 @@ async def run(endpoints: Sequence[str], *, interval_s: float, once: bool, consol
     """Draw frames until interrupted; with `once` a single one, over each replica's life. 1 when none answers."""
     top = Top(endpoints)
     replicas = await top.look()
+    if once and not any(replica.window for replica in replicas):
+        for replica in replicas:
+            console.print(f"{replica.endpoint}: {replica.error}", soft_wrap=True)
+        return 1
     if once:
         console.print(frame(replicas))
-        return 0 if any(replica.window for replica in replicas) else 1
+        return 0
     with Live(frame(replicas), console=console, screen=True, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(interval_s)

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Any, Self
 
 import grpc
 
-from encoder_contract.errors import InternalError, UnavailableError
+from encoder_contract.errors import DeadlineError, InternalError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import SEGMENT_ID_BYTES
@@ -21,6 +22,8 @@ from prefill_client.clock import ServerClock
 from prefill_client.images import Image, RowRequest, Submitted
 from prefill_client.row_stream import RowStream, ended_early, from_message, from_rpc
 
+# An error so close to the deadline is the deadline, in whatever words grpc tells it.
+NEARLY_S = 0.05
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 # Two disciplined clocks part by less than 0.1 ms in this time.
 CLOCK_S = 60.0
@@ -141,12 +144,15 @@ class Connection:
     ) -> list[Submitted]:
         """Name the images, send the bytes of those the server lacks, and return its word on each, in order."""
         call = self._stub.Submit(timeout=timeout_s, metadata=_metadata())
+        deadline = inf if timeout_s is None else monotonic() + timeout_s
         try:
             return await _converse(call, images, caller)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self.endpoint) from error
-        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            # What grpc raises for a write to a call that has ended; why it ended is in the call.
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            # A write to a call that has ended is told in one of several ways, none of which says why it ended.
+            if monotonic() >= deadline - NEARLY_S:
+                raise DeadlineError(f"{self.endpoint}: the deadline passed") from error
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise from_rpc(error, self.endpoint) from error
             raise await ended_early(call, self.endpoint) from error
         finally:
             call.cancel()

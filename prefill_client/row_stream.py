@@ -6,7 +6,7 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
-from encoder_contract.errors import EncoderError, InternalError, from_status
+from encoder_contract.errors import EncoderError, InternalError, UnavailableError, from_status
 from encoder_contract.framing import Checksum
 from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
@@ -17,6 +17,8 @@ from prefill_client.images import FetchedRows, RowRequest, element_type
 from prefill_client.segment import map_rows
 
 _buffers = Buffers()
+# What grpc says, as if the server had, when it could not hand an operation to a call that was just ending.
+LOCAL_FAILURE = "Internal error from Core"
 _SOURCES = {
     pb.SOURCE_DEVICE: "device",
     pb.SOURCE_HOST: "host",
@@ -138,6 +140,8 @@ def from_message(error: pb.ImageError) -> EncoderError:
 
 def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
     """Return the error of a whole call, naming the endpoint it came from."""
+    if error.details() == LOCAL_FAILURE:
+        return UnavailableError(f"{endpoint}: the connection failed under a write")
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
     return from_status(error.code().value[0], f"{endpoint}: {error.details()}", retry_after_ms=retry_after_ms)
@@ -148,4 +152,7 @@ async def ended_early(call: Any, endpoint: str) -> EncoderError:
     code: grpc.StatusCode = await call.code()
     if code is grpc.StatusCode.OK:
         return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
-    return from_status(code.value[0], f"{endpoint}: {await call.details()}")
+    details = await call.details()
+    if details == LOCAL_FAILURE:
+        return UnavailableError(f"{endpoint}: the connection failed under a write")
+    return from_status(code.value[0], f"{endpoint}: {details}")

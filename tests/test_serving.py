@@ -2,6 +2,8 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from bench.images import photo
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import (
+    DeadlineError,
     EncoderError,
     InvalidImageError,
     ModelMismatchError,
@@ -17,6 +20,8 @@ from encoder_contract.errors import (
 )
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.config import Config
+from encoder_service.decode import Decoder
 from encoder_service.model import Model
 from encoder_service.preprocess import to_patches
 from encoder_service.server import Server
@@ -424,6 +429,35 @@ async def test_a_submit_whose_time_runs_out_at_any_moment_ends_with_an_error_of_
             await ours.submit(read, pb.Caller(), timeout_s=timeout_ms / 1000)
             outcomes.add("answered")
         except EncoderError as error:
-            outcomes.add(type(error).__name__)
-    assert "DeadlineError" in outcomes
-    assert outcomes <= {"answered", "DeadlineError"}
+            outcomes.add("late" if isinstance(error, DeadlineError) else repr(error))
+    assert "late" in outcomes
+    assert outcomes <= {"answered", "late"}
+
+
+async def test_a_full_queue_says_no_to_a_name_before_its_bytes_travel(
+    config: Config, model: Model, gate: Gate
+) -> None:
+    images = [photo(300 + n, 300, 800 + n) for n in range(3)]
+    server = Server(replace(config, max_queued_images=2), replace(model, decoder=cast(Decoder, gate)))
+    await server.start()
+    try:
+        with gate.closed():
+            for n in range(2):  # two clients, so that none is over its share
+                async with await EncoderClient.connect(server.endpoint, client_id=f"client {n}") as client:
+                    (answer,) = await client.submit([images[n]])
+                    assert answer.error is None
+            async with await EncoderClient.connect(server.endpoint, client_id="late") as client:
+                before = server.service.held_upload_bytes
+                grid = client.description.geometry.grid(302, 300)
+                call = (await stub(client)).Submit(timeout=10)
+                await call.write(pb.SubmitRequest(open=pb.Caller(client_id="late")))
+                name = pb.ImageName(
+                    index=1, digest=content_digest(images[2]), grid=pb.Grid(t=1, h=grid.h, w=grid.w)
+                )
+                await call.write(naming(name))
+                state = (await call.read()).state
+                assert (state.state, state.error.code) == (pb.STATE_FAILED, 8)
+                assert state.error.retry_after_ms > 0
+                assert server.service.held_upload_bytes == before
+    finally:
+        await server.drain()

@@ -53,7 +53,13 @@ class Admission:
         """Count a new work. Raises `OverloadedError`, and `ImageLimitError` for what can never fit."""
         asked = Amount()
         asked.add(work)
-        mine = self._clients.get(work.client_id, Amount())
+        self.check(work.client_id, asked, patches_per_s)
+        self.held.add(work)
+        self._clients.setdefault(work.client_id, Amount()).add(work)
+
+    def check(self, client_id: str, asked: Amount, patches_per_s: float) -> None:
+        """Raise what `admit` would for so much more work of a client; count nothing."""
+        mine = self._clients.get(client_id, Amount())
         for name in (field.name for field in fields(Amount)):
             limit, want = getattr(self.limits, name), getattr(asked, name)
             free = limit - getattr(self.held, name)
@@ -63,11 +69,9 @@ class Admission:
                 raise self.refusal(f"the queue is full: {limit} {name}", patches_per_s)
             if mine.images and getattr(mine, name) + want > self._share(free - want):
                 raise self.refusal(f"this client's share of the queue is full ({name})", patches_per_s)
-        patches = self.held.patches + work.patches
+        patches = self.held.patches + asked.patches
         if self.held.images and patches_per_s and patches / patches_per_s > self.limits.seconds:
             raise self.refusal(f"the queue would take longer than {self.limits.seconds:g} s", patches_per_s)
-        self.held.add(work)
-        self._clients.setdefault(work.client_id, mine).add(work)
 
     def release(self, work: Work) -> None:
         """Undo `admit`."""

@@ -83,6 +83,10 @@ class Scheduler:
         self._book.attach(claim, work, now)
         return True
 
+    def check_room(self, client_id: str, patches: int) -> None:
+        """Raise what `admit` would for a new image of so many patches, before its bytes are asked for."""
+        self._admission.check(client_id, Amount(1, patches), self._rate.patches_per_s)
+
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
         """Attach a claim to existing work; return False if there is none. Raises `OverloadedError`."""
         if self._book.claims >= self._admission.limits.claims:

@@ -15,7 +15,7 @@ class StoreSizeError(ValueError):
 def check_host(folder: Path, size_bytes: int) -> None:
     """Raise `StoreSizeError` when `folder` or this process's memory limit cannot take `size_bytes` more."""
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise StoreSizeError(f"the segment folder {folder} does not exist or cannot be written to")
+        raise StoreSizeError(f"--store-segment-dir {folder} does not exist or cannot be written to")
     files = os.statvfs(folder)
     free_bytes = files.f_bavail * files.f_frsize
     if size_bytes > free_bytes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from encoder_contract.errors import (
+    DeadlineError,
     EncoderError,
     InternalError,
     OverloadedError,
@@ -28,6 +29,7 @@ class Attempts:
     failures: int = 0
     internal: int = 0
     resubmitted: int = 0
+    refusal: OverloadedError | None = None
 
     def pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
         """Return how long to wait before the next attempt, or None when `error` is the outcome."""
@@ -36,6 +38,7 @@ class Attempts:
 
     def _pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
         if isinstance(error, OverloadedError):
+            self.refusal = error
             # As often as the deadline allows. Spread, so that those refused together do not return together.
             return error.retry_after_ms / 1000 * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
         if isinstance(error, UnknownImageError) and can_resubmit:
@@ -48,6 +51,10 @@ class Attempts:
             self.failures += 1
             return PAUSE_S * self.failures if self.failures <= MAX_FAILURES else None
         return None
+
+    def outcome(self, error: EncoderError) -> EncoderError:
+        """Return what to tell the caller: that a full queue refused it is why its time ran out, if it did."""
+        return self.refusal if isinstance(error, DeadlineError) and self.refusal is not None else error
 
     def left_s(self) -> float:
         """Return the time that is left, at least a moment."""

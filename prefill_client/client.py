@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Self
 from uuid import uuid4
@@ -100,7 +101,8 @@ class EncoderClient:
                 if answer.error is not None:
                     pause = attempts[index].pause_s(answer.error, can_resubmit=False)
                 if pause is None:
-                    answers[index] = answer
+                    error = answer.error and attempts[index].outcome(answer.error)
+                    answers[index] = replace(answer, error=error)
                     del images[index]
                 else:
                     pauses.append(pause)

@@ -144,7 +144,9 @@ class FetchStream:
             can_resubmit = self._recent.file(digest) is not None
             pause = self._attempts[index].pause_s(error, can_resubmit=can_resubmit)
             if pause is None:
-                self._outcomes.put_nowait(FetchedRows(index, digest, error=error))
+                self._outcomes.put_nowait(
+                    FetchedRows(index, digest, error=self._attempts[index].outcome(error))
+                )
             else:
                 again.append(index)
                 pause_s = max(pause_s, pause)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +15,11 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.checkpoints import write_checkpoint
 from bench.demo import endpoints_of
 from bench.images import photo
+from bench.scraping import lag_quantile, scrape
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import Config
@@ -138,7 +137,8 @@ async def storm_section(
 ) -> Figures:
     """Offer ten times what the server can do; count outcomes, compare the admitted ones' p99 with a calm day's.
 
-    The server's queue is bounded to what a calm day's p99 takes, as an operator would who wants to keep it.
+    The server's queue is bounded to half of what a calm day's p99 takes, as an operator would who wants to keep
+    it: the rest is for the image's own encode.
     """
     await _capacity(endpoint)  # a server that has measured nothing yet cannot say how long its queue takes
     print(
@@ -234,27 +234,6 @@ def _bare_seconds(model: Model, files: Sequence[bytes]) -> float:
     return time.perf_counter() - began
 
 
-def scrape(metrics_url: str) -> dict[str, float]:
-    """Return every unlabelled sample and the lag histogram's buckets, by name."""
-    with urllib.request.urlopen(metrics_url.rstrip("/") + "/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name + (f"<{sample.labels['le']}" if set(sample.labels) == {"le"} else "")
-            if not sample.labels or "<" in name:
-                samples[name] = sample.value
-    return samples
-
-
-def lag_quantile(before: dict[str, float], after: dict[str, float], share: float) -> float:
-    """Return the upper edge of the bucket in which the quantile of the loop's lag lies, seconds."""
-    prefix = "encsvc_event_loop_lag_seconds_bucket<"
-    counts = {float(k.removeprefix(prefix)): v - before[k] for k, v in after.items() if k.startswith(prefix)}
-    total = max(counts.values())
-    return min(edge for edge, count in counts.items() if count >= share * total)
-
-
 def _p99(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=100)[98] if len(seconds) > 1 else float("nan")
 
@@ -286,7 +265,7 @@ async def measure(folder: Path, *, rounds: int, images: int, overload_s: float) 
     if overload_s:
         with server(small, folder / "calm.log", batch) as (endpoint, _):
             rate, calm_p99_s = await calm_section(endpoint, overload_s / 2)
-        flags = ("--max-queue-s", f"{calm_p99_s:.3f}", "--source-gib", "0.02")
+        flags = ("--max-queue-s", f"{calm_p99_s / 2:.3f}", "--source-gib", "0.02")
         with server(small, folder / "storm.log", batch, *flags) as (endpoint, metrics_url):
             figures |= await storm_section(endpoint, metrics_url, rate, calm_p99_s, overload_s)
     return figures

@@ -1,7 +1,4 @@
-"""The path of an image, on one screen: bytes → address → known? → decode → … → store → rows.
-
-Runs on the event loop and touches no pixels: what takes time happens in the pipeline's threads.
-"""
+"""The path of an image: bytes → address → known? → decode → … → store → rows; on the event loop, no pixels."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -10,8 +10,8 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.header import Header, check_limits, read_header
 from encoder_service.address import ImageRef
 
-# Hashing this much takes about 40 µs; more goes to a worker thread, so that the loop's lag stays small.
-HASH_ON_LOOP_BYTES = 256 << 10
+# Hashing this much takes about 75 µs; more goes to a worker thread, so that the loop's lag stays small.
+HASH_ON_LOOP_BYTES = 512 << 10
 
 
 class Intake:

@@ -7,18 +7,15 @@ goes on; a device that is lost ends the process.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from queue import Queue
 from time import monotonic
 
-import torch
 from torch import Tensor
 
 from encoder_contract.errors import (
     AbandonedError,
     EncoderError,
-    InvalidImageError,
     UnavailableError,
 )
 from encoder_contract.geometry import Grid
@@ -26,7 +23,8 @@ from encoder_service.desk import Desk, Job
 from encoder_service.incidents import known_error
 from encoder_service.lanes import Lane
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import Claim, Scheduler, Snapshot, Work
+from encoder_service.scheduler import Claim, Scheduler, Snapshot
+from encoder_service.stages import Batch, Stages, device_s, is_lost_device, wrong_size
 from encoder_service.store import Pin
 
 log = logging.getLogger(__name__)
@@ -37,35 +35,6 @@ COPY_OUT_DEPTH = 1
 # Images decoded at a time once the device has work: nvJPEG is much faster on several, and what demand changes
 # meanwhile can wait these few milliseconds.
 PREPARE_IMAGES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """What the pipeline strings together; each function runs on a thread of the pipeline's own.
-
-    `decode` takes image files and returns uint8 pixels [H, W, 3] or an error for each. `to_patches` takes pixels and
-    grids and returns uint8 patches. `encode` takes patches and grids and returns rows [tokens, width]. `put` keeps
-    the rows of an address and returns them pinned; `pin` (any thread) pins them again.
-    """
-
-    decode: Callable[[Sequence[bytes]], list[Tensor | EncoderError]]
-    to_patches: Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
-    encode: Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
-    put: Callable[[bytes, Tensor, Grid], Pin]
-    pin: Callable[[bytes], Pin | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What the ViT hands to the copy-out. On CUDA the rows are still being computed until `end` passes."""
-
-    jobs: list[Job]
-    works: list[Work]
-    rows: list[Tensor]
-    began_at: float
-    ended_at: float
-    begin: "torch.cuda.Event | None"
-    end: "torch.cuda.Event | None"
 
 
 class Pipeline:
@@ -92,7 +61,7 @@ class Pipeline:
         self._metrics = metrics or Metrics()
         self._on_end = on_end
         self._on_lost_device = on_lost_device
-        self._copy_out: Queue[_Batch | None] = Queue(COPY_OUT_DEPTH)
+        self._copy_out: Queue[Batch | None] = Queue(COPY_OUT_DEPTH)
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in (
@@ -222,7 +191,7 @@ class Pipeline:
             job.stage("decode", began, decoded_at)
             if isinstance(pixels, EncoderError):
                 self._drop(job, pixels)
-            elif (wrong := _wrong_size(pixels, job.size)) is not None:
+            elif (wrong := wrong_size(pixels, job.size)) is not None:
                 self._drop(job, wrong)
             else:
                 good.append((job, pixels))
@@ -251,19 +220,19 @@ class Pipeline:
         for job in jobs:
             job.patches = None
         works = [job.work for job in jobs]
-        self._copy_out.put(_Batch(jobs, works, rows, began, monotonic(), begin, lane.mark()))
+        self._copy_out.put(Batch(jobs, works, rows, began, monotonic(), begin, lane.mark()))
 
     def _encode_failed(self, jobs: list[Job], error: Exception) -> None:
-        if _is_lost_device(error):
+        if is_lost_device(error):
             self._lose_device(jobs, error)
             return
         log.warning("a batch of %d images failed; smaller ones follow", len(jobs), exc_info=error)
         for job in self._desk.failed(jobs):
             self._outcome(job, known_error(error))
 
-    def _keep(self, batch: _Batch, lane: Lane) -> None:
+    def _keep(self, batch: Batch, lane: Lane) -> None:
         try:
-            seconds = _device_s(batch)
+            seconds = device_s(batch)
         except Exception as error:  # noqa: BLE001 - what a kernel did wrong shows here
             self._lose_device(batch.jobs, error)
             return
@@ -298,24 +267,3 @@ def _fail_waiters(job: Job, error: EncoderError) -> None:
     for waiter in job.waiters:
         if not waiter.done():
             waiter.set_exception(error)
-
-
-def _wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | None:
-    """Return the error of pixels that are not what their header says: the grid was computed from that."""
-    height, width, _ = pixels.shape
-    if (width, height) == size:
-        return None
-    return InvalidImageError(f"it decodes to {width}x{height} pixels, its header says {size[0]}x{size[1]}")
-
-
-def _device_s(batch: _Batch) -> float:
-    """Return how long the device was busy with a batch, seconds; on CUDA, wait until it is through."""
-    if batch.begin is None or batch.end is None:
-        return batch.ended_at - batch.began_at
-    batch.end.synchronize()
-    return float(batch.begin.elapsed_time(batch.end)) / 1000
-
-
-def _is_lost_device(error: Exception) -> bool:
-    """Whether no further work can succeed in this process; running out of memory is not that."""
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)

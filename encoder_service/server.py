@@ -28,7 +28,7 @@ from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.model import Model
 from encoder_service.peers import Peers, RowType
-from encoder_service.pipeline import Pipeline, Stages
+from encoder_service.pipeline import Pipeline
 from encoder_service.preprocess import to_patches
 from encoder_service.readings import (
     identity_readings,
@@ -41,6 +41,7 @@ from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.service import Edge, EncoderService
 from encoder_service.sources import Sources
+from encoder_service.stages import Stages
 from encoder_service.store import Store, StoreSizeError, TierName
 from encoder_service.vision import flops
 from encoder_service.watch import Watch
@@ -282,8 +283,6 @@ class Server:
         yield from store_readings(self.store.stats())
         yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)
         yield from index_readings(self.index.state, len(self.index.peers()))
-
-    # What is shown
 
     def banner(self) -> str:
         """Return the block that says what was chosen; its last line says where the server listens."""

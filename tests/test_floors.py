@@ -20,7 +20,8 @@ FLOORS = [
     ["wire", "calls", "peers", "model"],
     ["encoder"],
     ["pipeline", "fleet", "hand_over"],
-    ["announcer", "desk"],
+    ["announcer", "stages"],
+    ["desk"],
     [
         "decode",
         "preprocess",

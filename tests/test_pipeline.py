@@ -18,9 +18,10 @@ from encoder_contract.errors import AbandonedError, EncoderError, InternalError,
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.model import Model
-from encoder_service.pipeline import Pipeline, Stages
+from encoder_service.pipeline import Pipeline
 from encoder_service.preprocess import to_patches
 from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.stages import Stages
 from encoder_service.store import Pin, Store
 
 Encode = Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]

@@ -237,7 +237,7 @@ def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
     """The time of the reference's convolution over ours for 720p: from what each is handed to embeddings."""
     grids = case_grids(tower, "720p")
     patches = random_patches(grids, tower.spec.patch_values)
-    pixels, layout = reference.pixels(patches).to(reference.dtype), tower._layout(grids)
+    pixels, layout = reference.pixels(patches).to(reference.dtype), tower._layouts(grids)[0]
     ours = theirs = float("inf")
     for _ in range(5):
         theirs = min(theirs, seconds(lambda: reference.module.patch_embed(pixels)))

@@ -113,16 +113,23 @@ def test_widened_heads_change_nothing_but_rounding(folders):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_packed_batches_split_by_patch_budget_equal_images_alone(folders, model_type, monkeypatch):
+def test_batches_split_by_patch_budget_equal_images_alone_to_the_bit(folders, model_type):
     tower = load(folders[model_type], batch_patches=300)
-    monkeypatch.setattr(tower, "image_by_image", False)  # as on CUDA
     patches = random_patches(GRIDS, tower.spec.patch_values, seed=5)
     sizes = [sum(grid.patches for grid in GRIDS[batch]) for batch in tower._batches(GRIDS)]
     assert sizes == [100, 680, 160, 396]  # Grid(34, 20) and Grid(22, 18) are over the budget and run alone
-    packed = tower.encode(patches, GRIDS)
-    monkeypatch.undo()
-    for image, grid, rows in zip(patches, GRIDS, packed, strict=True):
-        assert row_errors(rows, tower.encode([image], [grid])[0]).max() <= 1e-5
+    together = tower.encode(patches, GRIDS)
+    for image, grid, rows in zip(patches, GRIDS, together, strict=True):
+        assert equal_bits(rows, tower.encode([image], [grid])[0])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_images_packed_into_one_layout_as_on_cuda_equal_images_alone(folders, model_type):
+    tower = load(folders[model_type])
+    patches = random_patches(GRIDS, tower.spec.patch_values, seed=6)
+    with torch.inference_mode():
+        [packed] = tower._module([torch.cat(patches)], [tower._layout(GRIDS)])
+    assert row_errors(packed, torch.cat(tower.encode(patches, GRIDS))).max() <= 1e-5
 
 
 def test_an_empty_call_returns_nothing(folders):
@@ -244,11 +251,7 @@ def test_static_inputs_padded_to_a_budget_give_the_same_rows_batch_after_batch(f
     """What a captured graph computes, without the capture: its inputs are reused and padded, no image sees either."""
     tower = load(folders[model_type])
     with torch.inference_mode():
-        static = StaticBatch(
-            dataclasses.replace(tower._layout([Grid(1, 4, 4)]), tile=0, projected=None),
-            Budget(1024, 8, 512),
-            tower.spec,
-        )
+        static = StaticBatch(tower._layout([Grid(1, 4, 4)]), Budget(1024, 8, 512), tower.spec)
         for seed, grids in enumerate(
             ([Grid(1, 20, 20), Grid(1, 8, 8)], [Grid(1, 16, 16)], [Grid(1, 22, 18)])
         ):
@@ -261,7 +264,7 @@ def test_static_inputs_padded_to_a_budget_give_the_same_rows_batch_after_batch(f
                 segments=on_host(static.layout.segments),
                 windows=static.layout.windows and on_host(static.layout.windows),
             )
-            padded = tower._module(static.patches, current)
+            [padded] = tower._module([static.patches], [current])
             assert padded.isfinite().all()
             expected = torch.cat(tower.encode(patches, grids))
             assert row_errors(padded[: len(expected)], expected).max() <= 1e-5

@@ -29,6 +29,10 @@ _PATCHES_PER_WINDOW_SLOT = 32
 _SPARE_WINDOW_SLOTS = 64
 
 
+# A tower's forward: (packs, their layouts) → the rows of each.
+Forward = Callable[[Sequence[Tensor], Sequence[Layout]], list[Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What one graph can hold: packed patches, image segments, and patches in the longest segment."""
@@ -127,9 +131,7 @@ class StaticBatch:
 class Graphs:
     """Captured forwards and the memory pool they share; used by one thread on one stream."""
 
-    def __init__(
-        self, forward: Callable[[Tensor, Layout], Tensor], spec: TowerSpec, example: Layout, largest: int
-    ) -> None:
+    def __init__(self, forward: Forward, spec: TowerSpec, example: Layout, largest: int) -> None:
         """Capture every budget up to `largest` patches; `example` is any layout of the tower's, for its dtypes."""
         started = time.perf_counter()
         self._unit = spec.merge_unit
@@ -155,20 +157,18 @@ class Graphs:
         return None
 
 
-def _capture(
-    forward: Callable[[Tensor, Layout], Tensor], batch: StaticBatch, pool: Any
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def _capture(forward: Forward, batch: StaticBatch, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Capture one forward over static inputs: (graph, the rows it writes)."""
     device = batch.patches.device
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(2):  # libraries choose kernels and take workspaces on their first calls
-            forward(batch.patches, batch.layout)
+            forward([batch.patches], [batch.layout])
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        rows = forward(batch.patches, batch.layout)
+        [rows] = forward([batch.patches], [batch.layout])
     return graph, rows
 
 

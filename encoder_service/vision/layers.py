@@ -33,8 +33,8 @@ class Layout:
     inverse: Tensor | None
     attend: Attention
     rotate: "Rotation"
-    tile: int
-    projected: Tensor | None
+    tile: int = 0
+    projected: Tensor | None = None
 
     @property
     def patches(self) -> int:

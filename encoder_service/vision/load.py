@@ -48,7 +48,7 @@ def load_tower(
     """Load the vision tower of a Hugging Face checkpoint folder; of its weights only the vision tensors are read.
 
     `device` is "cpu" or "cuda[:n]", `dtype` one of `DTYPES`. `batch_invariant` makes an image's rows independent of
-    its neighbours to the bit by running every image alone; on the CPU that is always so and costs nothing. `graphs`
+    its neighbours to the bit by running every image alone; on the CPU they always are. `graphs`
     (CUDA only) captures CUDA graphs. `head_size` widens attention heads with zeros instead of the backend's choice.
     Raises `ValueError` or `FileNotFoundError` naming what is not supported, missing, left over or of a wrong shape.
     """
@@ -69,7 +69,7 @@ def load_tower(
         dtype=kind,
         head_size=heads,
         batch_patches=batch_patches,
-        image_by_image=batch_invariant or where.type == "cpu",
+        image_by_image=batch_invariant and where.type == "cuda",
     )
     _warm_up(tower, graphs and attend.graphs)
     logger.info(

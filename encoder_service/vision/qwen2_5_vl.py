@@ -1,5 +1,7 @@
 """The vision tower of Qwen2.5-VL: attention inside windows, in a few blocks over the whole image."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -64,7 +66,7 @@ class Merger(nn.Module):
 
 
 class Qwen25VLTower(nn.Module):
-    """Packed uint8 patches of any images → their rows, the window order undone."""
+    """uint8 patches of any images → their rows, the window order undone."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
@@ -75,14 +77,19 @@ class Qwen25VLTower(nn.Module):
         )
         self.merger = Merger(spec)
 
-    def forward(self, patches: Tensor, layout: Layout) -> Tensor:
-        """uint8 [patches, channels × patch × patch] → [rows, width]."""
-        assert layout.order is not None
-        assert layout.inverse is not None
+    def forward(self, packs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+        """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step."""
+        streams = [self._embed(*pack) for pack in zip(packs, layouts, strict=True)]
+        for block in self.blocks:
+            for hidden, layout in zip(streams, layouts, strict=True):
+                block(hidden, layout)
+        return [
+            self.merger(torch.cat(hidden))[layout.inverse]
+            for hidden, layout in zip(streams, layouts, strict=True)
+        ]
+
+    def _embed(self, patches: Tensor, layout: Layout) -> list[Tensor]:
         unit = self.spec.merge_unit
         ordered = patches.view(-1, unit * patches.shape[1])[layout.order].view(-1, patches.shape[1])
-        hidden = self.patch_embed(ordered, layout, self.merger.ln_q.weight.dtype)
-        for block in self.blocks:
-            block(hidden, layout)
-        rows: Tensor = self.merger(torch.cat(hidden))[layout.inverse]
-        return rows
+        tiles: list[Tensor] = self.patch_embed(ordered, layout, self.merger.ln_q.weight.dtype)
+        return tiles

@@ -1,5 +1,7 @@
 """The vision tower of Qwen3-VL, dense and mixture of experts: full attention, DeepStack levels."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +61,7 @@ class Merger(nn.Module):
 
 
 class Qwen3VLTower(nn.Module):
-    """Packed uint8 patches of any images → their rows, [main | DeepStack level 0 | ...]."""
+    """uint8 patches of any images → their rows, [main | DeepStack level 0 | ...]."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
@@ -71,16 +73,27 @@ class Qwen3VLTower(nn.Module):
         if spec.deepstack:
             self.deepstack_merger_list = nn.ModuleList(Merger(spec, after_merge=True) for _ in spec.deepstack)
 
-    def forward(self, patches: Tensor, layout: Layout) -> Tensor:
-        """uint8 [patches, channels × patch × patch] → [rows, width]."""
+    def forward(self, packs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+        """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step."""
         spec = self.spec
-        hidden = self.patch_embed(patches, layout, self.pos_embed.weight.dtype)
-        rows: Tensor = hidden[0].new_empty(len(patches) // spec.merge_unit, spec.width)
-        parts = torch.split(rows, spec.hidden, dim=1)
+        dtype = self.pos_embed.weight.dtype
+        streams = [self.patch_embed(*pack, dtype) for pack in zip(packs, layouts, strict=True)]
+        rows = [
+            torch.empty(len(pack) // spec.merge_unit, spec.width, dtype=dtype, device=pack.device)
+            for pack in packs
+        ]
         for number, block in enumerate(self.blocks):
-            block(hidden, layout)
+            for hidden, layout in zip(streams, layouts, strict=True):
+                block(hidden, layout)
             if number in spec.deepstack:
                 level = spec.deepstack.index(number)
-                parts[1 + level].copy_(self.deepstack_merger_list[level](torch.cat(hidden)))
-        parts[0].copy_(self.merger(torch.cat(hidden)))
+                self._merge(self.deepstack_merger_list[level], streams, rows, 1 + level)
+        self._merge(self.merger, streams, rows, 0)
         return rows
+
+    def _merge(
+        self, merger: nn.Module, streams: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], part: int
+    ) -> None:
+        columns = slice(part * self.spec.hidden, (part + 1) * self.spec.hidden)
+        for hidden, out in zip(streams, rows, strict=True):
+            out[:, columns] = merger(torch.cat(list(hidden)))

@@ -1,6 +1,7 @@
 """A loaded vision tower: uint8 patches of any number of images in, their rows out, within a fixed memory."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,8 +60,8 @@ class Tower:
 
         `patches[i]` is uint8 [grids[i].patches, channels × patch × patch] in merge order, on any device; rows are in
         raster order of the merged grid. Activations are bounded by `batch_patches` whatever the number of images;
-        an image larger than that runs alone. With `image_by_image` every image runs alone: its rows then depend on
-        nothing but itself, to the bit. Raises `ValueError` for patches that do not fit their grid.
+        an image larger than that runs alone. On the CPU, and with `image_by_image`, an image's rows depend on nothing
+        but itself, to the bit. Raises `ValueError` for patches that do not fit their grid.
         """
         for image, grid in zip(patches, grids, strict=True):
             self._check(image, grid)
@@ -83,10 +84,14 @@ class Tower:
 
     def _encode_batch(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
         on_device = [image.to(self.device, non_blocking=True) for image in patches]
+        if self.device.type == "cpu":
+            # In step but each by itself: a block's weights come from memory once for all images, and the shapes of
+            # an image's kernels follow from its own grid.
+            return list(self._module(on_device, self._layouts(grids)))
         layout = self._layout(grids)
         rows = self._graphs.run(on_device, layout) if self._graphs else None
         if rows is None:
-            rows = self._module(_joined(on_device), layout)
+            [rows] = self._module([_joined(on_device)], [layout])
         return list(rows.split([grid.patches // self.spec.merge_unit for grid in grids]))
 
     def _batches(self, grids: Sequence[Grid]) -> Iterator[slice]:
@@ -100,12 +105,26 @@ class Tower:
         if grids:
             yield slice(begin, len(grids))
 
+    def _layouts(self, grids: Sequence[Grid]) -> list[Layout]:
+        """One layout for each image; they take turns at the memory that gathers their tiles."""
+        largest = max(grid.patches for grid in grids)
+        shape = (largest, 3, self.spec.heads, self.head_size)
+        gathered = torch.empty(shape if largest > CPU_TILE_PATCHES else 0, dtype=self.dtype)
+        return [
+            replace(
+                self._layout([grid]),
+                tile=CPU_TILE_PATCHES,
+                projected=gathered[: grid.patches] if grid.patches > CPU_TILE_PATCHES else None,
+            )
+            for grid in grids
+        ]
+
     def _layout(self, grids: Sequence[Grid]) -> Layout:
+        """One layout for all images packed together."""
         tables = [self._tables.get(grid) for grid in grids]
         windows = None
         if self.spec.window:
             windows = Segments.of([length for table in tables for length in table.windows], self.device)
-        tile = CPU_TILE_PATCHES if self.device.type == "cpu" else 0
         return Layout(
             rotary=_joined([table.rotary for table in tables]),
             position=_joined_or_none([table.position for table in tables]),
@@ -115,14 +134,7 @@ class Tower:
             inverse=_joined_or_none(_offset([table.inverse for table in tables])),
             attend=self._attention,
             rotate=self._rotate,
-            tile=tile,
-            projected=self._projected(sum(grid.patches for grid in grids), tile),
         )
-
-    def _projected(self, patches: int, tile: int) -> Tensor | None:
-        if not tile or patches <= tile:
-            return None
-        return torch.empty(patches, 3, self.spec.heads, self.head_size, dtype=self.dtype, device=self.device)
 
     def _make_tables(self, grid: Grid) -> GridTables:
         learned = self._module.pos_embed.weight if isinstance(self._module, Qwen3VLTower) else None

@@ -17,7 +17,7 @@ class Book:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.orders = {State.WAITING: Order(policy, 0), State.PREPARED: Order(policy, 1)}
+        self.orders = {State.WAITING: Order(policy), State.PREPARED: Order(policy)}
         self.works: dict[bytes, Work] = {}
         self.requests: dict[str, Request] = {}
         self.claims = 0
@@ -55,7 +55,7 @@ class Book:
             request.left_patches += work.patches
             request.named_patches += work.patches
             request.mark, request.scale = self.clock_patches, 2 * self.mean_request_patches
-            _rekey(request)
+            self._rekey(request)
         request.works[work] += 1
         self.claims += 1
         work.claims[claim] = None
@@ -68,8 +68,8 @@ class Book:
         work, request = claim.work, claim.request
         assert work is not None
         assert request is not None
-        if claim.line is not None:
-            claim.line.order.remove(claim)
+        if claim.lane is not None:
+            self.orders[work.state].remove(claim)
         del work.claims[claim]
         self._count_demand(work, claim, -1)
         self.claims -= 1
@@ -80,7 +80,7 @@ class Book:
         del request.works[work]
         request.left_patches -= work.patches
         if request.works:
-            _rekey(request)
+            self._rekey(request)
         else:
             self._end(request)
 
@@ -95,8 +95,8 @@ class Book:
     def leave_order(self, work: Work) -> None:
         """Take a work out of the order of its state."""
         for claim in work.claims:
-            if claim.line is not None:
-                claim.line.order.remove(claim)
+            if claim.lane is not None:
+                self.orders[work.state].remove(claim)
 
     def enter_order(self, work: Work, now: float) -> None:
         """Put a work into the order of its state, if that state has one."""
@@ -120,7 +120,6 @@ class Book:
         work.demands += sign * claim.demanded
         self.amounts[work.state, work.demanded].add(work)
 
-
-def _rekey(request: Request) -> None:
-    for line in list(request.lines.values()):
-        line.order.place(line)
+    def _rekey(self, request: Request) -> None:
+        for order in self.orders.values():
+            order.rekey(request)

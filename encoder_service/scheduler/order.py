@@ -1,25 +1,21 @@
 """The claims of one stage in policy order, kept sorted: the best work is always the first."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from encoder_service.scheduler.policy import Policy
-    from encoder_service.scheduler.work import Claim, Request, Work
+from encoder_service.scheduler.policy import Policy
+from encoder_service.scheduler.work import Claim, Request, Work
 
 Top = tuple[int, float, float, int, "Line"]  # lane, request key, claim key, request number
-Entry = tuple[float, int, "Claim"]  # claim key (or `needed_at`), claim number
+Entry = tuple[float, int, Claim]  # claim key (or `needed_at`), claim number
 
 
 class Line:
     """The queued claims of one request in one lane, in claim order; never empty while the order knows it."""
 
-    __slots__ = ("entries", "lane", "order", "request", "top")
+    __slots__ = ("entries", "lane", "request", "top")
 
-    def __init__(self, order: Order, request: Request, lane: int) -> None:
-        self.order = order
+    def __init__(self, request: Request, lane: int) -> None:
         self.request = request
         self.lane = lane
         self.entries: list[Entry] = []
@@ -33,50 +29,43 @@ class Order:
     lists and not heaps: nothing goes stale, and moving 80 kB of pointers (10 000 lines) takes 3 us.
     """
 
-    def __init__(self, policy: Policy, stage: int) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._stage = stage
+        self._lines: dict[Request, dict[int, Line]] = {}  # by request and lane
         self._tops: list[Top] = []
         self._ahead: list[Entry] = []  # by `needed_at`: who joins the blocking ones next
 
     def add(self, claim: Claim, now: float) -> None:
         """Insert a claim whose work has entered this stage."""
         assert claim.request is not None
-        assert claim.line is None
-        lane = self._policy.lane(claim, now)
-        line = claim.request.lines.get((self._stage, lane))
-        if line is None:
-            line = claim.request.lines[self._stage, lane] = Line(self, claim.request, lane)
-        insort(line.entries, self._entry(claim))
-        claim.line = line
-        self.place(line)
+        assert claim.lane is None
+        claim.lane = lane = self._policy.lane(claim, now)
+        lines = self._lines.setdefault(claim.request, {})
+        if lane not in lines:
+            lines[lane] = Line(claim.request, lane)
+        insort(lines[lane].entries, self._entry(claim))
+        self._place(lines[lane])
         if self._policy.is_ahead(claim, now):
             insort(self._ahead, _due(claim))
 
     def remove(self, claim: Claim) -> None:
         """Take a claim out."""
-        line = claim.line
-        assert line is not None
+        assert claim.request is not None
+        assert claim.lane is not None
+        line = self._lines[claim.request][claim.lane]
         _delete(line.entries, self._entry(claim))
-        claim.line = None
-        self.place(line)
+        claim.lane = None
+        self._place(line)
         if self._ahead and claim.needed_at is not None:
             due = _due(claim)
             at = bisect_left(self._ahead, due)
             if at < len(self._ahead) and self._ahead[at] == due:
                 del self._ahead[at]
 
-    def place(self, line: Line) -> None:
-        """Bring a line to where its request's key and its first claim put it now; forget it when empty."""
-        if line.top is not None:
-            _delete(self._tops, line.top)
-        if not line.entries:
-            line.top = None
-            del line.request.lines[self._stage, line.lane]
-            return
-        request = line.request
-        line.top = (line.lane, self._policy.request_key(request), line.entries[0][0], request.number, line)
-        insort(self._tops, line.top)
+    def rekey(self, request: Request) -> None:
+        """Bring a request, whose key has changed, to where it belongs now."""
+        for line in self._lines.get(request, {}).values():
+            self._place(line)
 
     def first(self, now: float) -> Work | None:
         """Return the work that comes first at `now`, and leave it where it is."""
@@ -88,6 +77,19 @@ class Order:
             return None
         claim = self._tops[0][4].entries[0][2]
         return claim.work
+
+    def _place(self, line: Line) -> None:
+        """Bring a line to where its request's key and its first claim put it now; forget it when empty."""
+        request, lane = line.request, line.lane
+        if line.top is not None:
+            _delete(self._tops, line.top)
+        if line.entries:
+            line.top = (lane, self._policy.request_key(request), line.entries[0][0], request.number, line)
+            insort(self._tops, line.top)
+            return
+        del self._lines[request][lane]
+        if not self._lines[request]:
+            del self._lines[request]
 
     def _entry(self, claim: Claim) -> Entry:
         return (self._policy.claim_key(claim), claim.number, claim)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from encoder_service.scheduler.order import Line
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
@@ -59,7 +55,7 @@ class Claim:
     work: Work | None = field(default=None, init=False)
     request: Request | None = field(default=None, init=False, repr=False)
     number: int = field(default=0, init=False)  # order of attachment, unique: the last tie-break
-    line: Line | None = field(default=None, init=False, repr=False)  # where the order keeps it while queued
+    lane: int | None = field(default=None, init=False, repr=False)  # where its order keeps it; None: in none
 
     def __post_init__(self) -> None:
         assert MIN_PRIORITY <= self.priority <= MAX_PRIORITY, self.priority
@@ -82,7 +78,6 @@ class Request:
     left_patches: int = 0
     named_patches: int = 0  # all the work it ever named here
     works: dict[Work, int] = field(default_factory=dict, repr=False)  # outstanding work -> claims on it
-    lines: dict[tuple[int, int], Line] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from encoder_contract.version import __version__
 from encoder_service.allocator import keep_freed_memory
-from encoder_service.config import ConfigError, add_flags, read_config
+from encoder_service.config import Config, ConfigError
 from encoder_service.logs import set_up_logging
 
 FAILED, BAD_USAGE = 1, 2
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Serve the vision tower of a Hugging Face checkpoint. Every flag is also an environment variable "
         "(in brackets behind its help); flags win.",
     )
-    add_flags(serve)
+    Config.add_flags(serve)
     _add_top(commands)
     _add_operator(commands)
     given = vars(parser.parse_args(arguments))
@@ -102,7 +102,7 @@ def _top(given: dict[str, Any]) -> int:
 
 
 def _serve(given: dict[str, object]) -> int:
-    config = read_config(given, os.environ)
+    config = Config.read(given, os.environ)
     set_up_logging(config.log_level, config.log_format)
     keep_freed_memory()
     sys.setswitchinterval(GIL_SWITCH_S)

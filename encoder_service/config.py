@@ -1,30 +1,21 @@
-"""The configuration: a field is the flag, the environment name, the default and the help line."""
+"""The configuration of the server."""
 
-import argparse
-import types
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal
 
-# Not the name of the Kubernetes Service: Kubernetes itself injects <SERVICE>_PORT and the like.
-ENVIRONMENT_PREFIX = "ENCSVC_"
+from encoder_contract.settings import ConfigError, Settings, flag, knob
+
+__all__ = ["GIB", "Config", "ConfigError", "flag"]
 
 GIB = 1 << 30
 
 
-class ConfigError(ValueError):
-    """A flag or environment variable that is unknown or has a bad value; the message says which and why."""
-
-
-def knob(default: Any = MISSING, *, help: str) -> Any:  # noqa: A002 - it is the help line
-    """Declare a field with its help line."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """Everything that can be set. Validated on construction: a bad value is a `ConfigError` at start."""
+
+    environment_prefix = "ENCSVC_"
 
     model: Path = knob(
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
@@ -108,24 +99,20 @@ class Config:
     log_format: Literal["console", "json"] = knob("console", help="how it is logged")
 
     def __post_init__(self) -> None:
-        for name in (
+        self._require_positive(
             "decode_threads",
             "batch_patches",
             "max_image_bytes",
             "max_image_pixels",
             "max_images_per_call",
-        ):
-            self._require(getattr(self, name) > 0, name, "must be positive")
-        for name in (
             "max_queued_images",
             "max_queued_patches",
             "max_queued_gib",
             "max_queue_s",
             "store_host_gib",
             "source_ttl_s",
-        ):
-            self._require(getattr(self, name) > 0, name, "must be positive")
-        for name in (
+        )
+        self._require_not_negative(
             "torch_threads",
             "store_device_gib",
             "source_gib",
@@ -133,8 +120,7 @@ class Config:
             "drain_s",
             "hand_over_s",
             "device_peak_tflops",
-        ):
-            self._require(getattr(self, name) >= 0, name, "must not be negative")
+        )
         self._require(0 < self.max_client_share < 1, "max_client_share", "must lie between 0 and 1")
         self._require(":" in self.listen, "listen", "must be host:port or unix:/path")
         is_redis = self.index.startswith(("redis://", "rediss://", "redis+cluster://", "rediss+cluster://"))
@@ -142,75 +128,3 @@ class Config:
         _, _, port = self.metrics_listen.rpartition(":")
         is_address = ":" in self.metrics_listen and port.isdecimal()
         self._require(not self.metrics_listen or is_address, "metrics_listen", "must be host:port or empty")
-
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)}")
-
-
-def flag(name: str) -> str:
-    """Return the flag of a field: `max_image_bytes` is `--max-image-bytes`."""
-    return "--" + name.replace("_", "-")
-
-
-def environment_name(name: str) -> str:
-    """Return the environment variable of a field: `listen` is `ENCSVC_LISTEN`."""
-    return ENVIRONMENT_PREFIX + name.upper()
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` one flag per field, none of them with a default: absence must be seen."""
-    hints = get_type_hints(Config)
-    for knob_field in fields(Config):
-        kind, choices = _kind(hints[knob_field.name])
-        default = "required" if knob_field.default is MISSING else f"default {knob_field.default}"
-        parser.add_argument(
-            flag(knob_field.name),
-            type=kind,
-            choices=choices,
-            default=argparse.SUPPRESS,
-            metavar=None if choices else kind.__name__.upper(),
-            help=f"{knob_field.metadata['help']} ({default}; {environment_name(knob_field.name)})".replace(
-                "%", "%%"
-            ),
-        )
-
-
-def read_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
-    """Combine flags (they win) and environment; unknown names and bad values are a `ConfigError`."""
-    values = {**_from_environment(environment), **given}
-    missing = [f.name for f in fields(Config) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ConfigError(f"{flag(missing[0])} (or {environment_name(missing[0])}) is required")
-    return Config(**values)
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    known = {environment_name(f.name): f for f in fields(Config)}
-    hints = get_type_hints(Config)
-    values: dict[str, Any] = {}
-    for name, text in environment.items():
-        if not name.startswith(ENVIRONMENT_PREFIX):
-            continue
-        if name not in known:
-            raise ConfigError(f"{name} is not a setting; known are {', '.join(sorted(known))}")
-        values[known[name].name] = _parse(name, text, hints[known[name].name])
-    return values
-
-
-def _parse(name: str, text: str, hint: Any) -> Any:
-    kind, choices = _kind(hint)
-    try:
-        value = kind(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}={text}: not a {kind.__name__}") from error
-    if choices and value not in choices:
-        raise ConfigError(f"{name}={text}: must be one of {', '.join(map(str, choices))}")
-    return value
-
-
-def _kind(hint: Any) -> tuple[type, Sequence[Any] | None]:
-    if get_origin(hint) is Literal:
-        return str, get_args(hint)
-    assert get_origin(hint) not in (Union, types.UnionType), "a knob has one type"
-    return hint, None

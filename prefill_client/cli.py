@@ -11,7 +11,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest, Submitted
-from prefill_client.reference.config import add_flags
+from prefill_client.reference.config import ServiceConfig
 from prefill_client.timeline import draw
 
 FAILED, BAD_USAGE = 1, 2
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run the reference prefill service: OpenAI-compatible chat completions over HTTP",
         description="Every flag is also an environment variable (in brackets behind its help); flags win.",
     )
-    add_flags(serve)
+    ServiceConfig.add_flags(serve)
     given = parser.parse_args(arguments)
     if given.command == "serve":
         return _serve(vars(given))

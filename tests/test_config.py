@@ -6,28 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from encoder_service.config import Config, ConfigError, add_flags, environment_name, flag, read_config
+from encoder_service.config import Config, ConfigError, flag
 
 
 def parse(*arguments: str) -> dict[str, object]:
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    Config.add_flags(parser)
     return vars(parser.parse_args(arguments))
 
 
 def test_every_field_is_a_flag_with_a_help_line_and_an_environment_name() -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    Config.add_flags(parser)
     text = " ".join(parser.format_help().split())
     for field in fields(Config):
         assert flag(field.name) in text
-        assert environment_name(field.name) in text
+        assert Config.environment_name(field.name) in text
         assert " ".join(field.metadata["help"].split()) in text
 
 
 def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
     environment = {"ENCSVC_MODEL": "a", "ENCSVC_MAX_GRACE_MS": "7", "ENCSVC_DECODE_THREADS": "5", "HOME": "x"}
-    config = read_config(parse("--max-grace-ms", "9"), environment)
+    config = Config.read(parse("--max-grace-ms", "9"), environment)
     assert (config.model, config.max_grace_ms, config.decode_threads) == (Path("a"), 9, 5)
     assert config.listen == "127.0.0.1:50051"
 
@@ -46,4 +46,4 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
 )
 def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        read_config({}, environment)
+        Config.read({}, environment)

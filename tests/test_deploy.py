@@ -12,9 +12,9 @@ import yaml
 
 from bench.sizing import main as show_sizing
 from encoder_service.cli import BAD_USAGE
-from encoder_service.config import Config, ConfigError, environment_name, flag, read_config
+from encoder_service.config import Config, ConfigError, flag
 from encoder_service.server import LOST_DEVICE
-from prefill_client.reference.config import read_config as read_prefill_config
+from prefill_client.reference.config import ServiceConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -63,7 +63,7 @@ def test_every_service_is_hardened_bounded_watched_and_pinned(name: str) -> None
 
 @pytest.mark.parametrize("name", ["encoder-cpu", "encoder-gpu"])
 def test_the_encoders_environment_is_a_configuration(name: str) -> None:
-    config = read_config({}, environment(name))
+    config = Config.read({}, environment(name))
     assert config.index.startswith("redis://redis:")
     assert config.metrics_listen.endswith(":9464")
     assert config.device == {"encoder-cpu": "cpu", "encoder-gpu": "cuda"}[name]
@@ -73,7 +73,7 @@ def test_the_encoders_environment_is_a_configuration(name: str) -> None:
 
 
 def test_the_prefill_services_environment_is_a_configuration() -> None:
-    config = read_prefill_config({}, {k: v for k, v in environment("prefill").items() if "PREFILLSVC" in k})
+    config = ServiceConfig.read({}, {k: v for k, v in environment("prefill").items() if "PREFILLSVC" in k})
     assert config.encoder == "encoder:50051"
     assert "encoder" in SERVICES["encoder-cpu"]["networks"]["default"]["aliases"]
 
@@ -137,7 +137,7 @@ def literals(path: Path) -> dict[str, str]:
 def test_the_pods_environment_is_a_configuration_whose_store_fits(overlay: str) -> None:
     settings = literals(KUBERNETES / "base/kustomization.yaml")
     settings |= literals(KUBERNETES / f"overlays/{overlay}/kustomization.yaml")
-    config = read_config({}, settings)
+    config = Config.read({}, settings)
     text = (KUBERNETES / f"overlays/{overlay}/kustomization.yaml").read_text()
     text += (KUBERNETES / "base/deployment.yaml").read_text()
     shm = re.search(r"sizeLimit[:,]? (?:value: )?(\d+[GM]i)", text)
@@ -154,7 +154,7 @@ def test_no_service_name_makes_kubernetes_inject_our_settings() -> None:
         for each in manifests()
         if each["kind"] == "Service"
     }
-    ours = {environment_name(field.name) for field in fields(Config)}
+    ours = {Config.environment_name(field.name) for field in fields(Config)}
     assert injected
     assert not {name for name in ours for service in injected if name.startswith(f"{service}_")}
 
@@ -176,7 +176,7 @@ def test_the_pod_outlives_the_drain_and_is_locked_down() -> None:
 
 def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="ENCSVC_STORE_GIB is not a setting"):
-        read_config({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
+        Config.read({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
 
 
 # The operator's page

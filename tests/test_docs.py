@@ -11,7 +11,7 @@ import pytest
 from bench.questions import QUESTIONS, SUMMARY
 from bench.report import PAGES
 from encoder_contract import errors
-from encoder_service.config import Config, environment_name
+from encoder_service.config import Config
 from encoder_service.metrics import Metrics
 from tests.processes import run
 
@@ -97,7 +97,7 @@ def test_every_flag_a_page_names_exists(flags: set[str]) -> None:
 
 
 def test_every_environment_name_exists() -> None:
-    known = {environment_name(field.name) for field in fields(Config)}
+    known = {Config.environment_name(field.name) for field in fields(Config)}
     for page in [*DOCS, *(ROOT / "deploy").rglob("*.y*ml"), ROOT / "deploy" / ".env.example"]:
         assert named(r"\b(ENCSVC_[A-Z_]+[A-Z])\b", page.read_text()) <= known, page.name
 

@@ -19,11 +19,12 @@ import transformers
 import uvicorn
 
 from bench.images import photo
+from encoder_contract.settings import ConfigError
 from encoder_service.server import Server
 from prefill_client.cli import main
 from prefill_client.client import EncoderClient
 from prefill_client.reference.chat import Chat
-from prefill_client.reference.config import ServiceConfig, read_config
+from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.http_service import HttpService, Limits
 from prefill_client.reference.image_urls import ImageUrls
@@ -238,21 +239,25 @@ async def test_caller_who_hangs_up_leaves_nothing_behind(service: Service, gate:
         ({}, {}, "--model"),
         ({"model": Path("m"), "chunk_tokens": 0}, {}, "--chunk-tokens must be positive"),
         ({"model": Path("m")}, {"PREFILLSVC_CHUNKS": "5"}, "PREFILLSVC_CHUNKS is not a setting"),
-        ({"model": Path("m")}, {"PREFILLSVC_CHUNK_TOKENS": "five"}, "PREFILLSVC_CHUNK_TOKENS must be int"),
-        ({"model": Path("m")}, {"PREFILLSVC_DTYPE": "int8"}, "PREFILLSVC_DTYPE must be one of"),
+        (
+            {"model": Path("m")},
+            {"PREFILLSVC_CHUNK_TOKENS": "five"},
+            "PREFILLSVC_CHUNK_TOKENS=five: must be int",
+        ),
+        ({"model": Path("m")}, {"PREFILLSVC_DTYPE": "int8"}, "PREFILLSVC_DTYPE=int8: must be one of"),
         ({"model": Path("m"), "listen": "nowhere"}, {}, "--listen"),
     ],
 )
 def test_unknown_and_bad_settings_are_errors_at_start(
     given: dict[str, Any], environment: dict[str, str], said: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
-        read_config(given, environment)
+    with pytest.raises(ConfigError, match=said):
+        ServiceConfig.read(given, environment)
 
 
 def test_flags_win_over_the_environment() -> None:
     environment = {"PREFILLSVC_MODEL": "a", "PREFILLSVC_CHUNK_TOKENS": "7", "PREFILLSVC_IMAGE_S": "2.5"}
-    config = read_config({"model": Path("b")}, environment)
+    config = ServiceConfig.read({"model": Path("b")}, environment)
     assert config == ServiceConfig(model=Path("b"), chunk_tokens=7, image_s=2.5)
 
 

@@ -16,7 +16,7 @@ import uvicorn
 from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
 from prefill_client.reference.chat import Chat
-from prefill_client.reference.config import ServiceConfig, read_config
+from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.http_service import HttpService, Limits
 from prefill_client.reference.image_urls import ImageUrls
@@ -98,6 +98,6 @@ def _family(host: str) -> socket.AddressFamily:
 def main(given: Mapping[str, Any]) -> None:
     """Serve with the flags of the command line and what the environment says; raises what `serve` raises.
 
-    A bad setting is a `ValueError`.
+    A bad setting is a `ConfigError`.
     """
-    asyncio.run(serve(read_config(given, os.environ)))
+    asyncio.run(serve(ServiceConfig.read(given, os.environ)))

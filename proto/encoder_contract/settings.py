@@ -1,0 +1,107 @@
+"""Settings: a field of a frozen dataclass is the flag, the environment name, the default and the help line."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+
+class ConfigError(ValueError):
+    """A flag or environment variable that is unknown or has a bad value; the message says which and why."""
+
+
+def knob(default: Any = MISSING, *, help: str) -> Any:  # noqa: A002 - it is the help line
+    """Declare a field with its help line."""
+    return field(default=default, metadata={"help": help})
+
+
+def flag(name: str) -> str:
+    """Return the flag of a field: `max_image_bytes` is `--max-image-bytes`."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a program can be told: subclasses add a `knob` for each, and check the values on construction."""
+
+    # Never the name of the program's Kubernetes Service: Kubernetes itself injects <SERVICE>_PORT and the like.
+    environment_prefix: ClassVar[str]
+
+    @classmethod
+    def environment_name(cls, name: str) -> str:
+        """Return the environment variable of a field."""
+        return cls.environment_prefix + name.upper()
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Give `parser` one flag per field, none of them with a default: absence must be seen."""
+        hints = get_type_hints(cls)
+        for each in fields(cls):
+            kind, choices = _kind(hints[each.name])
+            default = "required" if each.default is MISSING else f"default {_shown(each.default)}"
+            text = f"{each.metadata['help']} ({default}; {cls.environment_name(each.name)})"
+            parser.add_argument(
+                flag(each.name),
+                type=kind,
+                choices=choices,
+                default=argparse.SUPPRESS,
+                metavar=None if choices else kind.__name__.upper(),
+                help=text.replace("%", "%%"),
+            )
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], environment: Mapping[str, str]) -> Self:
+        """Combine flags (they win) and environment; unknown names and bad values are a `ConfigError`."""
+        values = {**cls._from_environment(environment), **given}
+        missing = [each.name for each in fields(cls) if each.default is MISSING and each.name not in values]
+        if missing:
+            raise ConfigError(f"{flag(missing[0])} (or {cls.environment_name(missing[0])}) is required")
+        return cls(**values)
+
+    @classmethod
+    def _from_environment(cls, environment: Mapping[str, str]) -> dict[str, Any]:
+        known = {cls.environment_name(each.name): each.name for each in fields(cls)}
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for name, text in environment.items():
+            if not name.startswith(cls.environment_prefix):
+                continue
+            if name not in known:
+                raise ConfigError(f"{name} is not a setting; known are {', '.join(sorted(known))}")
+            values[known[name]] = _parsed(name, text, hints[known[name]])
+        return values
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) > 0, name, "must be positive")
+
+    def _require_not_negative(self, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) >= 0, name, "must not be negative")
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)}")
+
+
+def _shown(default: Any) -> str:
+    return "empty" if default == "" else str(default)
+
+
+def _parsed(name: str, text: str, hint: Any) -> Any:
+    kind, choices = _kind(hint)
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text}: must be {kind.__name__}") from error
+    if choices and value not in choices:
+        raise ConfigError(f"{name}={text}: must be one of {', '.join(choices)}")
+    return value
+
+
+def _kind(hint: Any) -> tuple[type, Sequence[str] | None]:
+    """Return how a value of a field is read, and its choices if it has such; a knob has one plain type."""
+    if get_origin(hint) is Literal:
+        return str, get_args(hint)
+    assert isinstance(hint, type), hint
+    return hint, None

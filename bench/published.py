@@ -10,16 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.trials import Table, table
 from encoder_contract.geometry import Geometry
 from prefill_client.layout import Layout, lay_out
 from prefill_client.plan import Chunk, plan
 
-ROOT = Path(__file__).parents[1]
-PAGE, BEGIN, END = (
-    ROOT / "docs" / "overlap.md",
-    "<!-- bench.published begin -->",
-    "<!-- bench.published end -->",
-)
+IMAGES = Path(__file__).parents[1] / "docs" / "img"
 
 SIZES = {"720p": (1280, 720), "1080p": (1920, 1080), "1440p": (2560, 1440)}
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -139,49 +135,46 @@ DESIGNS: Mapping[str, Callable[[Prompt], float]] = {
     "encoder GPU, no overlap": encoder_then_prefill,
     "ours: encoder GPU, overlap": ours,
 }
-Table = dict[str, dict[str, list[float]]]
+Times = dict[str, dict[str, list[float]]]
 
 
-def by_images(chunk_tokens: int = CHUNK_TOKENS) -> Table:
+def by_images(chunk_tokens: int = CHUNK_TOKENS) -> Times:
     """Return size -> design -> milliseconds to the first token for each of `COUNTS`."""
     return _table(lambda size: [prompt(size, count, chunk_tokens=chunk_tokens) for count in COUNTS])
 
 
-def by_turns() -> Table:
+def by_turns() -> Times:
     """Return size -> design -> milliseconds for turns 1 to `TURNS` of a chat with one new image each."""
     return _table(lambda size: [prompt(size, turn + 1, held=turn) for turn in range(TURNS)])
 
 
-def _table(prompts_of: Callable[[str], Iterable[Prompt]]) -> Table:
+def _table(prompts_of: Callable[[str], Iterable[Prompt]]) -> Times:
     return {
         size: {name: [design(each) for each in prompts_of(size)] for name, design in DESIGNS.items()}
         for size in SIZES
     }
 
 
-def markdown(table: Table, heads: Iterable[str]) -> str:
-    """Return the table of every size."""
-    heads = list(heads)
-    lines = []
-    for size, designs in table.items():
-        lines += [f"| {size} ({tokens(size)} tokens) | " + " | ".join(heads) + " |"]
-        lines += ["|---|" + "---:|" * len(heads)]
-        lines += [
-            f"| {name} | " + " | ".join(f"{ms:.0f}" for ms in times) + " |" for name, times in designs.items()
-        ]
-        lines += [""]
-    return "\n".join(lines)
-
-
-def page_part() -> str:
-    """Return the generated part of the page."""
-    images = markdown(by_images(), (f"{n} image{'s' * (n > 1)}" for n in COUNTS))
-    turns = markdown(by_turns(), (f"turn {n + 1}" for n in range(TURNS)))
-    return f"{images}\nA chat with one new image a turn:\n\n{turns}"
+def show() -> list[Table]:
+    """Print the table of every size over images, then over turns of a chat; return them."""
+    images = [f"{n} image{'s' * (n > 1)}" for n in COUNTS]
+    turns = [f"turn {n + 1}" for n in range(TURNS)]
+    return [
+        table(
+            f"{size} ({tokens(size)} tokens an image){says}",
+            ["ms", *heads],
+            [[name, *(f"{ms:.0f}" for ms in times)] for name, times in designs.items()],
+        )
+        for found, heads, says in (
+            (by_images(), images, ""),
+            (by_turns(), turns, ", a chat with one new image a turn"),
+        )
+        for size, designs in found.items()
+    ]
 
 
 def draw(folder: Path) -> None:
-    """Draw both tables."""
+    """Draw what the tables show."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -189,12 +182,12 @@ def draw(folder: Path) -> None:
 
     plt.rcParams.update({"svg.hashsalt": "published", "axes.spines.top": False, "axes.spines.right": False})
     turns = range(1, TURNS + 1)
-    for name, table, x, label in (
+    for name, found, x, label in (
         ("images", by_images(), COUNTS, "images"),
         ("turns", by_turns(), turns, "turn"),
     ):
         figure, panels = plt.subplots(1, len(SIZES), figsize=(10, 3.6))
-        for panel, (size, designs) in zip(panels, table.items(), strict=True):
+        for panel, (size, designs) in zip(panels, found.items(), strict=True):
             for (design, times), style in zip(designs.items(), ("s:", "^:", "x--", "o-"), strict=True):
                 panel.plot(x, times, style, label=design, markersize=4)
             panel.set(title=size, xlabel=label, ylim=(0, None))
@@ -208,7 +201,7 @@ def draw(folder: Path) -> None:
 
 
 def figures() -> dict[str, float]:
-    """Return what the page quotes: the gains at 32 images, with two sizes of chunk."""
+    """Return the gains at 32 images, with two sizes of chunk."""
     found = {}
     for chunk_tokens in (CHUNK_TOKENS, 8192):
         for size, designs in by_images(chunk_tokens).items():
@@ -220,18 +213,16 @@ def figures() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the tables; with --write, also into the page and its pictures."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="regenerate docs/overlap.md and its pictures")
+    parser.add_argument("--plots", action="store_true", help="also draw the plots of docs/overlap.md")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()
-    print(page_part())
-    if given.write:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{page_part()}\n{END}{rest.partition(END)[2]}")
-        draw(ROOT / "docs" / "img")
+    tables = show()
+    if given.plots:
+        draw(IMAGES)
     if given.json:
-        print(json.dumps(figures()))
+        print(json.dumps({**figures(), "tables": tables}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from bench.results import ROOT, Result
 
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
 BUSY = 0.5  # of the cores were others' when it began: the times are theirs too
-_MARKED = re.compile(r"(<!-- bench:([a-z]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+# `bench:NAME` is the table of a question's figures, `bench:NAME.tables` those that its benchmark made itself.
+_MARKED = re.compile(r"(<!-- bench:([a-z]+)(\.tables)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 _BY_NAME = {question.name: question for question in QUESTIONS}
 
 
@@ -22,12 +23,16 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def tables_of(question: Question, results: Iterable[Result]) -> str:
-    """Return what every machine answered to a question, as Markdown; what failed says so."""
+def tables_of(question: Question, results: Iterable[Result], *, own: bool = False) -> str:
+    """Return what every machine answered to a question, as Markdown; what failed says so.
+
+    With `own`, the tables that the benchmark made itself.
+    """
     found = [result for result in results if result.benchmark == question.name]
     if not found:
         return "Not measured yet."
-    return "\n\n".join(f"{caption(result)}\n\n{table_of(question, result)}" for result in found)
+    shown = own_tables_of if own else table_of
+    return "\n\n".join(f"{caption(result)}\n\n{shown(question, result)}" for result in found)
 
 
 def caption(result: Result) -> str:
@@ -48,6 +53,14 @@ def table_of(question: Question, result: Result) -> str:
     heads = ("", "measured", "target", "published")
     columns = [at for at in range(len(heads)) if at < 2 or any(row[at] for row in rows)]
     return markdown([heads[at] for at in columns], [[row[at] for at in columns] for row in rows])
+
+
+def own_tables_of(question: Question, result: Result) -> str:
+    """Return the tables that a benchmark printed, each under its title."""
+    if result.status != "ok":
+        return table_of(question, result)
+    tables = result.figures.get("tables", [])
+    return "\n\n".join(f"{each['title']}:\n\n{markdown(each['heads'], each['rows'])}" for each in tables)
 
 
 def row_of(figure: Figure, figures: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -133,12 +146,12 @@ def rewrite(results: Sequence[Result], pages: Iterable[Path] = PAGES) -> list[Pa
     changed = []
     for page in pages:
         old = page.read_text()
-        new = _MARKED.sub(lambda found: f"{found[1]}{_section(found[2], results)}\n{found[3]}", old)
+        new = _MARKED.sub(lambda found: f"{found[1]}{_section(found[2], found[3], results)}\n{found[4]}", old)
         if new != old:
             page.write_text(new)
             changed.append(page)
     return changed
 
 
-def _section(name: str, results: Sequence[Result]) -> str:
-    return summary(results) if name == "summary" else tables_of(_BY_NAME[name], results)
+def _section(name: str, own: str | None, results: Sequence[Result]) -> str:
+    return summary(results) if name == "summary" else tables_of(_BY_NAME[name], results, own=bool(own))

@@ -11,16 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from bench.serving import server_section
 from bench.simulator import UNLIMITED, Load
-from bench.trials import BIG_IMAGES, FIRST, NEVER_YIELDS, OURS, SKEWED, UNIFORM, Figures, Trial, answer, table
+from bench.trials import (
+    BIG_IMAGES,
+    FIRST,
+    NEVER_YIELDS,
+    OURS,
+    SKEWED,
+    UNIFORM,
+    Figures,
+    Table,
+    Trial,
+    answer,
+    table,
+)
 from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
 
+# A section prints its tables, and returns its figures and them for the JSON line.
+Section = tuple[dict[str, float], list[Table]]
 
-def compare(title: str, load: Load, count: int, seeds: int) -> dict[str, Figures]:
-    """Compare all policies on the same requests; return the figures by policy."""
+
+def compare(title: str, load: Load, count: int, seeds: int) -> tuple[dict[str, Figures], Table]:
+    """Compare all policies on the same requests; return the figures by policy, and their table."""
     found = answer([Trial(policy.name, load, count, seeds) for policy in POLICIES])
     base = found[0]
     heads = ("policy", "mean TTFT", "first-come / it", "p99", "p99 / first-come",
@@ -29,17 +43,21 @@ def compare(title: str, load: Load, count: int, seeds: int) -> dict[str, Figures
         (policy.name, f.mean, base.mean / f.mean, f.p99, f.p99 / base.p99, f.big_p99, f.big_p99 / base.big_p99,
          f.images_per_s) for policy, f in zip(POLICIES, found, strict=True)
     ]  # fmt: skip
-    table(f"{title} ({seeds} x {count} requests)", heads, rows)
-    return {policy.name: f for policy, f in zip(POLICIES, found, strict=True)}
+    shown = table(f"{title} ({seeds} × {count} requests)", heads, rows)
+    return {policy.name: f for policy, f in zip(POLICIES, found, strict=True)}, shown
 
 
-def sizes_section() -> dict[str, float]:
+def sizes_section() -> Section:
     """Compare the policies where the targets are: one encoder at 80 % load."""
-    found = compare("Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", Load(SKEWED), 5000, 6)
+    found, skewed = compare(
+        "Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", Load(SKEWED), 5000, 6
+    )
     first, ours = found[FIRST], found[OURS]
-    even = compare("Sizes 1 to 32 alike, Poisson arrivals, load 0.8", Load(UNIFORM), 2000, 3)
-    compare("Skewed sizes, bursts of 8 requests on average, load 0.8", Load(SKEWED, burst=8), 3000, 2)
-    return {
+    even, uniform = compare("Sizes 1 to 32 alike, Poisson arrivals, load 0.8", Load(UNIFORM), 2000, 3)
+    _, bursts = compare(
+        "Skewed sizes, bursts of 8 requests on average, load 0.8", Load(SKEWED, burst=8), 3000, 2
+    )
+    figures = {
         "mean_ttft_fcfs_over_ours": first.mean / ours.mean,
         "p99_ttft_ours_over_fcfs": ours.p99 / first.p99,
         "big_p99_ours_over_fcfs": ours.big_p99 / first.big_p99,
@@ -47,9 +65,10 @@ def sizes_section() -> dict[str, float]:
         "uniform_mean_ttft_fcfs_over_ours": even[FIRST].mean / even[OURS].mean,
         "uniform_p99_ttft_ours_over_fcfs": even[OURS].p99 / even[FIRST].p99,
     }
+    return figures, [skewed, uniform, bursts]
 
 
-def need_section() -> dict[str, float]:
+def need_section() -> Section:
     """Show what it is worth to let images that no chunk waits for yield to images that block one."""
     rows: list[Sequence[str | float]] = []
     for prefill_s in (0.4, 3.0, 6.0):
@@ -63,11 +82,10 @@ def need_section() -> dict[str, float]:
             for name, f in zip(names, figures, strict=True)
         ]
     heads = ("prefill per chunk", "policy", "mean TTFT", "first-come / it", "p99", "p99 / first-come")
-    table("Prefill slower than encoding: blocking images first, load 0.8", heads, rows)
-    return {}
+    return {}, [table("Prefill slower than encoding: blocking images first, load 0.8", heads, rows)]
 
 
-def fleet_section() -> dict[str, float]:
+def fleet_section() -> Section:
     """Spread the images of each request over many replicas: each of them sees only its part of a request."""
     rows: list[Sequence[str | float]] = []
     for n in (1, 4, 16, 64):
@@ -81,15 +99,16 @@ def fleet_section() -> dict[str, float]:
                      whole.p99, ours.images_per_s / n))  # fmt: skip
     heads = ("replicas", "first-come mean", "ours mean", "ratio", "first-come p99", "ours p99",
              "ours, request kept whole, mean", "p99", "images/s a replica")  # fmt: skip
-    table("Images of a request spread over replicas by content, load 0.8 of the fleet", heads, rows)
-    return {}
+    return {}, [
+        table("Images of a request spread over replicas by content, load 0.8 of the fleet", heads, rows)
+    ]
 
 
 # Room for four of the largest requests: about what the device encodes while a request of 32 images ages.
 OVERLOAD_LIMITS = replace(UNLIMITED, images=128)
 
 
-def overload_section() -> dict[str, float]:
+def overload_section() -> Section:
     """Offer ten times what the encoder can do, with a bounded queue."""
     names = ("0.8", "10")
     machine = {"limits": OVERLOAD_LIMITS}
@@ -109,11 +128,12 @@ def overload_section() -> dict[str, float]:
         "most images queued",
         "median retry hint",
     )
-    table(f"Ten times overload, queue of {OVERLOAD_LIMITS.images} images", heads, rows)
-    return {"overload_p99_over_80": flood.p99 / calm.p99, "overload_images_per_s": flood.images_per_s}
+    shown = table(f"Ten times overload, queue of {OVERLOAD_LIMITS.images} images", heads, rows)
+    figures = {"overload_p99_over_80": flood.p99 / calm.p99, "overload_images_per_s": flood.images_per_s}
+    return figures, [shown]
 
 
-def cost_section() -> dict[str, float]:
+def cost_section() -> Section:
     """Time the calls with 10 000 images queued."""
     source, spent = random.Random(0), {}  # type: random.Random, dict[str, list[float]]
 
@@ -144,18 +164,16 @@ def cost_section() -> dict[str, float]:
         timed("done", scheduler.done, timed("next_batch", scheduler.next_batch, now, 8_192), 0.05)
         timed("withdraw", scheduler.withdraw, source.choice(claims))
     rows = [(name, np.percentile(us, 50), np.percentile(us, 99)) for name, us in spent.items()]
-    table("Cost of a call with 10 000 images queued, microseconds", ("call", "p50", "p99"), rows)
-    return {f"{name}_p99_us": float(np.percentile(us, 99)) for name, us in spent.items()}
+    shown = table("Cost of a call with 10 000 images queued, microseconds", ("call", "p50", "p99"), rows)
+    return {f"{name}_p99_us": float(np.percentile(us, 99)) for name, us in spent.items()}, [shown]
 
 
-# A section prints its tables and returns its figures for the JSON line.
-SECTIONS: tuple[Callable[[], dict[str, float]], ...] = (
+SECTIONS: tuple[Callable[[], Section], ...] = (
     sizes_section,
     need_section,
     fleet_section,
     overload_section,
     cost_section,
-    server_section,
 )
 
 
@@ -165,21 +183,22 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the figures as one JSON object, as the last line"
     )
-    parser.add_argument("--no-server", action="store_true", help="leave out what `bench.serving` measures")
     parser.add_argument("--cost-only", action="store_true", help="only the cost of the calls")
     parser.add_argument("--plots", action="store_true", help="also draw the plots of docs/scheduling.md")
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
-    left_out = (server_section,) if arguments.no_server else ()
+    tables: list[Table] = []
     for section in (cost_section,) if arguments.cost_only else SECTIONS:
-        if section not in left_out:
-            figures |= section()
+        found, shown = section()
+        figures |= found
+        tables += shown
     if arguments.plots:
         from bench.scheduler_plots import draw
 
         draw(IMAGES)
     if arguments.json:
-        print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+        rounded = {name: round(value, 4) for name, value in figures.items()}
+        print(json.dumps({**rounded, "tables": tables}))
 
 
 if __name__ == "__main__":

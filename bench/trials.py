@@ -75,6 +75,8 @@ class Figures:
 
 
 Run = tuple[list[float | None], list[int], float, int, list[int]]
+# title, heads, rows: what `bench.report` shows of a benchmark that makes tables of its own.
+Table = dict[str, Any]
 
 
 def run_seed(trial: Trial, seed: int) -> Run:
@@ -108,10 +110,16 @@ def _pool(runs: list[Run]) -> Figures:
     )
 
 
-def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> None:
-    """Print a Markdown table; numbers with three digits that mean something."""
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> Table:
+    """Print a Markdown table, numbers with three digits that mean something; return it for a page to show."""
+    shown = [[x if isinstance(x, str) else _shown(x) for x in row] for row in rows]
     print(f"\n{title}\n")
     print("| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
-    for row in rows:
-        print("| " + " | ".join(x if isinstance(x, str) else f"{x:.3g}" for x in row) + " |")
+    for row in shown:
+        print("| " + " | ".join(row) + " |")
+    return {"title": title, "heads": list(heads), "rows": shown}
+
+
+def _shown(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"

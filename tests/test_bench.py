@@ -94,6 +94,17 @@ def test_pages_change_only_between_markers(tmp_path: Path) -> None:
     assert rewrite([GOOD], [page]) == [], "the same results change nothing"
 
 
+def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:hit.tables -->\nold\n<!-- /bench -->\n")
+    tables = [{"title": title, "heads": ["a"], "rows": [["1"]]} for title in ("First", "Second")]
+    assert rewrite([replace(GOOD, figures={"tables": tables})], [page]) == [page]
+    text = page.read_text()
+    assert text.startswith("<!-- bench:hit.tables -->\n**a machine** · 2026-01-02")
+    assert "First:\n\n| a |\n|---|\n| 1 |\n\nSecond:\n\n| a |" in text
+    assert "old" not in text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_are_what_the_results_say(page: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(page, tmp_path))

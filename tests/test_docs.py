@@ -25,7 +25,7 @@ COMMANDS = {
 # Of tools that are not ours: Docker, pip, redis, kubectl, git.
 FOREIGN_FLAGS = {"--build", "--detach", "--wait", "--no-deps", "--latency", "--force-recreate", "--scale"}
 WRITTEN_BY_THE_READER = {"deploy/.env"}
-MARKER = re.compile(r"<!-- bench:([a-z]+) -->")
+MARKER = re.compile(r"<!-- bench:([a-z]+)(?:\.tables)? -->")
 
 
 def named(pattern: str, text: str) -> set[str]:

@@ -14,6 +14,7 @@ from encoder_contract import errors
 from encoder_service.config import Config
 from encoder_service.metrics import Metrics
 from tests.processes import run
+from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -146,6 +147,12 @@ def test_every_status_a_page_names_exists() -> None:
     grpc_like = re.compile(r"`((?:INVALID|NOT|RESOURCE|DEADLINE|FAILED|PERMISSION|UNAUTH|UNAVAIL)[A-Z_]+)`")
     for page in DOCS:
         assert set(grpc_like.findall(page.read_text())) <= statuses, page.name
+
+
+def test_the_map_shows_every_module_on_its_floor() -> None:
+    (drawn,) = re.findall(r"^```\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.M | re.S)
+    floors = [line.split("│")[0].split() for line in drawn.splitlines()]
+    assert [sorted(floor) for floor in floors] == [sorted(floor) for floor in FLOORS]
 
 
 def test_every_question_has_its_table_and_every_figure_of_the_summary_exists() -> None:

@@ -12,7 +12,7 @@ itself are gRPC statuses. Codes are gRPC canonical codes:
   INVALID_ARGUMENT     no image, truncated, unsupported, over a limit, bytes that do not match: do not retry
   NOT_FOUND            nobody submitted it within the grace, or its bytes expired: submit, then fetch again
   RESOURCE_EXHAUSTED   queue or store full: retry after `retry_after_ms`
-  UNAVAILABLE          draining or gone: retry elsewhere at once
+  UNAVAILABLE          draining or gone: retry elsewhere
   FAILED_PRECONDITION  model or processor differ: do not retry, the deployment is wrong
   INTERNAL             a bug; the message holds the id to look for in the server's log: retry once
 The client library does these retries itself.

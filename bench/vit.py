@@ -101,6 +101,7 @@ def main() -> None:
     result["tables"] = [stage_table(tower, reference, case_grids(tower, "720p")), *parts.tables()]
     for table in result["tables"]:
         parts.show(table)
+    result["in_step_ratio"] = in_step_ratio(tower, case_grids(tower, "8x256"), options.rounds)
     result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
     del tower, reference
     result |= error_ratios()
@@ -217,6 +218,18 @@ def stage_table(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid]) 
     theirs = parts.stages(lambda: reference.forward(pixels, shape))
     rows = [[name, f"{ours[name]:.0f}", f"{theirs[name]:.0f}"] for name in ours]
     return {"title": "One 1280×720 by stage, ms", "heads": ["", "ours", "`transformers`"], "rows": rows}
+
+
+def in_step_ratio(tower: Tower, grids: Sequence[Grid], rounds: int) -> float:
+    """The time of images one after the other over that of the same images in one batch."""
+    patches = random_patches(grids, tower.spec.patch_values)
+    each = together = float("inf")
+    for _ in range(rounds):
+        images = zip(patches, grids, strict=True)
+        each = min(each, sum(seconds(lambda: tower.encode([image], [grid])) for image, grid in images))  # noqa: B023
+        together = min(together, seconds(lambda: tower.encode(patches, grids)))
+    print(f"\n{len(grids)} images of 256×256 one by one {each * 1e3:.0f} ms, in step {together * 1e3:.0f} ms")
+    return each / together
 
 
 @torch.inference_mode()

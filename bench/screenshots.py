@@ -19,7 +19,7 @@ async def picture_top(endpoints: list[str], seconds: float) -> str:
     await top.look()
     await asyncio.sleep(seconds)
     console = Console(file=io.StringIO(), width=150, record=True)
-    console.print(frame(await top.look()))
+    console.print(frame(await top.look(), console.width))
     return console.export_svg(title="encoder-service top")
 
 

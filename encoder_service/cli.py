@@ -3,16 +3,20 @@
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from encoder_contract.command_line import BAD_USAGE, CommandLine, begin, endpoint, seconds
 from encoder_contract.version import __version__
 from encoder_service.allocator import keep_freed_memory
 from encoder_service.config import Config, ConfigError
 from encoder_service.logs import set_up_logging
+from encoder_service.ports import require_free
 
-FAILED, BAD_USAGE = 1, 2
+FAILED = 1
+DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
 # How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
 # Submit answer; shorter than this, switching itself begins to cost.
 GIL_SWITCH_S = 0.0005
@@ -20,7 +24,9 @@ GIL_SWITCH_S = 0.0005
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 failed, 2 bad usage or a model that cannot be served."""
-    parser = argparse.ArgumentParser(
+    if arguments is None:
+        begin()
+    parser = CommandLine(
         prog="encoder-service",
         description="Encodes images for multimodal LLM servers: each image by itself, each image once.",
     )
@@ -46,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_USAGE
 
 
-def _add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     top = commands.add_parser(
         "top",
         help="watch running servers",
@@ -56,13 +62,13 @@ def _add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "endpoints",
         nargs="*",
         metavar="HOST:PORT",
-        help="--metrics-listen of the servers (default 127.0.0.1:9464)",
+        help=f"what the servers have as --metrics-listen (default {DEFAULT_METRICS})",
     )
-    top.add_argument("--interval-s", type=float, default=2.0, help="seconds between frames (default 2)")
+    top.add_argument("--interval-s", type=seconds, default=2.0, help="seconds between frames (default 2)")
     top.add_argument("--once", action="store_true", help="print one frame, over each server's life, and end")
 
 
-def _add_operator(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     for name, text in (
         ("stats", "show what a server's store holds: tiers, hit rate, pins, largest entries"),
         ("evict", "drop one embedding, unless it is in use; it is made again when asked for"),
@@ -72,9 +78,17 @@ def _add_operator(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
             name, help=text, description=f"{text}; on the server's host, as its user."
         )
         if name == "evict":
-            command.add_argument("address", metavar="ADDRESS", help="store address, 64 hexadecimal digits")
+            command.add_argument(
+                "address",
+                metavar="ADDRESS",
+                help="store address, 64 hexadecimal digits, as `stats` and `prefill-client encode` print it",
+            )
         command.add_argument(
-            "--server", default="127.0.0.1:50051", help="host:port or unix:/path (default %(default)s)"
+            "--server",
+            type=endpoint,
+            default=DEFAULT_SERVER,
+            metavar="HOST:PORT",
+            help="where the server listens; or unix:/path (default %(default)s)",
         )
 
 
@@ -94,7 +108,8 @@ def _top(given: dict[str, Any]) -> int:
 
     from encoder_service.top import run
 
-    endpoints = given.pop("endpoints") or ["127.0.0.1:9464"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal's screen has to be put back
+    endpoints = given.pop("endpoints") or [DEFAULT_METRICS]
     try:
         return asyncio.run(run(endpoints, console=Console(), **given))
     except KeyboardInterrupt:
@@ -106,6 +121,9 @@ def _serve(given: dict[str, object]) -> int:
     set_up_logging(config.log_level, config.log_format)
     keep_freed_memory()
     sys.setswitchinterval(GIL_SWITCH_S)
+    require_free("listen", config.listen)
+    if config.metrics_listen:
+        require_free("metrics_listen", config.metrics_listen)
     # torch takes seconds to import: not before the flags are known to be good.
     from encoder_service.model import load_model
     from encoder_service.server import Server

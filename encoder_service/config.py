@@ -1,14 +1,17 @@
 """The configuration of the server."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from encoder_contract.settings import ConfigError, Settings, flag, knob
 
 __all__ = ["GIB", "Config", "ConfigError", "flag"]
 
 GIB = 1 << 30
+REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,9 @@ class Config(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
         "auto", help="element type of weights and rows; auto takes the checkpoint's"
     )
-    attention: str = knob("auto", help="attention backend; auto takes the fastest that is installed")
+    attention: Literal["auto", "cudnn", "flash4", "flash3", "varlen", "flash2", "sdpa"] = knob(
+        "auto", help="attention backend; auto takes the fastest that is installed"
+    )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",
         help="on CUDA, run every image alone, so that its rows never depend, to the bit, on its neighbours; the CPU "
@@ -100,6 +105,7 @@ class Config(Settings):
 
     def __post_init__(self) -> None:
         self._require_positive(
+            "index_timeout_ms",
             "decode_threads",
             "batch_patches",
             "max_image_bytes",
@@ -122,9 +128,29 @@ class Config(Settings):
             "device_peak_tflops",
         )
         self._require(0 < self.max_client_share < 1, "max_client_share", "must lie between 0 and 1")
-        self._require(":" in self.listen, "listen", "must be host:port or unix:/path")
-        is_redis = self.index.startswith(("redis://", "rediss://", "redis+cluster://", "rediss+cluster://"))
-        self._require(is_redis or self.index == "memory", "index", "must be memory or a redis:// URL")
-        _, _, port = self.metrics_listen.rpartition(":")
-        is_address = ":" in self.metrics_listen and port.isdecimal()
-        self._require(not self.metrics_listen or is_address, "metrics_listen", "must be host:port or empty")
+        self._require_endpoint("listen")
+        if self.advertise:
+            self._require_endpoint("advertise")
+        if self.metrics_listen:
+            self._require_endpoint("metrics_listen", tcp=True)
+        is_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
+        if self.index != "memory" and not _is_redis(self.index):
+            raise ConfigError(
+                f"{flag('index')} must be memory or redis://host:port and its like, got {self.index_for_people}"
+            )
+
+    @property
+    def index_for_people(self) -> str:
+        """`index` without the password that its URL may hold: for messages."""
+        return re.sub(r"(?<=://).*@", "***@", self.index)
+
+
+def _is_redis(url: str) -> bool:
+    """Return whether `url` is one that the index can be at: a scheme, and hosts whose ports are numbers."""
+    try:
+        parts = urlsplit(url)
+        hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
+        return parts.scheme in REDIS_SCHEMES and all(host.hostname and host.port != 0 for host in hosts)
+    except ValueError:  # a port that is none, or half a pair of brackets
+        return False

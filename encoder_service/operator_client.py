@@ -1,5 +1,7 @@
 """`encoder-service stats`, `evict` and `flush`: the operator's side of the admin calls."""
 
+from typing import Any
+
 import grpc
 
 from encoder_contract.handle import SEGMENT_ID_BYTES
@@ -9,6 +11,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 
 TIMEOUT_S = 10.0
 MIB = 1 << 20
+ADDRESS_BYTES = 32
 
 
 class OperatorError(Exception):
@@ -18,6 +21,7 @@ class OperatorError(Exception):
 def run(command: str, server: str, address: str = "") -> str:
     """Carry out one command and return what to print. Raises `OperatorError`."""
     try:
+        wanted = _address(address) if command == "evict" else b""
         with grpc.insecure_channel(server) as channel:
             proof = _proof(channel)
             stub: AdminServiceStub = AdminServiceStub(channel)
@@ -26,12 +30,11 @@ def run(command: str, server: str, address: str = "") -> str:
             if command == "flush":
                 flushed = stub.Flush(admin_pb2.FlushRequest(proof=proof), timeout=TIMEOUT_S)
                 return f"{flushed.entries} entries dropped"
-            request = admin_pb2.EvictRequest(proof=proof, address=_address(address))
+            request = admin_pb2.EvictRequest(proof=proof, address=wanted)
             evicted = stub.Evict(request, timeout=TIMEOUT_S).evicted
             return "dropped" if evicted else "not dropped: it is not held, or in use"
     except grpc.RpcError as error:
-        why = error.details() if hasattr(error, "details") else error
-        raise OperatorError(f"{server}: {why}") from error
+        raise OperatorError(f"{server}: {_why(error)}") from error
 
 
 def _proof(channel: grpc.Channel) -> bytes:
@@ -45,11 +48,22 @@ def _proof(channel: grpc.Channel) -> bytes:
         ) from error
 
 
+def _why(error: Any) -> str:
+    """Return the reason without the core's own prose: that there is no server is what an operator has to know."""
+    text = str(error.details() if hasattr(error, "details") else error)
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return text
+    return f"no server answers ({text.rpartition(': ')[2].rstrip('])')})"
+
+
 def _address(text: str) -> bytes:
     try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        raise OperatorError(f"{text} is not an address: 64 hexadecimal digits") from error
+        address = bytes.fromhex(text)
+    except ValueError:
+        address = b""
+    if len(address) != ADDRESS_BYTES:
+        raise OperatorError(f"{text} is not an address: 64 hexadecimal digits")
+    return address
 
 
 def _table(stats: admin_pb2.StatsResponse) -> str:

@@ -4,6 +4,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import pairwise
 from math import inf
 from time import monotonic
@@ -51,8 +52,13 @@ def scrape(endpoint: str, timeout_s: float = 2.0) -> Scrape:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples[sample.name.removeprefix(f"{PREFIX}_")].append((sample.labels, sample.value))
+    except HTTPException as error:
+        raise ScrapeError(
+            f"{endpoint}: it does not speak HTTP: this is not a --metrics-listen address"
+        ) from error
     except (OSError, ValueError) as error:
-        raise ScrapeError(f"{endpoint}: {error}") from error
+        reason = getattr(error, "reason", error)  # what urllib wraps
+        raise ScrapeError(f"{endpoint}: {getattr(reason, 'strerror', None) or reason}") from error
     return Scrape(monotonic(), samples)
 
 

@@ -237,12 +237,12 @@ class Server:
         try:
             await self.index.register(replica)
         except ModelMismatchError as error:
-            raise ConfigError(f"{flag('index')} {self._config.index}: {error}") from error
+            raise ConfigError(f"{flag('index')} {self._config.index_for_people}: {error}") from error
         if self.index.state is not IndexState.JOINED and self._config.index_at_start == "require":
             await self.index.close()
             raise ConfigError(
-                f"{flag('index')} {self._config.index} cannot be reached; {flag('index_at_start')} alone starts "
-                "without it and joins when it is there"
+                f"{flag('index')} {self._config.index_for_people} cannot be reached; {flag('index_at_start')} alone "
+                "starts without it and joins when it is there"
             )
 
     # What rooms tell each other through the root

@@ -14,6 +14,11 @@ from rich.text import Text
 from encoder_service.metrics import STAGES
 from encoder_service.scrape import Scrape, ScrapeError, Window, quantile, scrape
 
+# What users feel, and what limits it: one table where that fits, else two, each for a terminal of 80 characters.
+FELT = ("state", "index", "queue", "spec", "img/s", "hit", "wait p50", "p99")
+LIMITS = ("busy", "mfu", "batch", "pins", "sent", "refused", "loop p99")
+WIDE = 140
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:
@@ -40,34 +45,40 @@ class Top:
             now = await asyncio.to_thread(scrape, endpoint)
         except ScrapeError as error:
             self._before.pop(endpoint, None)
-            return Replica(endpoint, None, str(error))
+            return Replica(endpoint, None, str(error).removeprefix(f"{endpoint}: "))
         before = self._before.get(endpoint)
         self._before[endpoint] = now
         age = time() - now.total("process_start_time_seconds")
         return Replica(endpoint, Window(before, now, age if before is None else now.at_s - before.at_s))
 
 
-def frame(replicas: Sequence[Replica]) -> RenderableType:
-    """Draw one frame."""
+def frame(replicas: Sequence[Replica], width: int) -> RenderableType:
+    """Draw one frame for a screen of `width` characters."""
     windows = [replica.window for replica in replicas if replica.window is not None]
-    parts: list[RenderableType] = [_replicas(replicas)]
+    first, *second = (FELT + LIMITS,) if width >= WIDE else (FELT, LIMITS)
+    parts: list[RenderableType] = [_replicas(replicas, first)]
+    parts += [
+        Text(f"{replica.endpoint}: {replica.error}", style="dim")
+        for replica in replicas
+        if replica.window is None
+    ]
     if windows:
+        parts += [part for names in second for part in (Text(), _replicas(replicas, names))]
         parts += [Text(), _tiers(windows), Text(), _stages(windows)]
     return Group(*parts)
 
 
-def _replicas(replicas: Sequence[Replica]) -> Table:
+def _replicas(replicas: Sequence[Replica], names: Sequence[str]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, expand=False)
-    columns = ("replica", "state", "index", "queue", "spec", "img/s", "hit", "wait p50", "p99")
-    for name in (*columns, "busy", "mfu", "batch", "pins", "sent", "refused", "loop p99"):
+    for name in ("replica", *names):
         table.add_column(
             name, justify="left" if name in ("replica", "state", "index") else "right", no_wrap=True
         )
     for replica in replicas:
-        if replica.window is None:
-            table.add_row(replica.endpoint, Text("gone", style="red"), Text(replica.error, style="dim"))
-        else:
-            table.add_row(replica.endpoint, *_row(replica.window))
+        cells: dict[str, str | Text] = {"state": Text("gone", style="red")}
+        if replica.window is not None:
+            cells = dict(zip(FELT + LIMITS, _row(replica.window), strict=True))
+        table.add_row(replica.endpoint, *(cells.get(name, "") for name in names))
     return table
 
 
@@ -188,9 +199,9 @@ async def run(endpoints: Sequence[str], *, interval_s: float, once: bool, consol
             console.print(f"{replica.endpoint}: {replica.error}", soft_wrap=True)
         return 1
     if once:
-        console.print(frame(replicas))
+        console.print(frame(replicas, console.width))
         return 0
-    with Live(frame(replicas), console=console, screen=True, auto_refresh=False) as live:
+    with Live(frame(replicas, console.width), console=console, screen=True, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(interval_s)
-            live.update(frame(await top.look()), refresh=True)
+            live.update(frame(await top.look(), console.width), refresh=True)

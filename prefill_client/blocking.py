@@ -37,6 +37,7 @@ class BlockingClient:
         client_id: str = "",
         tenant_salt: bytes = b"",
         timeout_s: float = 10.0,
+        wait: bool = True,
     ) -> Self:
         """Connect as `EncoderClient.connect` does, and raise what it raises."""
         loop = _LoopThread()
@@ -49,6 +50,7 @@ class BlockingClient:
                     client_id=client_id,
                     tenant_salt=tenant_salt,
                     timeout_s=timeout_s,
+                    wait=wait,
                 )
             )
         except BaseException:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+from encoder_contract.command_line import BAD_USAGE, CommandLine, begin, endpoint, seconds
 from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
@@ -14,14 +15,16 @@ from prefill_client.images import FetchedRows, RowRequest, Submitted
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.timeline import draw
 
-FAILED, BAD_USAGE = 1, 2
+FAILED = 1
+CONNECT_S = 10.0  # a far server that is there answers within it
+REQUEST = "prefill-client encode"  # what the server's log says of our calls
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 an image or call failed, 2 bad usage."""
-    parser = argparse.ArgumentParser(
-        prog="prefill-client", description="The LLM side of the encoder service."
-    )
+    if arguments is None:
+        begin()
+    parser = CommandLine(prog="prefill-client", description="The LLM side of the encoder service.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     encode = commands.add_parser(
@@ -29,10 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     encode.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="an image file")
     encode.add_argument(
-        "--server", default="127.0.0.1:50051", help="host:port or unix:/path (default %(default)s)"
+        "--server",
+        type=endpoint,
+        default="127.0.0.1:50051",
+        metavar="HOST:PORT",
+        help="where the server listens; or unix:/path (default %(default)s)",
     )
     encode.add_argument(
-        "--timeout-s", type=float, default=120.0, help="give up after this long (default %(default)s)"
+        "--timeout-s", type=seconds, default=120.0, help="give up after this long (default %(default)s)"
     )
     encode.add_argument("--inline", action="store_true", help="do not use shared memory")
     timeline = commands.add_parser(
@@ -101,11 +108,15 @@ def _encode_files(given: argparse.Namespace) -> int:
 
 
 async def _encode(given: argparse.Namespace, files: list[bytes]) -> int:
-    async with await EncoderClient.connect(given.server, timeout_s=min(given.timeout_s, 10.0)) as client:
+    timeout_s = min(given.timeout_s, CONNECT_S)
+    async with await EncoderClient.connect(given.server, timeout_s=timeout_s, wait=False) as client:
         began = perf_counter()
-        submitted = await client.submit(files, request_id="prefill-client encode", timeout_s=given.timeout_s)
+        submitted = await client.submit(files, request_id=REQUEST, timeout_s=given.timeout_s)
         submit_ms = (perf_counter() - began) * 1000
-        print(f"{len(files)} images submitted in {submit_ms:.1f} ms to {client.description.model_name}")
+        plural = "" if len(files) == 1 else "s"
+        print(
+            f"{len(files)} image{plural} submitted in {submit_ms:.1f} ms to {client.description.model_name}"
+        )
         failed = 0
         for path, image in zip(given.images, submitted, strict=True):
             if image.error is not None:
@@ -118,7 +129,8 @@ async def _encode(given: argparse.Namespace, files: list[bytes]) -> int:
             return FAILED
         requests = [RowRequest(image.digest) for _, image in good]
         began = perf_counter()
-        async with client.fetch(requests, timeout_s=given.timeout_s, shm=not given.inline) as stream:
+        fetch = client.fetch(requests, request_id=REQUEST, timeout_s=given.timeout_s, shm=not given.inline)
+        async with fetch as stream:
             async for rows in stream:
                 failed += rows.error is not None
                 _print(*good[rows.index], rows, (perf_counter() - began) * 1000)

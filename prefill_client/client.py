@@ -41,18 +41,21 @@ class EncoderClient:
         client_id: str = "",
         tenant_salt: bytes = b"",
         timeout_s: float = 10.0,
+        wait: bool = True,
     ) -> Self:
         """Connect to one server or several of one model; one that answers is enough.
 
         An endpoint is host:port, unix:/path, or dns:host:port for every address that the name has. Raises
-        `UnavailableError` when none can be reached in `timeout_s`, and `ModelMismatchError` when a given fingerprint
-        is not the server's.
+        `ModelMismatchError` when a given fingerprint is not the server's, and `UnavailableError` when none can be
+        reached in `timeout_s`: time for one that is being started, and refuses connections until it has read its
+        weights. Without `wait`, none is tried again that refused.
         """
         pool = Pool(
             [endpoints] if isinstance(endpoints, str) else endpoints,
             model=model_fingerprint,
             processor=processor_fingerprint,
             connect_timeout_s=timeout_s,
+            wait=wait,
         )
         try:
             description = await pool.open()

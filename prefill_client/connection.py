@@ -114,12 +114,15 @@ class Connection:
         self._shm_proof = _read_proof(description.shm_segment)
 
     @classmethod
-    async def open(cls, endpoint: str, timeout_s: float = 10.0) -> Self:
-        """Connect and ask the server what it is. Raises `UnavailableError` when it cannot be reached."""
+    async def open(cls, endpoint: str, timeout_s: float = 10.0, *, wait: bool = True) -> Self:
+        """Connect and ask the server what it is. Raises `UnavailableError` when it cannot be reached.
+
+        `wait` is for a server that is being started: who refuses the connection is tried again until `timeout_s`.
+        """
         channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         try:
             message = await EncoderServiceStub(channel).Describe(
-                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
+                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait
             )
             # The first answer waited for the connection: it says nothing about the time of a question.
             clock = await _clock_of(channel, timeout_s)
@@ -127,6 +130,9 @@ class Connection:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                why = (error.details() or "").rpartition(": ")[2].rstrip("])")  # the rest is the core's prose
+                raise UnavailableError(f"{endpoint}: no server answers ({why})") from error
             raise from_rpc(error, endpoint) from error
         except BaseException:
             await channel.close()

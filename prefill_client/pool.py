@@ -33,11 +33,18 @@ class Pool:
     """
 
     def __init__(
-        self, endpoints: Sequence[str], *, model: bytes, processor: bytes, connect_timeout_s: float
+        self,
+        endpoints: Sequence[str],
+        *,
+        model: bytes,
+        processor: bytes,
+        connect_timeout_s: float,
+        wait: bool,
     ) -> None:
         self._names = list(dict.fromkeys(endpoints))
         self._expected = {"model": model, "processor": processor}
         self._timeout_s = connect_timeout_s
+        self._wait = wait
         self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._resolving: asyncio.Task[None] | None = None
@@ -108,7 +115,7 @@ class Pool:
                 await (await connecting).close()
 
     async def _connect(self, endpoint: str) -> Connection:
-        connection = await Connection.open(endpoint, self._timeout_s)
+        connection = await Connection.open(endpoint, self._timeout_s, wait=self._wait)
         found = {
             "model": connection.description.model_fingerprint,
             "processor": connection.description.processor_fingerprint,

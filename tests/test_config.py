@@ -3,10 +3,12 @@
 import argparse
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from encoder_service.config import Config, ConfigError, flag
+from encoder_service.vision.attention import BACKENDS
 
 
 def parse(*arguments: str) -> dict[str, object]:
@@ -23,6 +25,32 @@ def test_every_field_is_a_flag_with_a_help_line_and_an_environment_name() -> Non
         assert flag(field.name) in text
         assert Config.environment_name(field.name) in text
         assert " ".join(field.metadata["help"].split()) in text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "redis://host",
+            "rediss://:secret@host:6379/0",
+            "redis://[::1]:6379",
+            "redis://host:1?cluster=true",
+        ),
+        "redis+cluster://user:secret@a:1,b:2,c",
+    ],
+)
+def test_an_index_may_be_any_redis(url: str) -> None:
+    assert Config(model=Path("a"), index=url).index == url
+
+
+def test_the_attention_backends_that_can_be_named_are_those_there_are() -> None:
+    assert get_args(get_type_hints(Config)["attention"]) == ("auto", *BACKENDS)
+
+
+def test_a_password_in_the_url_of_the_index_is_not_for_messages() -> None:
+    config = Config(model=Path("a"), index="rediss://user:p@ss@host:6379/0")
+    assert config.index_for_people == "rediss://***@host:6379/0"
+    assert Config(model=Path("a"), index="redis://host:6379").index_for_people == "redis://host:6379"
 
 
 def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
@@ -42,6 +70,17 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
         ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "0"}, "--batch-patches must be positive"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_MAX_CLIENT_SHARE": "1.5"}, "--max-client-share"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_LISTEN": "nowhere"}, "host:port"),
+        *(
+            ({"ENCSVC_MODEL": "a", "ENCSVC_INDEX": url}, "--index")
+            for url in (
+                "redis",
+                "http://host",
+                "redis://",
+                "redis://host:x",
+                "redis://host:99999",
+                "redis+cluster://a:1,b:y",
+            )
+        ),
     ],
 )
 def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], says: str) -> None:

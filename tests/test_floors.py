@@ -35,6 +35,7 @@ FLOORS = [
         "arrivals",
         "uploads",
         "lanes",
+        "ports",
     ],
     ["processor", "address", "config", "logs", "metrics", "landing", "loop_lag", "incidents", "allocator"],
 ]

@@ -13,7 +13,6 @@ that between containers that share a folder.
 """
 
 import ctypes
-import errno
 import fcntl
 import logging
 import mmap
@@ -96,11 +95,9 @@ class Segment:
         try:
             os.posix_fallocate(self._file, 0, self.size_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
             raise StoreSizeError(
-                f"{self.path.parent} filled up while {self.size_bytes / GIB:.2f} GiB were reserved for the "
-                "host store: lower --store-host-gib or enlarge it (shm_size; emptyDir with medium Memory)"
+                f"{self.path.parent} did not give the {self.size_bytes / GIB:.2f} GiB of the host store "
+                f"({error.strerror}): lower --store-host-gib or enlarge it (shm_size; emptyDir with medium Memory)"
             ) from error
 
 

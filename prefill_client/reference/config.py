@@ -14,7 +14,10 @@ class ServiceConfig(Settings):
     environment_prefix = "PREFILLSVC_"
 
     model: Path = knob(help="folder of a Hugging Face checkpoint; its vision weights are not read")
-    encoder: str = knob("127.0.0.1:50051", help="host:port or unix:/path of the encoder service")
+    encoder: str = knob(
+        "127.0.0.1:50051",
+        help="host:port or unix:/path of the encoder; dns:host:port for all replicas of that name",
+    )
     listen: str = knob("127.0.0.1:8000", help="host:port to serve HTTP on; port 0 takes a free one")
     served_name: str = knob("", help="name of the model in requests; empty takes the folder's")
     device: str = knob("cpu", help="where the language model runs: cpu, cuda or cuda:N")
@@ -41,4 +44,6 @@ class ServiceConfig(Settings):
             "chunk_tokens", "max_requests", "max_body_bytes", "max_image_bytes", "request_s", "image_s"
         )
         self._require_not_negative("threads", "prefix_tokens")
-        self._require(self.listen.rpartition(":")[2].isdecimal(), "listen", "must be host:port")
+        self._require_endpoint("listen", tcp=True)
+        if not self.encoder.startswith("dns:"):
+            self._require_endpoint("encoder")

@@ -3,7 +3,11 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from math import inf
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+from encoder_contract.command_line import did_you_mean
+from encoder_contract.endpoint import Endpoint
 
 
 class ConfigError(ValueError):
@@ -67,17 +71,24 @@ class Settings:
             if not name.startswith(cls.environment_prefix):
                 continue
             if name not in known:
-                raise ConfigError(f"{name} is not a setting; known are {', '.join(sorted(known))}")
+                raise ConfigError(f"{name} is not a setting{did_you_mean(name, known)}; --help has them all")
             values[known[name]] = _parsed(name, text, hints[known[name]])
         return values
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
-            self._require(getattr(self, name) > 0, name, "must be positive")
+            self._require(0 < getattr(self, name) < inf, name, "must be positive and finite")
 
     def _require_not_negative(self, *names: str) -> None:
         for name in names:
-            self._require(getattr(self, name) >= 0, name, "must not be negative")
+            self._require(0 <= getattr(self, name) < inf, name, "must not be negative, and finite")
+
+    def _require_endpoint(self, name: str, *, tcp: bool = False) -> None:
+        try:
+            found = Endpoint.parse(getattr(self, name))
+        except ValueError as error:
+            raise ConfigError(f"{flag(name)} {error}") from error
+        self._require(not (tcp and found.path), name, "must be host:port")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:

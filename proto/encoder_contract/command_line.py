@@ -1,0 +1,67 @@
+"""The manners of our commands: one line for what is wrong, and a quiet end at Ctrl-C."""
+
+import argparse
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from math import inf
+from typing import Any, NoReturn
+
+from encoder_contract.endpoint import Endpoint
+
+BAD_USAGE = 2
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong; flags are written in full, so that new ones break no script."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def parse_known_args(  # type: ignore[override]  # the base class has overloads, for other namespaces
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and end the program at what is not known, naming what was perhaps meant."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            word = left[0].partition("=")[0]
+            self.error(f"{word} is not known here{did_you_mean(word, self._option_string_actions)}")
+        return found, left
+
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
+        self.exit(BAD_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def endpoint(text: str) -> str:
+    """Return the argument if it is an endpoint."""
+    try:
+        Endpoint.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def seconds(text: str) -> float:
+    """Return the argument as a time that passes."""
+    if not 0 < (value := float(text)) < inf:
+        raise argparse.ArgumentTypeError(f"{text} must be positive and finite")
+    return value
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a remark that names what is nearest to `word`; empty when nothing is near."""
+    near = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def begin() -> None:
+    """Prepare a process for a command: let Ctrl-C end it without a traceback, and the gRPC library be silent.
+
+    Who serves sets a handler of its own later. What gRPC's C++ core would print, our errors say in our words;
+    `GRPC_VERBOSITY` in the environment brings it back.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell had it ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

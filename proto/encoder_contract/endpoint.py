@@ -1,0 +1,30 @@
+"""Endpoint: where a server listens or is found, `host:port`, `[ipv6]:port` or `unix:/path`."""
+
+import re
+from typing import NamedTuple, Self
+
+MAX_PORT = 65535
+MAX_PATH_BYTES = 107  # of a Unix socket's name, in Linux
+
+
+class Endpoint(NamedTuple):
+    """An address taken apart: `host` (without brackets) and `port`, or the `path` of a Unix socket."""
+
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Take `text` apart. Raises `ValueError`, which says what an endpoint looks like."""
+        if text.startswith("unix:"):
+            path = re.sub("^//(?=/)", "", text.removeprefix("unix:"))
+            if not 0 < len(path.encode()) <= MAX_PATH_BYTES:
+                raise ValueError(f"{text} must be unix:/path, of at most {MAX_PATH_BYTES} bytes")
+            return cls("", 0, path)
+        found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:/@\[\]]+)):(\d{1,5})", text, re.ASCII)
+        if found is None or int(found[3]) > MAX_PORT:
+            raise ValueError(
+                f"{text or 'nothing'} must be host:port, [ipv6]:port or unix:/path, port 0 to {MAX_PORT}"
+            )
+        return cls(found[1] or found[2], int(found[3]), "")

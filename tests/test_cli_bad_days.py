@@ -1,0 +1,160 @@
+"""What a person meets on a bad day: each is one line that says what to mend, soon, and never a traceback."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.images import photo
+from tests.processes import SCRIPTS, run
+
+# Nothing slow has begun: torch alone takes longer to import on the machines that run this.
+AT_ONCE_S = 1.5
+CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
+
+
+def refused(*command: str | Path, code: int) -> str:
+    """Run a command that has to fail, and return the one line that it says."""
+    result = run(*command)
+    assert result.returncode == code, result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert not CORE_LOG.search(result.stderr)
+    return result.stderr
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def free() -> str:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999 must be host:port"),
+        (["--listen", "unix:/nowhere/encoder.sock"], "No such file or directory"),
+        (
+            ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:99999"],
+            "--metrics-listen 127.0.0.1:99999",
+        ),
+        (["--listen", "192.0.2.1:50051"], "--listen 192.0.2.1:50051: Cannot assign"),
+        (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),
+        (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
+        (["--drain-s", "nan"], "--drain-s"),
+        (["--attention", "flash"], "--attention"),
+        (["--index", "reddis://:secret@host"], "reddis://***@host"),
+        (["--metric-listen", "127.0.0.1:0"], "did you mean --metrics-listen?"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_before_torch_is_imported(
+    checkpoint: Path, flags: list[str], says: str
+) -> None:
+    began = time.monotonic()
+    assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags, code=2)
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_a_misspelt_environment_name_is_met_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENCSVC_MODLE", "x")
+    assert "did you mean ENCSVC_MODEL?" in refused("encoder-service", "serve", code=2)
+
+
+@pytest.mark.parametrize("setting", ["--listen", "--metrics-listen"])
+def test_a_taken_port_is_told_before_the_model_is_read(checkpoint: Path, taken: str, setting: str) -> None:
+    other = "--metrics-listen" if setting == "--listen" else "--listen"
+    began = time.monotonic()
+    said = refused(
+        *("encoder-service", "serve", "--model", checkpoint, setting, taken, other, "127.0.0.1:0"), code=2
+    )
+    assert said == f"encoder-service: {setting} {taken}: the address is taken\n"
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_a_socket_file_of_a_running_server_is_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "encoder.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        said = refused("encoder-service", "serve", "--model", checkpoint, "--listen", f"unix:{path}", code=2)
+        assert "the address is taken" in said
+
+
+def test_a_refused_connection_is_told_at_once(free: str, tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    for command in (
+        ("prefill-client", "encode", tmp_path / "photo.jpg", "--server", free),
+        ("encoder-service", "stats", "--server", free),
+    ):
+        began = time.monotonic()
+        said = refused(*command, code=1)
+        assert f"{free}: no server answers (Connection refused)" in said
+        assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_what_is_no_address_is_refused_and_never_looked_up() -> None:
+    assert "64 hexadecimal" in refused("encoder-service", "evict", "abcd", code=1)
+    assert "unix:/path" in refused("encoder-service", "stats", "--server", "http://127.0.0.1:1", code=2)
+    assert "unix:/path" in refused("prefill-client", "encode", "x.jpg", "--server", "nowhere", code=2)
+
+
+# Moments on the way to serving: while torch is imported, and while the model is read.
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("after_s", [0.4, 2.0])
+def test_a_signal_while_loading_ends_it_at_once_and_without_a_word(
+    checkpoint: Path, number: signal.Signals, after_s: float
+) -> None:
+    command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--store-host-gib", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    time.sleep(after_s)
+    process.send_signal(number)
+    began = time.monotonic()
+    said, _ = process.communicate(timeout=20)
+    assert "Traceback" not in said
+    assert process.returncode in (-number, 0)  # 0: it was faster than we, and drained
+    assert time.monotonic() - began < 2
+
+
+def test_ctrl_c_ends_a_client_that_waits(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        command = [SCRIPTS / "prefill-client", "encode", tmp_path / "photo.jpg", "--server"]
+        process = subprocess.Popen(
+            [*command, f"127.0.0.1:{silent.getsockname()[1]}"], stderr=subprocess.PIPE, text=True
+        )
+        silent.accept()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=5)
+    assert process.returncode == -signal.SIGINT
+    assert said == ""
+
+
+def test_a_disk_that_is_too_small_for_the_store_is_told_in_the_words_of_its_flag(checkpoint: Path) -> None:
+    # There is no small disk here; a limit on the size of a file fails in the same call.
+    serve = [str(SCRIPTS / "encoder-service"), "serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
+    limited = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", limited, *serve, "--store-host-gib", "0.1"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    assert "--store-host-gib" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,79 @@
+"""The manners of the commands: endpoints are read before they are used, mistakes are told in one line."""
+
+import pytest
+
+from encoder_contract.command_line import CommandLine, did_you_mean, endpoint, seconds
+from encoder_contract.endpoint import Endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("127.0.0.1:50051", ("127.0.0.1", 50051, "")),
+        ("localhost:0", ("localhost", 0, "")),
+        ("encoder-0.replicas.ns.svc:65535", ("encoder-0.replicas.ns.svc", 65535, "")),
+        ("[::1]:50051", ("::1", 50051, "")),
+        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1, "")),
+        ("unix:/run/encoder.sock", ("", 0, "/run/encoder.sock")),
+        ("unix:///run/encoder.sock", ("", 0, "/run/encoder.sock")),
+    ],
+)
+def test_an_endpoint_is_taken_apart(text: str, parsed: tuple[str, int, str]) -> None:
+    assert Endpoint.parse(text) == parsed
+    assert endpoint(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "host", ":50051", "host:", "host:x", "host:65536", "host:-1", "host:١", "::1:50051", "a b:1"),
+        *("http://host:1", "host:1/path", "user@host:1", "unix:", "unix:/" + "x" * 107),
+    ],
+)
+def test_what_is_no_endpoint_is_told_what_one_looks_like(text: str) -> None:
+    with pytest.raises(ValueError, match="unix:/path"):
+        Endpoint.parse(text)
+
+
+def parser() -> CommandLine:
+    line = CommandLine(prog="program")
+    command = line.add_subparsers(dest="command").add_parser("serve")
+    command.add_argument("--metrics-listen", type=endpoint)
+    command.add_argument("--timeout-s", type=seconds)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["serve", "--metric-listen", "x"],
+            "--metric-listen is not known here (did you mean --metrics-listen?)",
+        ),
+        (
+            ["serve", "--metric-listen=x"],
+            "--metric-listen is not known here (did you mean --metrics-listen?)",
+        ),
+        (["serve", "--metrics", "a:1"], "--metrics is not known here"),
+        (["--quiet", "serve"], "program: --quiet is not known here;"),
+        (["serve", "--metrics-listen", "nowhere"], "nowhere must be host:port"),
+        (["serve", "--timeout-s", "0"], "must be positive"),
+        (["serve", "--timeout-s", "nan"], "must be positive"),
+        (["serve", "--timeout-s", "soon"], "'soon'"),
+        (["sreve"], "'serve'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(arguments)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert says in told
+    assert told.count("\n") == 1
+    assert told.endswith("--help\n")
+
+
+def test_nothing_is_proposed_that_is_not_near() -> None:
+    assert did_you_mean("--quux", ["--model", "--listen"]) == ""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from bench.demo import THREADS, server
 from bench.images import photo
+from bench.server_process import HALF_THE_CORES, running
 from bench.vit import full_checkpoint
 from encoder_service.config import Config
 from encoder_service.model import Model, load_model
@@ -56,14 +56,15 @@ async def chat(side: int, folder: Path) -> dict[str, float]:
     files = [photo(side, side, seed) for seed in range(ROUNDS + 1)]
     theirs: list[float] = []
     ours: list[tuple[float, int]] = []
-    with server(path, folder / "server.log", batch_patches=16384) as (endpoint, _):
-        async with await EncoderClient.connect(endpoint) as client:
+    settings = {"store_host_gib": 0.5, "torch_threads": HALF_THE_CORES}
+    with running(path, log=folder / "server.log", **settings) as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
             await ours_ms(client, files[-1:])
             ours = [await ours_ms(client, files[:n]) for n in range(1, ROUNDS + 1)]
-    model = load_model(Config(model=path, device="cpu", torch_threads=THREADS))
+    model = load_model(Config(model=path, device="cpu", torch_threads=HALF_THE_CORES))
     whole_set_ms(model, files[-1:])
     theirs = [whole_set_ms(model, files[:n]) for n in range(1, ROUNDS + 1)]
-    print(f"{side}x{side}, 27 blocks, {THREADS} threads, milliseconds of ViT")
+    print(f"{side}x{side}, 27 blocks, {HALF_THE_CORES} threads, milliseconds of ViT")
     print(f"{'round':>6} {'all again':>10} {'ours':>8} {'encoded':>8}")
     for number, (all_ms, (our_ms, encoded)) in enumerate(zip(theirs, ours, strict=True), 1):
         print(f"{number:>6} {all_ms:>10.0f} {our_ms:>8.0f} {encoded:>8}")
@@ -85,7 +86,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(chat(given.side, Path(folder)))
     if given.json:

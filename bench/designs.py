@@ -22,8 +22,17 @@ import torch
 import transformers
 
 from bench.checkpoints import write_checkpoint
-from bench.demo import THREADS, server
-from bench.overlap import CHUNK_TOKENS, SIDE, TEXT, TEXT_LAYERS, VISION_LAYERS, Bench, new_photos
+from bench.overlap import (
+    CHUNK_TOKENS,
+    SIDE,
+    TEXT,
+    TEXT_LAYERS,
+    VISION_LAYERS,
+    Bench,
+    image_at_a_time,
+    new_photos,
+)
+from bench.server_process import HALF_THE_CORES
 from encoder_service.config import Config
 from encoder_service.model import Model, load_model
 from encoder_service.preprocess import to_patches
@@ -74,10 +83,10 @@ async def measure(folder: Path, rounds: int, images: int) -> dict[str, list[floa
     path = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     language_model = load_language_model(path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = load_model(Config(model=path, device="cpu", torch_threads=THREADS))
+    model = load_model(Config(model=path, device="cpu", torch_threads=HALF_THE_CORES))
     spent: dict[str, list[float]] = {design: [] for design in DESIGNS}
-    with server(path, folder / "server.log", batch_patches=(SIDE // 16) ** 2) as (endpoint, _):
-        async with await EncoderClient.connect(endpoint) as client:
+    with image_at_a_time(path, folder / "server.log") as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
             bench = Bench(client, language_model, tokenizer)
             alone = OneDevice(model, bench.engine)
             for number in range(rounds + 1):
@@ -107,7 +116,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
         spent = asyncio.run(measure(Path(folder), given.rounds, given.images))
     print(f"{given.images} images of {SIDE}x{SIDE}, chunks of {CHUNK_TOKENS} tokens, ms to the first token")

@@ -13,10 +13,9 @@ from pathlib import Path
 import transformers
 
 from bench.checkpoints import write_checkpoint
-from bench.demo import DRAIN_S, FOLDER, endpoints_of
-from tests.redis_servers import redis_server
-
-THREADS = os.cpu_count() or 2
+from bench.demo import FOLDER
+from bench.redis_servers import redis_server
+from bench.server_process import ServerProcess
 
 
 def run(replicas: int, model: Path | None, folder: Path) -> int:
@@ -27,46 +26,30 @@ def run(replicas: int, model: Path | None, folder: Path) -> int:
     codes: list[int] = []
     with redis_server() as redis, ExitStack() as stack:
         print(f"redis      {redis.url}", flush=True)
-        processes = [
-            stack.enter_context(
-                _replica(checkpoint, redis.url, folder / f"replica-{n + 1}.log", replicas, codes)
-            )
-            for n in range(replicas)
-        ]
-        endpoints, pages = [], []
-        for number, (process, log) in enumerate(processes, 1):
-            endpoint, page = endpoints_of(process, log)
-            endpoints.append(endpoint)
-            pages.append(page)
-            print(f"replica {number}  {endpoint}  {page}  pid {process.pid}, log {log}", flush=True)
-        print(f"\nconnect:   EncoderClient.connect({endpoints})")
-        print(f"watch:     encoder-service top {' '.join(pages)}")
+        settings = {"index": redis.url, "torch_threads": max(1, (os.cpu_count() or 2) // replicas)}
+        logs = [folder / f"replica-{number}.log" for number in range(1, replicas + 1)]
+        servers = [stack.enter_context(_replica(checkpoint, log, codes, **settings)) for log in logs]
+        for number, server in enumerate(servers, 1):
+            server.wait_until_it_listens()
+            where = f"{server.endpoint}  {server.metrics_url}  pid {server.process.pid}, log {server.log}"
+            print(f"replica {number}  {where}", flush=True)
+        print(f"\nconnect:   EncoderClient.connect({[server.endpoint for server in servers]})")
+        print(f"watch:     encoder-service top {' '.join(server.metrics_url for server in servers)}")
         print("stop:      Ctrl-C", flush=True)
-        _wait([process for process, _ in processes])
+        _wait([server.process for server in servers])
         print("\nstopping: each replica leaves the index, finishes what runs, and exits", flush=True)
     return 0 if codes == [0] * replicas else 1
 
 
 @contextmanager
-def _replica(
-    model: Path, index: str, log: Path, replicas: int, codes: list[int]
-) -> "Iterator[tuple[subprocess.Popen[bytes], Path]]":
+def _replica(model: Path, log: Path, codes: list[int], **settings: object) -> Iterator[ServerProcess]:
     """Run one replica; on leaving, it drains, and its exit code is added to `codes`."""
-    command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve", "--model", model]
-    command += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--index", index]
-    command += ["--store-host-gib", "0.5", "--torch-threads", str(max(1, THREADS // replicas))]
-    with log.open("w") as stream:
-        # A group of its own: Ctrl-C is for us, who stop the replicas before their Redis.
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+    # A session of its own: Ctrl-C is for us, who stop the replicas before their Redis.
+    server = ServerProcess(model, log=log, own_session=True, store_host_gib=0.5, **settings)
     try:
-        yield process, log
+        yield server
     finally:
-        process.terminate()
-        try:
-            code = process.wait(timeout=DRAIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
+        code = server.terminate()
         print(f"{log.stem}: exit {code}", flush=True)
         codes.append(code)
 

@@ -12,10 +12,10 @@ import numpy as np
 import transformers
 
 from bench.checkpoints import write_checkpoint
+from bench.redis_servers import redis_server
+from bench.replicas import ReplicaProcess, fleet_of
 from bench.traffic import Served, Supply, Traffic
 from bench.trials import table
-from tests.fleet_processes import ReplicaProcess, fleet_of
-from tests.redis_servers import redis_server
 
 PROMPT = 32  # images of a large prompt, half of them sent before by somebody
 BEFORE_S, AFTER_S = 6.0, 10.0
@@ -30,7 +30,7 @@ def three_replicas() -> Iterator[Sequence[ReplicaProcess]]:
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
         model = write_checkpoint(Path(folder))
-        with fleet_of([ReplicaProcess(model, n, "--index", redis.url) for n in range(3)]) as replicas:
+        with fleet_of([ReplicaProcess(model, n, index=redis.url) for n in range(3)]) as replicas:
             yield replicas
 
 

@@ -16,9 +16,8 @@ from statistics import median
 import torch
 
 from bench.checkpoints import write_checkpoint
-from bench.demo import server
 from bench.images import photo
-from bench.serving import scrape
+from bench.server_process import HALF_THE_CORES, running
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Geometry
 from encoder_service.decode import Decoder
@@ -100,13 +99,13 @@ async def _latest_tick_s() -> float:
 async def upload_figures(file: bytes, folder: Path) -> Figures:
     """Bytes that travel for an image, and for the same image sent by another client."""
     model = write_checkpoint(folder / "model", depth=3, text_layers=1)
-    with server(model, folder / "server.log") as (endpoint, metrics_url):
+    with running(model, store_host_gib=0.5, torch_threads=HALF_THE_CORES) as server:
         sent = []
         for _ in range(2):
-            before = scrape(metrics_url)["encsvc_uploaded_bytes_total"]
-            async with await EncoderClient.connect(endpoint) as client:
+            before = server.metrics().total("uploaded_bytes_total")
+            async with await EncoderClient.connect(server.endpoint) as client:
                 await client.submit([file])
-            sent.append(scrape(metrics_url)["encsvc_uploaded_bytes_total"] - before)
+            sent.append(server.metrics().total("uploaded_bytes_total") - before)
     return {"new_upload_bytes": sent[0], "known_upload_bytes": sent[1]}
 
 

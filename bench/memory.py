@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,9 @@ import psutil
 import torch
 
 from bench.checkpoints import write_checkpoint
-from bench.demo import encodes_in
 from bench.images import photo
 from bench.reference_tower import ReferenceTower, random_patches
+from bench.server_process import ServerProcess, running
 from bench.vit import peak_bytes
 from encoder_contract.geometry import Grid
 from prefill_client.client import EncoderClient
@@ -28,7 +27,6 @@ from prefill_client.images import RowRequest
 from prefill_client.layout import lay_out
 from prefill_client.plan import plan
 from prefill_client.session import PrefetchSession
-from tests.processes import ServerProcess, running
 
 DEPTH, STORE_GIB = 3, 0.5
 PLACEHOLDER = 0
@@ -61,21 +59,13 @@ def own_mib(server: ServerProcess) -> int:
     return (memory.rss - memory.shared) // MIB
 
 
-def encodes(metrics_url: str) -> int:
-    """Return how many images a server has encoded."""
-    with urllib.request.urlopen(f"{metrics_url}metrics", timeout=10) as answer:
-        return encodes_in(answer.read().decode())
-
-
 async def serve(model: Path, files: Sequence[bytes], size: tuple[int, int]) -> dict[str, float]:
     """Run the prompt against a server and return the figures."""
-    flags = ("--store-host-gib", str(STORE_GIB), "--metrics-listen", "127.0.0.1:0", "--device", "cpu")
-    with running(model, *flags) as server:
-        metrics_url = next(line.split()[1] for line in server.lines if line.split()[:1] == ["metrics"])
+    with running(model, store_host_gib=STORE_GIB, store_prefault="no", device="cpu") as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             seen = await prefill(client, files, server)
             geometry, width = client.description.geometry, client.description.width
-        encoded = await asyncio.to_thread(encodes, metrics_url)
+        encoded = await asyncio.to_thread(server.encodes)
     embedding_bytes = geometry.tokens(geometry.grid(*size)) * width * 2
     warm, end = len(files) // 2, len(files)
     growth = max(mib for _, mib in seen) - max(mib for done, mib in seen if done <= warm)

@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,8 +27,8 @@ import torch
 import transformers
 
 from bench.checkpoints import write_checkpoint
-from bench.demo import THREADS, server
 from bench.images import photo
+from bench.server_process import HALF_THE_CORES, ServerProcess, running
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from prefill_client.layout import Layout
@@ -195,14 +196,20 @@ def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
+def image_at_a_time(model: Path, log: Path) -> AbstractContextManager[ServerProcess]:
+    """Run a server whose batches are one image: prefill goes on with the first while the next is encoded."""
+    batch = (SIDE // 16) ** 2
+    return running(model, log=log, store_host_gib=0.5, torch_threads=HALF_THE_CORES, batch_patches=batch)
+
+
 async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
     """Start a server on a seeded checkpoint and measure until enough rounds were quiet, or for `MAX_S`."""
     model = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     language_model = load_language_model(model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     done: list[Round] = []
-    with server(model, folder / "server.log", batch_patches=(SIDE // 16) ** 2) as (endpoint, _):
-        async with await EncoderClient.connect(endpoint) as client:
+    with image_at_a_time(model, folder / "server.log") as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
             bench = Bench(client, language_model, tokenizer)
             await measure(bench, 0)  # warm up
             until = time.monotonic() + MAX_S
@@ -222,7 +229,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
         rounds = asyncio.run(run(Path(folder), args.rounds, args.trace))
     print(

@@ -3,28 +3,26 @@
 import argparse
 import asyncio
 import json
+import math
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 
 from bench.checkpoints import write_checkpoint
-from bench.demo import endpoints_of
 from bench.images import photo
-from bench.scraping import lag_quantile, scrape
+from bench.server_process import ServerProcess, running
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import Config
 from encoder_service.model import Model, load_model
 from encoder_service.preprocess import to_patches
+from encoder_service.scrape import Window
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 
@@ -41,25 +39,6 @@ DEPTH = 27  # full: a shallow tower would flatter or blame the service, whicheve
 def checkpoint(folder: Path, depth: int = DEPTH) -> Path:
     """Write a tower of the published width and `depth` blocks, bfloat16, random weights."""
     return write_checkpoint(folder / "model", vision_only=True, depth=depth)
-
-
-@contextmanager
-def server(model: Path, log: Path, batch_patches: int, *flags: str) -> Iterator[tuple[str, str]]:
-    """Run `encoder-service serve` with all cores; give its endpoint and metrics URL."""
-    command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve", "--model", model]
-    command += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--store-host-gib", "1"]
-    command += ["--torch-threads", str(THREADS), "--batch-patches", str(batch_patches), *flags]
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-    try:
-        yield endpoints_of(process, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 async def latency_section(endpoint: str) -> Figures:
@@ -106,21 +85,20 @@ async def overhead_section(endpoint: str, model: Model, rounds: int) -> Figures:
     }
 
 
-async def load_section(endpoint: str, metrics_url: str, images: int) -> Figures:
+async def load_section(server: ServerProcess, images: int) -> Figures:
     """Keep the queue full with `images` and read how busy the device was, and how late the event loop."""
-    before = scrape(metrics_url)
-    async with await EncoderClient.connect(endpoint) as client:
+    before = server.metrics()
+    async with await EncoderClient.connect(server.endpoint) as client:
         files = [photo(SIDE, SIDE, 5000 + n) for n in range(images)]
         began = time.perf_counter()
         await asyncio.gather(*(_request(client, files[n : n + 4]) for n in range(0, images, 4)))
         seconds = time.perf_counter() - began
-    after = scrape(metrics_url)
-    busy = after["encsvc_device_busy_seconds_total"] - before["encsvc_device_busy_seconds_total"]
-    starved = after["encsvc_device_starved_seconds_total"] - before["encsvc_device_starved_seconds_total"]
+    window = Window(before, server.metrics(), seconds)
+    busy, starved = (window.increase(f"device_{what}_seconds_total") for what in ("busy", "starved"))
     return {
         "busy_fraction": busy / (busy + starved),
         "busy_share_of_wall": busy / seconds,
-        "loop_lag_p99_ms": lag_quantile(before, after, 0.99) * 1e3,
+        "loop_lag_p99_ms": _lag_p99_s(window) * 1e3,
         "images_per_s": images / seconds,
     }
 
@@ -132,22 +110,22 @@ async def calm_section(endpoint: str, seconds: float) -> tuple[float, float]:
     return rate, _p99(calm.seconds)
 
 
-async def storm_section(
-    endpoint: str, metrics_url: str, rate: float, calm_p99_s: float, seconds: float
-) -> Figures:
+async def storm_section(server: ServerProcess, rate: float, calm_p99_s: float, seconds: float) -> Figures:
     """Offer ten times what the server can do; count outcomes, compare the admitted ones' p99 with a calm day's.
 
     The server's queue is bounded to half of what a calm day's p99 takes, as an operator would who wants to keep
     it: the rest is for the image's own encode.
     """
-    await _capacity(endpoint)  # a server that has measured nothing yet cannot say how long its queue takes
+    await _capacity(
+        server.endpoint
+    )  # a server that has measured nothing yet cannot say how long its queue takes
     print(
         f"offering {10 * rate:.0f} images a second, ten times what it can do, for {seconds:g} s ...",
         flush=True,
     )
-    before = scrape(metrics_url)["process_resident_memory_bytes"]
-    storm = await _offer(endpoint, 10 * rate, seconds, 40_000)
-    after = scrape(metrics_url)["process_resident_memory_bytes"]
+    before = server.metrics().total("process_resident_memory_bytes")
+    storm = await _offer(server.endpoint, 10 * rate, seconds, 40_000)
+    after = server.metrics().total("process_resident_memory_bytes")
     if storm.others:
         print(f"errors other than a full queue: {dict(storm.others)}")
     return {
@@ -234,6 +212,12 @@ def _bare_seconds(model: Model, files: Sequence[bytes]) -> float:
     return time.perf_counter() - began
 
 
+def _lag_p99_s(window: Window) -> float:
+    """Return the upper edge of the bucket in which the p99 of the event loop's lag lies."""
+    buckets = window.buckets("event_loop_lag_seconds")
+    return min(edge for edge, count in buckets.items() if count >= 0.99 * buckets[math.inf])
+
+
 def _p99(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=100)[98] if len(seconds) > 1 else float("nan")
 
@@ -255,19 +239,19 @@ async def measure(folder: Path, *, rounds: int, images: int, overload_s: float) 
     path = checkpoint(folder)
     model = load_model(Config(model=path, device="cpu"))
     figures: Figures = {}
-    batch = BATCH * (SIDE // 16) ** 2
-    with server(path, folder / "server.log", batch) as (endpoint, metrics_url):
-        figures |= await overhead_section(endpoint, model, rounds)
-        figures |= await load_section(endpoint, metrics_url, images)
+    settings = {"store_host_gib": 1, "torch_threads": THREADS, "batch_patches": BATCH * (SIDE // 16) ** 2}
+    with running(path, **settings) as server:
+        figures |= await overhead_section(server.endpoint, model, rounds)
+        figures |= await load_section(server, images)
     small = checkpoint(folder / "small", depth=4)
-    with server(small, folder / "small.log", batch) as (endpoint, _):
-        figures |= await latency_section(endpoint)
+    with running(small, **settings) as server:
+        figures |= await latency_section(server.endpoint)
     if overload_s:
-        with server(small, folder / "calm.log", batch) as (endpoint, _):
-            rate, calm_p99_s = await calm_section(endpoint, overload_s / 2)
-        flags = ("--max-queue-s", f"{calm_p99_s / 2:.3f}", "--source-gib", "0.02")
-        with server(small, folder / "storm.log", batch, *flags) as (endpoint, metrics_url):
-            figures |= await storm_section(endpoint, metrics_url, rate, calm_p99_s, overload_s)
+        with running(small, **settings) as server:
+            rate, calm_p99_s = await calm_section(server.endpoint, overload_s / 2)
+        settings |= {"max_queue_s": round(calm_p99_s / 2, 3), "source_gib": 0.02}
+        with running(small, **settings) as server:
+            figures |= await storm_section(server, rate, calm_p99_s, overload_s)
     return figures
 
 

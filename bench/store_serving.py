@@ -1,11 +1,10 @@
 """A hit as a client sees it: shared memory and inline, from a real server process, beside a bare gRPC stream."""
 
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -16,12 +15,11 @@ import torch
 from bench.bare_stream import METHOD
 from bench.checkpoints import write_checkpoint
 from bench.images import photo
+from bench.server_process import running
 from encoder_contract.framing import MESSAGE_BYTES
 from prefill_client.client import EncoderClient
 from prefill_client.connection import CHANNEL_OPTIONS
 from prefill_client.images import RowRequest
-
-START_S = 60
 
 
 async def serving_figures(rounds: int) -> dict[str, float]:
@@ -35,8 +33,8 @@ async def serving_figures(rounds: int) -> dict[str, float]:
         model = write_checkpoint(
             Path(folder) / "model", dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide
         )
-        with served(model, Path(folder) / "log") as endpoint:
-            async with await EncoderClient.connect(endpoint) as client:
+        with running(model, device="cpu", store_host_gib=1) as server:
+            async with await EncoderClient.connect(server.endpoint) as client:
                 return await _figures(client, rounds)
 
 
@@ -98,48 +96,12 @@ async def _seconds(call: Awaitable[object]) -> float:
 
 
 @contextmanager
-def served(model: Path, log: Path) -> Iterator[str]:
-    """Run `encoder-service serve` on a free port and give its address."""
-    program = Path(sys.executable).with_name("encoder-service")
-    flags = ["--listen", "127.0.0.1:0", "--device", "cpu", "--store-host-gib", "1", "--metrics-listen", ""]
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [program, "serve", "--model", model, *flags], stdout=stream, stderr=subprocess.STDOUT
-        )
-    with ending(process):
-        yield _wait_for(lambda: re.search(r"listening\s+(\S+)", log.read_text()), process, log)[1]
-
-
-@contextmanager
 def bare_server(row_bytes: int) -> Iterator[str]:
     """Run the bare stream's server and give its address."""
     command = [sys.executable, "-m", "bench.bare_stream", str(row_bytes), str(MESSAGE_BYTES)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    with ending(process):
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield f"127.0.0.1:{process.stdout.readline().strip()}"
-
-
-@contextmanager
-def ending(process: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> Iterator[None]:
-    """Terminate a process on leaving, and kill it if it does not heed."""
-    try:
-        yield
-    finally:
-        process.terminate()
         try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
+            yield f"127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
             process.kill()
-            process.wait()
-
-
-def _wait_for(
-    found: "Callable[[], re.Match[str] | None]", process: "subprocess.Popen[bytes]", log: Path
-) -> "re.Match[str]":
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if (match := found()) is not None:
-            return match
-        time.sleep(0.05)
-    raise SystemExit(f"bench: the server did not start:\n{log.read_text()}")

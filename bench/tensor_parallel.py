@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from bench.checkpoints import write_checkpoint
-from bench.demo import server
 from bench.images import photo
+from bench.server_process import HALF_THE_CORES, running
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
@@ -93,10 +93,10 @@ def main() -> None:
         model = write_checkpoint(
             Path(folder, "model"), dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide
         )
-        with server(model, Path(folder, "log"), store_gib=STORE_GIB) as (endpoint, _):
+        with running(model, store_host_gib=STORE_GIB, torch_threads=HALF_THE_CORES) as server:
             spawn = get_context("spawn")
             ranks = [
-                spawn.Process(target=rank_main, args=(rank, endpoint, folder, args.rounds))
+                spawn.Process(target=rank_main, args=(rank, server.endpoint, folder, args.rounds))
                 for rank in range(RANKS)
             ]
             for rank in ranks:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from bench.images import photo
+from bench.server_process import ServerProcess
 from encoder_contract.errors import InvalidImageError, ModelMismatchError, UnavailableError, UnknownImageError
 from prefill_client.blocking import BlockingClient
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
-from tests.processes import ServerProcess, running
+from tests.processes import running
 
 
 @pytest.fixture(scope="module")

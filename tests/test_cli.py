@@ -181,7 +181,7 @@ def test_encode_says_when_there_is_no_server(tmp_path: Path) -> None:
 
 async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkpoint: Path) -> None:
     images = [photo(900 + n, 700, n) for n in range(24)]
-    with running(checkpoint, "--log-format", "json") as server:
+    with running(checkpoint, log_format="json") as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             await client.submit(images)
             requests = [RowRequest(content_digest(image)) for image in images]
@@ -196,4 +196,4 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkp
             assert [outcome.error for outcome in rest] == [None] * 23
             assert isinstance(refused.error, UnavailableError)
         assert await ending == 0
-    assert any(json.loads(line)["message"] == "drained" for line in server.log)
+    assert json.loads(server.lines[-1])["message"] == "drained"

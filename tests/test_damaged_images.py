@@ -81,7 +81,7 @@ async def test_2000_damaged_files_end_in_rows_or_one_error_each_and_leave_no_tra
 ) -> None:
     counts: Counter[int | str] = Counter()
     resident: list[int] = []
-    with running(small_images, "--source-gib", "0.001") as server:  # full after a few calls
+    with running(small_images, source_gib=0.001) as server:  # full after a few calls
         process = psutil.Process(server.process.pid)
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
             stub = EncoderServiceStub(channel)

@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.images import photo
+from bench.redis_servers import redis_server
 from encoder_contract.digest import content_digest
 from encoder_service.config import Config
 from encoder_service.scrape import Scrape, scrape
@@ -24,7 +25,6 @@ from encoder_service.server import Model, Server
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from prefill_client.reference.metrics import Metrics as PrefillMetrics
-from tests.redis_servers import redis_server
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 DASHBOARD = DEPLOY / "grafana/dashboards/encoder-service.json"

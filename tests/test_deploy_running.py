@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from bench.images import photo
+from bench.redis_servers import free_port, redis_binary
 from encoder_service.scrape import scrape
-from tests.redis_servers import free_port, redis_binary
 from tests.test_deploy import DEPLOY, EXAMPLE, SERVICES, filled
 from tests.test_deploy_prometheus import EXPRESSIONS
 

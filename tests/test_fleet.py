@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from bench.images import photo
+from bench.redis_servers import RedisServer, redis_server
 from encoder_contract.errors import UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -26,7 +27,6 @@ from prefill_client.client import EncoderClient
 from prefill_client.connection import Connection
 from prefill_client.images import FetchedRows, RowRequest, read_images
 from tests.conftest import Gate
-from tests.redis_servers import RedisServer, redis_server
 
 numbers = itertools.count(1000)
 

@@ -12,6 +12,8 @@ import pytest
 
 from bench.checkpoints import write_checkpoint
 from bench.images import photo
+from bench.redis_servers import RedisServer, redis_cluster, redis_server
+from bench.replicas import ReplicaProcess, fleet_of, start_all
 from bench.traffic import Supply, Traffic, marked
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -19,8 +21,7 @@ from encoder_service.scrape import ScrapeError
 from prefill_client.client import EncoderClient
 from prefill_client.connection import Connection
 from prefill_client.images import RowRequest, read_images
-from tests.fleet_processes import ReplicaProcess, fleet_of, start_all
-from tests.redis_servers import Cable, RedisServer, redis_cluster, redis_server
+from tests.cable import Cable
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 
@@ -38,7 +39,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def three(checkpoint: Path, redis: RedisServer) -> Iterator[Sequence[ReplicaProcess]]:
-    with fleet_of([ReplicaProcess(checkpoint, n, "--index", redis.url) for n in range(3)]) as replicas:
+    with fleet_of([ReplicaProcess(checkpoint, n, index=redis.url) for n in range(3)]) as replicas:
         yield replicas
 
 
@@ -294,9 +295,10 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
     checkpoint: Path, redis: RedisServer
 ) -> None:
     cable = await Cable(redis.port).lay()
-    prefix = ("--index-prefix", "cut-from-redis")
     urls = (f"redis://127.0.0.1:{cable.port}", redis.url)
-    replicas = [ReplicaProcess(checkpoint, n, "--index", url, *prefix) for n, url in enumerate(urls)]
+    replicas = [
+        ReplicaProcess(checkpoint, n, index=url, index_prefix="cut-from-redis") for n, url in enumerate(urls)
+    ]
     with fleet_of([]):
         try:
             await asyncio.to_thread(start_all, replicas)
@@ -320,14 +322,15 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
 async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_nothing(
     checkpoint: Path, redis: RedisServer
 ) -> None:
-    prefix = ("--index-prefix", "cut-from-peers", "--index", redis.url)
-    replicas = [ReplicaProcess(checkpoint, n, *prefix) for n in range(2)]
+    replicas = [
+        ReplicaProcess(checkpoint, n, index=redis.url, index_prefix="cut-from-peers") for n in range(2)
+    ]
     a, b = replicas
     a.endpoint = f"127.0.0.1:{a.port}"  # where a cable leads
     cable = await Cable(a.port).lay()
     try:
         await asyncio.gather(
-            asyncio.to_thread(a.start, "--advertise", f"127.0.0.1:{cable.port}"), asyncio.to_thread(b.start)
+            asyncio.to_thread(a.start, advertise=f"127.0.0.1:{cable.port}"), asyncio.to_thread(b.start)
         )
         await joined(replicas)
         supply = Supply(seed=next(seeds), shared=0.0)
@@ -349,7 +352,7 @@ async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_n
 
 async def test_a_cluster_failover_costs_no_image(checkpoint: Path) -> None:
     with redis_cluster(masters=3, replicas=3) as cluster:
-        replicas = [ReplicaProcess(checkpoint, n, "--index", cluster.url) for n in range(2)]
+        replicas = [ReplicaProcess(checkpoint, n, index=cluster.url) for n in range(2)]
         with fleet_of(replicas):
             await joined(replicas)
             async with traffic(replicas) as load:
@@ -377,11 +380,11 @@ async def test_another_processor_in_the_namespace_is_refused_and_another_model_i
     shutil.copytree(checkpoint, tmp_path / "processor")
     settings = tmp_path / "processor" / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace('"shortest_edge": 65536', '"shortest_edge": 131072'))
-    stranger = ReplicaProcess(tmp_path / "processor", 8, "--index", redis.url)
+    stranger = ReplicaProcess(tmp_path / "processor", 8, index=redis.url)
     with pytest.raises(AssertionError, match=r"another model or processor"):
         await asyncio.to_thread(stranger.start)
 
-    other = ReplicaProcess(write_checkpoint(tmp_path / "model", seed=7), 9, "--index", redis.url)
+    other = ReplicaProcess(write_checkpoint(tmp_path / "model", seed=7), 9, index=redis.url)
     with fleet_of([other]):
         assert (await asyncio.to_thread(other.metrics)).total("index_peers") == 0
         await steady(fleet)

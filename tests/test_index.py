@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from redis.exceptions import ResponseError
 
+from bench.redis_servers import carried_binary, redis_cluster, redis_server
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_service.index import (
@@ -23,7 +24,6 @@ from encoder_service.index import (
     Tier,
     namespace,
 )
-from tests.redis_servers import carried_binary, redis_cluster, redis_server
 
 MODEL, PROCESSOR = b"m" * 32, b"p" * 32
 LEASE_TTL_MS, REPLICA_TTL_MS, HEARTBEAT_MS = 800, 700, 100

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from bench.redis_servers import RedisServer, redis_cluster, redis_server
 from encoder_contract.digest import content_digest
 from encoder_service.config import ConfigError
 from encoder_service.index import IndexState, RedisIndex, RedisSettings, Replica, Tier, Watchers
@@ -16,7 +17,7 @@ from encoder_service.index.leases import Leases
 from encoder_service.index.link import Target
 from encoder_service.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
 from encoder_service.index.schema import Keys
-from tests.redis_servers import Cable, RedisServer, redis_cluster, redis_server
+from tests.cable import Cable
 
 numbers = itertools.count()
 CALL_TIMEOUT_S = 0.1

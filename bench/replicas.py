@@ -5,22 +5,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from encoder_service.scrape import Scrape, scrape
-from tests.processes import ServerProcess
-from tests.redis_servers import free_port
+from bench.redis_servers import free_port
+from bench.server_process import ServerProcess
+from encoder_service.scrape import Scrape
 
 # Small machines run all replicas of a fleet: one thread each keeps them from fighting over cores. A busy machine is no
 # bad day of the index either.
-FLAGS = ("--torch-threads", "1", "--decode-threads", "1", "--index-timeout-ms", "500", "--drain-s", "15")
+SETTINGS = {
+    "torch_threads": 1,
+    "decode_threads": 1,
+    "index_timeout_ms": 500,
+    "drain_s": 15,
+    "store_host_gib": 0.25,
+    "store_prefault": "no",
+}
 
 
 class ReplicaProcess:
     """One replica, by default on an address of its own, as on a machine of its own; `start` it, also again."""
 
-    def __init__(self, model: Path, number: int, *flags: str) -> None:
+    def __init__(self, model: Path, number: int, **settings: object) -> None:
         self.endpoint = f"127.0.0.{number + 2}:{free_port()}"
         self._model = model
-        self._flags = flags
+        self._settings = settings
         self._server: ServerProcess | None = None
 
     @property
@@ -39,10 +46,11 @@ class ReplicaProcess:
         """Whether its process runs."""
         return self._server is not None and self._server.process.poll() is None
 
-    def start(self, *flags: str) -> None:
-        """Start it and wait until it listens; `flags` win over those it was made with."""
-        listen = ("--listen", self.endpoint, "--metrics-listen", "127.0.0.1:0")
-        self._server = ServerProcess(self._model, *FLAGS, *listen, *self._flags, *flags)
+    def start(self, **settings: object) -> None:
+        """Start it and wait until it listens; `settings` win over those it was made with."""
+        given = {**SETTINGS, "listen": self.endpoint, **self._settings, **settings}
+        self._server = ServerProcess(self._model, **given)
+        self._server.wait_until_it_listens()
 
     def kill(self) -> None:
         """As kill -9."""
@@ -51,12 +59,11 @@ class ReplicaProcess:
 
     def metrics(self) -> Scrape:
         """Read its metrics now."""
-        (line,) = (line for line in self.process.lines if line.split()[:1] == ["metrics"])
-        return scrape(line.split()[1], timeout_s=20)
+        return self.process.metrics()
 
     def encodes(self) -> int:
         """Images it has encoded and kept since it was started."""
-        return int(self.metrics().total("encoded_images_total", outcome="kept"))
+        return self.process.encodes()
 
 
 def start_all(replicas: Sequence[ReplicaProcess]) -> None:

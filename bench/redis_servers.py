@@ -1,6 +1,5 @@
 """Real Redis servers and clusters on free ports of 127.0.0.1, without persistence, stopped by pid."""
 
-import asyncio
 import contextlib
 import os
 import random
@@ -59,12 +58,15 @@ class RedisServer:
 
     @property
     def url(self) -> str:
+        """Where clients find it."""
         return f"redis://127.0.0.1:{self.port}"
 
     def client(self) -> redis.Redis:
+        """Return a client that is not patient."""
         return redis.Redis(port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0))
 
     def start(self) -> "RedisServer":
+        """Start it and wait until it answers."""
         command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
         # A session of its own: Ctrl-C is for whoever started us, who may have others to stop first.
@@ -99,10 +101,12 @@ class RedisServer:
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
+        """End a pause."""
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
+        """Kill it for good."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -116,10 +120,12 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
+        """Where clients find it."""
         hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
         return f"redis+cluster://{hosts}"
 
     def stop(self) -> None:
+        """Kill every node for good."""
         for node in self.nodes:
             node.stop()
 
@@ -147,8 +153,10 @@ def redis_cluster(masters: int = 3, replicas: int = 0, binary: str | None = None
     ]
     nodes: list[RedisServer] = []
     try:
-        for _ in range(masters + replicas):
-            nodes.append(RedisServer(options, binary or redis_binary()).start())
+        for _ in range(
+            masters + replicas
+        ):  # one by one: those that started are stopped when the next does not
+            nodes.append(RedisServer(options, binary or redis_binary()).start())  # noqa: PERF401
         _form(nodes, masters)
         yield RedisCluster(nodes, masters)
     finally:
@@ -200,53 +208,3 @@ def _until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "the cluster did not form"
         time.sleep(0.05)
-
-
-class Cable:
-    """A TCP cable to a server on 127.0.0.1 that can be cut, so that one client loses a server that others keep."""
-
-    def __init__(self, to_port: int) -> None:
-        self._to_port = to_port
-        self._ends: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_cut = False
-        self.port = 0
-
-    async def lay(self) -> "Cable":
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    def cut(self) -> None:
-        """Break every connection, and every new one at once."""
-        self._is_cut = True
-        for end in self._ends:
-            end.transport.abort()
-
-    def mend(self) -> None:
-        self._is_cut = False
-
-    async def remove(self) -> None:
-        self.cut()
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_cut:
-            writer.transport.abort()
-            return
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            self._ends.add(sink)
-            task = asyncio.create_task(self._carry(source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                sink.write(data)
-                await sink.drain()
-        sink.transport.abort()
-        self._ends.discard(sink)

@@ -58,9 +58,9 @@ check: setup ## Lint, types, contract: what CI runs before the tests
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
-	@$(PY) -m bench.contract --check
+	@$(PY) proto/stubs.py --check
 	@$(VENV)/bin/buf lint proto
-	@$(PY) -m bench.deploy_checks
+	@$(PY) deploy/check.py
 
 .PHONY: format
 format: setup ## Format and mend what a machine can
@@ -69,7 +69,7 @@ format: setup ## Format and mend what a machine can
 
 .PHONY: proto
 proto: setup ## Generate the gRPC stubs from proto/
-	@$(PY) -m bench.contract --write
+	@$(PY) proto/stubs.py --write
 
 .PHONY: serve
 serve: setup ## Run a server (MODEL=folder of a Hugging Face checkpoint)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent / "proto"
+ROOT = Path(__file__).resolve().parent
 PROTOS = ["encoder_contract/v1/encoder.proto", "encoder_contract/v1/admin.proto"]
 STUBS = [
     proto.replace(".proto", f"_pb2{suffix}")

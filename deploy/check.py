@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-DEPLOY = ROOT / "deploy"
+DEPLOY = Path(__file__).resolve().parent
 SCRIPTS = Path(sys.executable).parent
 # The oldest release whose fields the manifests use (a preStop that sleeps), and the newest.
 KUBERNETES = ("1.30.0", "")

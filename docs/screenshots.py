@@ -12,7 +12,7 @@ from rich.console import Console
 
 from encoder_service.top import Top, frame
 
-HERE = Path(__file__).resolve().parent
+PICTURES = Path(__file__).resolve().parent / "img"
 
 
 async def picture_top(endpoints: list[str], seconds: float) -> str:
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="what the frame of top covers (default %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=HERE, help="folder (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=PICTURES, help="folder (default %(default)s)")
     given = parser.parse_args()
     (given.out / "top.svg").write_text(asyncio.run(picture_top(given.endpoints, given.seconds)))
     picture_page(given.endpoints[0], given.out / "landing.png")

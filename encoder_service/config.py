@@ -133,6 +133,8 @@ class Config(Settings):
             self._require_endpoint("advertise")
         if self.metrics_listen:
             self._require_endpoint("metrics_listen", tcp=True)
+        same = self.listen == self.metrics_listen and not self.listen.endswith(":0")
+        self._require(not same, "metrics_listen", f"must not be that of {flag('listen')}")
         is_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
         if self.index != "memory" and not _is_redis(self.index):

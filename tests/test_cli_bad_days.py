@@ -1,6 +1,7 @@
 """What a person meets on a bad day: each is one line that says what to mend, soon, and never a traceback."""
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -52,6 +53,7 @@ def free() -> str:
             "--metrics-listen 127.0.0.1:99999",
         ),
         (["--listen", "192.0.2.1:50051"], "--listen 192.0.2.1:50051: Cannot assign"),
+        (["--listen", "127.0.0.1:1", "--metrics-listen", "127.0.0.1:1"], "must not be that of --listen"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),
         (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
         (["--drain-s", "nan"], "--drain-s"),
@@ -66,6 +68,16 @@ def test_a_value_that_cannot_be_meant_is_refused_before_torch_is_imported(
     began = time.monotonic()
     assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags, code=2)
     assert time.monotonic() - began < AT_ONCE_S
+
+
+@pytest.mark.parametrize("option", ["foo=1", "socket_timeout=soon"])
+def test_an_option_of_the_index_that_redis_does_not_know_is_told(checkpoint: Path, option: str) -> None:
+    url = f"redis://127.0.0.1:1/0?{option}"
+    serve = ("encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0", "--index", url)
+    result = run(*serve, "--store-host-gib", "0.05", "--store-prefault", "no")
+    assert result.returncode == 2, result.stderr
+    assert "--index: an option of the URL" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_misspelt_environment_name_is_met_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +121,39 @@ def test_what_is_no_address_is_refused_and_never_looked_up() -> None:
     assert "64 hexadecimal" in refused("encoder-service", "evict", "abcd", code=1)
     assert "unix:/path" in refused("encoder-service", "stats", "--server", "http://127.0.0.1:1", code=2)
     assert "unix:/path" in refused("prefill-client", "encode", "x.jpg", "--server", "nowhere", code=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--device", "gpu"], "--device must be cpu, cuda or cuda:N, got gpu"),
+        (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999 must be host:port"),
+        (["--encoder", "nowhere"], "--encoder nowhere must be host:port"),
+        (["--listn", "127.0.0.1:0"], "did you mean --listen?"),
+    ],
+)
+def test_the_prefill_service_refuses_what_cannot_be_meant(
+    checkpoint: Path, flags: list[str], says: str
+) -> None:
+    assert says in refused("prefill-client", "serve", "--model", checkpoint, *flags, code=2)
+
+
+def test_the_prefill_service_tells_of_a_taken_port_before_it_reads_the_model(
+    checkpoint: Path, taken: str, free: str
+) -> None:
+    said = refused(
+        *("prefill-client", "serve", "--model", checkpoint, "--listen", taken, "--encoder", free), code=2
+    )
+    assert said == f"prefill-client: --listen {taken}: the address is taken\n"
+
+
+def test_the_prefill_service_tells_of_weights_that_cannot_be_read(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(checkpoint, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    said = refused("prefill-client", "serve", "--model", folder, "--listen", "127.0.0.1:0", code=2)
+    assert "its weights cannot be read" in said
 
 
 # Moments on the way to serving: while torch is imported, and while the model is read.

@@ -83,12 +83,18 @@ class Link:
     @classmethod
     async def open(cls, target: Target) -> Self:
         """Connect, and learn what the server can do."""
-        link = cls(target, _cluster(target) if target.is_cluster else _node(target.urls[0]))
+        try:
+            link = cls(target, _cluster(target) if target.is_cluster else _node(target.urls[0]))
+        except ValueError as error:
+            raise ConfigError(f"--index: an option of the URL has a bad value: {error}") from error
         try:
             if target.is_cluster:
                 await link._client.initialize()
             server = await link._client.info("server")
             link.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
+        except TypeError as error:  # redis-py hands options of the URL that it does not know to a constructor
+            await link.close()
+            raise ConfigError(f"--index: an option of the URL is not known: {error}") from error
         except BaseException:
             await link.close()
             raise

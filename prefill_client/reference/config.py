@@ -1,5 +1,6 @@
 """The configuration of the reference prefill service."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,5 +46,7 @@ class ServiceConfig(Settings):
         )
         self._require_not_negative("threads", "prefix_tokens")
         self._require_endpoint("listen", tcp=True)
+        is_device = re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None
+        self._require(is_device, "device", "must be cpu, cuda or cuda:N")
         if not self.encoder.startswith("dns:"):
             self._require_endpoint("encoder")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 
 from encoder_contract.errors import ModelMismatchError
@@ -110,7 +111,8 @@ def load_language_model(
 
     DeepStack stays on without the tower: its levels belong to the language model's layers, and their number
     is read from the configuration. Raises `ModelMismatchError` for an unknown architecture,
-    `OSError` when the folder or a part of it is missing.
+    `OSError` when the folder or a part of it is missing, `ValueError` when its weights cannot be read or `device`
+    is not there.
     """
     if not (Path(folder) / "config.json").is_file():
         # A path that is none would be taken for the name of a repository to download.
@@ -119,8 +121,13 @@ def load_language_model(
     if config.model_type not in _ARCHITECTURES:
         raise ModelMismatchError(f"{folder}: {config.model_type} is none of {', '.join(_ARCHITECTURES)}")
     architecture = _without_tower(getattr(transformers, _ARCHITECTURES[config.model_type]))
-    with _quiet():
-        model = architecture.from_pretrained(folder, config=config, dtype=dtype)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"torch {torch.__version__} sees no CUDA device: {device} cannot be had, cpu can")
+    try:
+        with _quiet():
+            model = architecture.from_pretrained(folder, config=config, dtype=dtype)
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: its weights cannot be read: {error}") from error
     text, vision = config.get_text_config(), config.vision_config
     levels = len(getattr(vision, "deepstack_visual_indexes", ()))
     if levels > text.num_hidden_layers:

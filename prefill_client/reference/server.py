@@ -1,6 +1,7 @@
 """The reference prefill service as a process: how its parts are put together."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -13,6 +14,8 @@ import torch
 import transformers
 import uvicorn
 
+from encoder_contract.endpoint import Endpoint
+from encoder_contract.settings import ConfigError
 from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
 from prefill_client.reference.chat import Chat
@@ -44,9 +47,14 @@ class _Server(uvicorn.Server):
 async def serve(config: ServiceConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end.
 
-    Raises `EncoderError` when the encoder cannot be reached or the model does not fit it, `OSError` when the
-    model's folder or the port cannot be had.
+    Raises `EncoderError` when the encoder cannot be reached or the model does not fit it, `OSError` and `ValueError`
+    when the model's folder cannot be used, `ConfigError` when the port cannot be had.
     """
+    with _bound(config.listen) as listener:
+        await _serve(config, listener)
+
+
+async def _serve(config: ServiceConfig, listener: socket.socket) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     language_model = load_language_model(
@@ -68,31 +76,39 @@ async def serve(config: ServiceConfig) -> None:
             limits=Limits(config.max_requests, config.max_body_bytes, config.request_s),
             traces=TraceFolder(Path(config.trace_folder)) if config.trace_folder else None,
         )
-        await _listen(service, config, name)
+        await _answer(service, config, name, listener)
         chat.close()
 
 
-async def _listen(service: HttpService, config: ServiceConfig, name: str) -> None:
-    host, _, port = config.listen.rpartition(":")
-    with socket.create_server((host.strip("[]"), int(port)), family=_family(host)) as listener:
-        endpoint = f"{host}:{listener.getsockname()[1]}"
-        print(  # noqa: T201 - the one block that says what was chosen
-            f"prefill-client {__version__}\n"
-            f"  model      {name} ({config.model}), {config.dtype} on {config.device}\n"
-            f"  encoder    {config.encoder}\n"
-            f"  chunks     {config.chunk_tokens} tokens, KV cache of {config.prefix_tokens} kept\n"
-            f"  images     data URLs{', ' + config.image_hosts if config.image_hosts else ''}\n"
-            f"  listening  {endpoint}",
-            flush=True,
-        )
-        server = uvicorn.Config(
-            service.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
-        )
-        await _Server(server).serve(sockets=[listener])
+async def _answer(service: HttpService, config: ServiceConfig, name: str, listener: socket.socket) -> None:
+    host = config.listen.rpartition(":")[0]
+    print(  # noqa: T201 - the one block that says what was chosen
+        f"prefill-client {__version__}\n"
+        f"  model      {name} ({config.model}), {config.dtype} on {config.device}\n"
+        f"  encoder    {config.encoder}\n"
+        f"  chunks     {config.chunk_tokens} tokens, KV cache of {config.prefix_tokens} kept\n"
+        f"  images     data URLs{', ' + config.image_hosts if config.image_hosts else ''}\n"
+        f"  listening  {host}:{listener.getsockname()[1]}",
+        flush=True,
+    )
+    server = uvicorn.Config(
+        service.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
+    )
+    await _Server(server).serve(sockets=[listener])
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+def _bound(address: str) -> socket.socket:
+    """Take the port before anything slow is begun, but listen only when there is somebody to answer."""
+    host, port, _ = Endpoint.parse(address)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        why = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"--listen {address}: {why}") from error
+    return listener
 
 
 def main(given: Mapping[str, Any]) -> None:

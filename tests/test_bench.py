@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
 from bench.question import Figure, Question
 from bench.questions import SIZING
 from bench.report import PAGES, looked_up, markdown, rewrite, row_of, summary, table_of
 from bench.results import NOT_RUN, Result, keep, newest, path_of
-from bench.runner import run
+from bench.runner import END_S, run
 
-BROKEN = Question("broken", "Does it fail?", "contract", (), limit_s=30)  # knows no --json
+BROKEN = Question("broken", "Does it fail?", "sizing", (), limit_s=30, arguments=("--no-such-flag",))
 GOOD = Result("hit", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
 
 
 def test_a_benchmark_that_fails_or_takes_too_long_is_a_result() -> None:
     failed = run(BROKEN, "a machine", quick=False, limit_s=30)
     assert failed.status == "failed with exit code 2"
-    assert "--write --check is required" in failed.error
+    assert "unrecognized arguments: --no-such-flag" in failed.error
     assert "failed with exit code 2" in table_of(BROKEN, failed)
     late = run(SIZING, "a machine", quick=False, limit_s=0.1)
     assert late.status.startswith("timed out after")
@@ -32,6 +33,16 @@ def test_a_benchmark_that_works_gives_its_figures_versions_and_command() -> None
     assert result.command == "python -m bench.sizing --json"
     assert result.versions.keys() >= {"torch", "python", "commit"}
     assert all(looked_up(figure.key, result.figures) is not None for figure in SIZING.figures)
+
+
+def test_all_of_them_take_under_twenty_minutes_whatever_one_does() -> None:
+    """A benchmark's limit ends it when it hangs; the limit of the whole run ends all, and the last are left out."""
+    assert LIMIT_S + END_S < 20 * 60
+    assert _run(SIZING, "a machine", quick=False, left_s=WORTH_STARTING_S - 1).status == NOT_RUN
+    seconds: dict[str, float] = {}
+    for result in newest():
+        seconds[result.hardware] = seconds.get(result.hardware, 0.0) + result.seconds
+    assert max(seconds.values()) < LIMIT_S, "the newest results of a machine could not come from one run"
 
 
 def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path: Path) -> None:

@@ -2,85 +2,73 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
+import grpc
 import pytest
+import yaml
 
+from bench import report
 from bench.questions import QUESTIONS, SUMMARY
-from bench.report import PAGES
 from encoder_contract import errors
-from encoder_service.config import Config
-from encoder_service.metrics import Metrics
-from tests.processes import run
+from encoder_contract.v1 import encoder_pb2
+from encoder_service.metrics import PREFIX, READINGS, Metrics
+from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
 from tests.test_floors import FLOORS
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 OURS = ("encoder_service", "prefill_client", "encoder_contract", "proto", "bench", "tests", "deploy", "docs")
-COMMANDS = {
-    "encoder-service": ("serve", "top", "stats", "evict", "flush"),
-    "prefill-client": ("encode", "serve", "timeline"),
-}
-# Of tools that are not ours: Docker, pip, redis, kubectl, git.
-FOREIGN_FLAGS = {"--build", "--detach", "--wait", "--no-deps", "--latency", "--force-recreate", "--scale"}
 WRITTEN_BY_THE_READER = {"deploy/.env"}
-MARKER = re.compile(r"<!-- bench:([a-z]+)(?:\.tables)? -->")
-
-
-def named(pattern: str, text: str) -> set[str]:
-    return {match[1] for match in re.finditer(pattern, text)}
-
-
-def code_in(text: str) -> Iterator[str]:
-    """Yield what a page says in code: fenced blocks and inline spans."""
-    yield from re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
-    yield from re.findall(r"`([^`\n]+)`", text)
+MARKER = r"<!-- bench:([a-z]+)(?:\.tables)? -->"
+OPERATIONS = ROOT / "docs" / "operations.md"
+# Names of other people's code: transformers, Kubernetes, redis; and of the reader's own, in an example.
+FOREIGN = {
+    *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "smart_resize", "exif_transpose", "emptyDir"),
+    *("maxUnavailable", "maxSurge", "MovedError", "run_chunk", "tokens_in_kv_cache"),
+}
 
 
 @pytest.fixture(scope="module")
-def flags() -> set[str]:
-    """Every flag of every command and benchmark, as their help says it."""
-    commands = [(name, sub, "--help") for name, subs in COMMANDS.items() for sub in subs]
-    found: set[str] = set()
-    for command in commands:
-        found |= named(r"(?<![\w-])(--[a-z][a-z-]+)", run(*command).stdout)
-    for module in (ROOT / "bench").glob("*.py"):
-        found |= named(r'"(--[a-z][a-z-]+)"', module.read_text())
-    return found
+def code() -> str:
+    """All that programs, benchmarks and deployment say."""
+    return "\n".join(path.read_text() for path in sources())
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.fixture(scope="module")
+def words(code: str) -> set[str]:
+    return named(r"\w+", code) | {path.stem for path in sources()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_files_exist(page: Path) -> None:
-    text = page.read_text()
-    for target in named(r"\]\((?!https?:)([^)#\s]+)", text):
+    for target in named(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
         assert (page.parent / target).exists(), target
-    for code in code_in(text):
+    for code in code_in(page):
         for path in named(rf"(?<![\w./-])((?:{'|'.join(OURS)})/[\w./-]*\w/?)", code) - WRITTEN_BY_THE_READER:
             places = [ROOT / path, ROOT / "proto" / path]
             assert any(place.exists() for place in places), path
+        for file in named(r"(?<![\w./-])([\w-]+\.(?:py|md|proto|yml))\b", code):
+            assert any(any((ROOT / place).rglob(file)) for place in OURS if (ROOT / place).exists()), file
         for module in named(
             r"(?<![\w.])((?:bench|encoder_service|prefill_client|encoder_contract)\.[a-z]\w*(?:\.\w+)*)", code
         ):
-            assert exists(module), module
+            assert file_or_module(module), module
 
 
-def exists(module: str) -> bool:
+def file_or_module(dotted: str) -> bool:
     """Whether a dotted name is a module, or a name in one."""
-    parent, _, name = module.rpartition(".")
-    for dotted in (module, parent):
+    parent, _, name = dotted.rpartition(".")
+    for module in (dotted, parent):
         try:
-            if (spec := importlib.util.find_spec(dotted)) is not None:
-                return dotted == module or bool(
+            if (spec := importlib.util.find_spec(module)) is not None:
+                return module == dotted or bool(
                     spec.origin and re.search(rf"\b{name}\b", Path(spec.origin).read_text())
                 )
         except ModuleNotFoundError:
             continue
-    return module.startswith("encoder_contract.v1")
+    return dotted.startswith("encoder_contract.v1")
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_anchors_point_to_headings(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
         headings = re.findall(
@@ -90,42 +78,63 @@ def test_anchors_point_to_headings(page: Path) -> None:
         assert anchor in slugs, f"{target}#{anchor}"
 
 
-def test_every_flag_a_page_names_exists(flags: set[str]) -> None:
-    for page in DOCS:
-        for code in code_in(page.read_text()):
-            unknown = named(r"(?<![\w-])(--[a-z][a-z-]+)", code) - flags - FOREIGN_FLAGS
-            assert not unknown, f"{page.name}: {unknown}"
+def test_every_page_and_picture_is_reached_from_the_readme() -> None:
+    reached, ahead = set[Path](), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop().resolve()
+        if page in reached:
+            continue
+        reached.add(page)
+        if page.suffix == ".md":
+            ahead += [
+                page.parent / target for target in named(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+            ]
+    pictures = {path for path in (ROOT / "docs" / "img").iterdir() if path.suffix in (".svg", ".png")}
+    assert pictures.union(PAGES) <= reached
 
 
-def test_every_environment_name_exists() -> None:
-    known = {Config.environment_name(field.name) for field in fields(Config)}
-    for page in [*DOCS, *(ROOT / "deploy").rglob("*.y*ml"), ROOT / "deploy" / ".env.example"]:
-        assert named(r"\b(ENCSVC_[A-Z_]+[A-Z])\b", page.read_text()) <= known, page.name
+def test_the_code_names_only_pages_that_exist(code: str) -> None:
+    for path in named(r"\b(docs/[\w./-]+\.(?:md|svg|png))", code):
+        assert (ROOT / path).exists(), path
 
 
-def test_every_make_target_a_page_names_exists_and_says_what_it_does() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets, described = (
-        named(r"(?m)^\.PHONY: ([a-z-]+)$", makefile),
-        named(r"(?m)^([a-z-]+):.*## \w", makefile),
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_identifier_a_page_names_is_in_the_code(page: Path, words: set[str]) -> None:
+    """What looks like a name of the code: `snake_case`, `CamelCase`, `CAPITAL_LETTERS`; metrics have their own test."""
+    looks_like_one = (
+        r"(?<![\w/-])([A-Za-z]+(?:_[A-Za-z0-9]+)+|(?:[A-Z][a-z0-9]+){2,}|[a-z]+(?:[A-Z][a-z]+)+)\b"
     )
-    assert targets == described
-    for page in DOCS:
-        for code in code_in(page.read_text()):
-            assert named(r"(?:^|[\n`;&(] *)make ([a-z-]+)", code) <= targets, f"{page.name}: {code}"
+    for code in code_in(page):
+        names = {name for name in named(looks_like_one, code) if not name.startswith(f"{PREFIX}_")}
+        assert names - FOREIGN <= words, code
 
 
-def test_every_metric_a_page_names_exists() -> None:
-    metrics = Metrics()
-    collected = {metric.name for metric in metrics._registry.collect()}
-    from encoder_service.metrics import PREFIX, READINGS
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_http_path_a_page_names_is_served(page: Path, code: str) -> None:
+    for span in code_in(page):
+        for path in named(r"(?:^|[a-z0-9] |:\d+|POST |GET )(/(?!dev)[a-z][\w/-]*)", span):
+            assert f'"{path}"' in code, path
 
-    collected |= {f"{PREFIX}_{name}" for name in READINGS}
-    for page in DOCS:
-        for code in code_in(page.read_text()):
-            for name in named(r"\b(encsvc_\w+)", code):
-                base = re.sub(r"_(total|bucket|sum|count)$", "", name)
-                assert base in collected, f"{page.name}: {name}"
+
+def exported() -> dict[str, set[str]]:
+    """Every series of the server under the name it has in Prometheus, with its labels."""
+    suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    series: dict[str, set[str]] = {}
+    for metric in Metrics()._registry.collect():
+        labels = {label for sample in metric.samples for label in sample.labels}
+        series |= {f"{metric.name}{suffix}": labels for suffix in suffixes[metric.type]}
+    for name, (kind, _, names) in READINGS.items():
+        series |= {f"{PREFIX}_{name}{suffix}": set(names) for suffix in suffixes[kind]}
+    return series
+
+
+def test_every_metric_a_page_names_is_exported_with_its_labels() -> None:
+    series = exported()
+    for page in PAGES:
+        for code in code_in(page):
+            for name, selector in re.findall(rf"\b((?:{PREFIX}|process)_\w+)(?:\{{([^}}]*)\}})?", code):
+                assert name in series, f"{page.name}: {name}"
+                assert named(r"(\w+) ?=", selector) <= series[name], f"{page.name}: {name}{{{selector}}}"
 
 
 def test_the_contract_page_names_every_error_with_its_status() -> None:
@@ -142,11 +151,33 @@ def test_the_contract_page_names_every_error_with_its_status() -> None:
     assert set(rows) == family
 
 
-def test_every_status_a_page_names_exists() -> None:
-    statuses = {status.name for status in errors.Status}
-    grpc_like = re.compile(r"`((?:INVALID|NOT|RESOURCE|DEADLINE|FAILED|PERMISSION|UNAUTH|UNAVAIL)[A-Z_]+)`")
-    for page in DOCS:
-        assert set(grpc_like.findall(page.read_text())) <= statuses, page.name
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_status_and_state_a_page_names_is_of_the_contract(page: Path, words: set[str]) -> None:
+    """Words in capitals: a gRPC code must be one that we use; anything else a state, or a name of the code."""
+    ours = {status.name for status in errors.Status} | {"OK"}
+    theirs = {code.name for code in grpc.StatusCode} - ours
+    states = {name.removeprefix("STATE_") for name in encoder_pb2.State.keys()}  # noqa: SIM118 - an enum, no dict
+    for code in code_in(page):
+        capitals = named(r"(?<![\w=./:-])([A-Z]{4,}(?:_[A-Z]+)*)\b(?![/.-])", code)
+        assert not capitals & theirs, code
+        if " " not in code:
+            assert capitals <= ours | states | words, code
+
+
+def test_the_contract_page_names_every_state() -> None:
+    states = {name.removeprefix("STATE_") for name in encoder_pb2.State.keys()} - {"UNSPECIFIED"}  # noqa: SIM118
+    assert states <= set(code_in(ROOT / "docs" / "contract.md"))
+
+
+def test_every_alert_and_panel_that_the_operators_page_names_exists() -> None:
+    page = OPERATIONS.read_text()
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    alerts = {rule["alert"] for group in rules for rule in group["rules"]}
+    assert named(r"\b(Encoder[A-Z][A-Za-z]+)\b", page) - {"EncoderClient"} == alerts
+    rows = yaml.safe_load((ROOT / "deploy/grafana/panels.yml").read_text())
+    panels = {panel["title"] for row in rows for panel in row["panels"]}
+    elsewhere = named(r"(?m)^#+ (.+)$", page) | named(r"\*\*([A-Z][^*]+)\*\*", page)
+    assert named(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", page) <= panels | elsewhere
 
 
 def test_the_map_shows_every_module_on_its_floor() -> None:
@@ -157,8 +188,8 @@ def test_the_map_shows_every_module_on_its_floor() -> None:
 
 def test_every_question_has_its_table_and_every_figure_of_the_summary_exists() -> None:
     names = {question.name for question in QUESTIONS}
-    assert sorted(MARKER.findall((ROOT / "docs" / "benchmarks.md").read_text())) == sorted(names)
-    assert {name for page in PAGES for name in MARKER.findall(page.read_text())} == names | {"summary"}
+    assert sorted(re.findall(MARKER, (ROOT / "docs" / "benchmarks.md").read_text())) == sorted(names)
+    assert {name for page in report.PAGES for name in named(MARKER, page.read_text())} == names | {"summary"}
     for question in QUESTIONS:
         source = (ROOT / "bench" / f"{question.module}.py").read_text()
         given = {

@@ -1,4 +1,4 @@
-"""Fixtures: a seeded checkpoint folder, and a real server on a free port."""
+"""Fixtures: a seeded checkpoint folder, a real server on free ports, replicas that meet in an index of each kind."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from bench.checkpoints import write_checkpoint
+from bench.redis_servers import carried_binary, redis_cluster, redis_server
 from encoder_contract.errors import EncoderError
 from encoder_service.config import Config
 from encoder_service.decode import Decoder
+from encoder_service.index import Fleet, Index, MemoryIndex, RedisIndex, namespace
 from encoder_service.model import Model, load_model
 from encoder_service.server import Server
 from prefill_client.client import EncoderClient
+from tests.index_replicas import LEASE_TTL_MS, MODEL, Join, as_replica, numbers, redis_settings
 
 torch.set_num_threads(2)
 
@@ -34,9 +37,11 @@ def config(checkpoint: Path) -> Config:
     return Config(
         model=checkpoint,
         listen="127.0.0.1:0",
+        metrics_listen="127.0.0.1:0",
         device="cpu",
         store_host_gib=0.25,
         store_prefault="no",
+        device_peak_tflops=1.5,
         drain_s=5,
     )
 
@@ -91,3 +96,51 @@ async def client(server: Server) -> AsyncIterator[EncoderClient]:
     """A client of that server."""
     async with await EncoderClient.connect(server.endpoint) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A Redis, as installed."""
+    with redis_server() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def old_redis_url() -> Iterator[str]:
+    """A Redis 6.2."""
+    with redis_server(binary=carried_binary()) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def cluster_url() -> Iterator[str]:
+    """A Redis Cluster."""
+    with redis_cluster() as cluster:
+        yield cluster.url
+
+
+@pytest.fixture(params=["memory", "redis", "old_redis", "cluster"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """What keeps the index."""
+    return request.param
+
+
+@pytest.fixture
+async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
+    """Return a function that makes a replica join the fleet of this test."""
+    url = "" if kind == "memory" else request.getfixturevalue(f"{kind}_url")
+    shared, space = Fleet(max_source_bytes=1 << 20), namespace(f"test{next(numbers)}", MODEL)
+    joined: list[Index] = []
+
+    async def join(name: str, lease_ttl_ms: int = LEASE_TTL_MS, **identity: object) -> Index:
+        index: Index = MemoryIndex(shared)
+        if url:
+            settings = replace(redis_settings(url, space), lease_ttl_ms=lease_ttl_ms)
+            index = RedisIndex(settings, held=list, load=lambda: 0.5)
+        joined.append(index)
+        await index.register(as_replica(name, **identity))  # type: ignore[arg-type]
+        return index
+
+    yield join
+    for index in joined:
+        await index.close()

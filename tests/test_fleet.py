@@ -5,7 +5,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -25,8 +25,10 @@ from encoder_service.scrape import scrape
 from encoder_service.server import Server
 from prefill_client.client import EncoderClient
 from prefill_client.connection import Connection
-from prefill_client.images import FetchedRows, RowRequest, read_images
+from prefill_client.images import RowRequest, read_images
 from tests.conftest import Gate
+from tests.fleet_replica import Replica
+from tests.waiting import soon
 
 numbers = itertools.count(1000)
 
@@ -39,33 +41,6 @@ def new_photo(width: int = 300, height: int = 280) -> bytes:
 def redis() -> Iterator[RedisServer]:
     with redis_server() as server:
         yield server
-
-
-@dataclass
-class Replica:
-    """A replica of the test's fleet, in this process, and a client of this replica alone."""
-
-    server: Server
-    gate: Gate
-    client: EncoderClient
-
-    @property
-    def endpoint(self) -> str:
-        return self.server.endpoint
-
-    async def encodes(self) -> int:
-        """Images it has encoded and kept."""
-        found = await asyncio.to_thread(scrape, self.server.watch.endpoint, 10)
-        return int(found.total("encoded_images_total", outcome="kept"))
-
-    async def fetch(self, digest: bytes, **options: object) -> FetchedRows:
-        async with self.client.fetch([RowRequest(digest)], shm=False, timeout_s=60, **options) as stream:  # type: ignore[arg-type]
-            return await anext(aiter(stream))
-
-    async def die(self) -> None:
-        """As peers see kill -9: silence from one moment to the next, and no farewell to the index."""
-        await self.server.index.close()
-        await self.server._listener._server.stop(None)
 
 
 Start = Callable[..., Awaitable[Replica]]
@@ -98,21 +73,12 @@ async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterat
         yield start
 
 
-async def soon(holds: Callable[[], bool | Awaitable[bool]], within_s: float = 10) -> None:
-    async with asyncio.timeout(within_s):
-        while True:
-            answer = holds()
-            if answer if isinstance(answer, bool) else await answer:
-                return
-            await asyncio.sleep(0.02)
-
-
 async def test_what_one_replica_holds_is_fetched_through_another_and_encoded_once(start: Start) -> None:
     a, b = await start(), await start()
     (image,) = await a.client.submit([new_photo()])
     made = await a.fetch(image.digest)
     assert made.source == "encoded"
-    await soon(lambda: _located(b, image.digest))
+    await soon(lambda: _located(b, image.digest), within_s=10)
     brought = await b.fetch(image.digest)
     assert (brought.error, brought.source) == (None, "peer")
     assert np.array_equal(brought.array, made.array)
@@ -125,7 +91,7 @@ async def test_a_replica_that_a_peer_spares_the_work_does_not_ask_for_the_bytes(
     file = new_photo()
     (image,) = await a.client.submit([file])
     await a.fetch(image.digest)
-    await soon(lambda: _located(b, image.digest))
+    await soon(lambda: _located(b, image.digest), within_s=10)
     (known,) = await b.client.submit([file])
     assert known.cached
     found = await asyncio.to_thread(scrape, b.server.watch.endpoint, 10)
@@ -213,7 +179,7 @@ async def test_a_peer_that_cannot_be_reached_is_gone_round_and_stays_in_the_inde
         b, c = await start(), await start()
         images = await a.client.submit([new_photo() for _ in range(6)])
         assert [(await a.fetch(image.digest)).error for image in images] == [None] * 6
-        await soon(lambda: _located(c, images[-1].digest))
+        await soon(lambda: _located(c, images[-1].digest), within_s=10)
         async with asyncio.timeout(30):
             found = [await b.fetch(image.digest) for image in images]
         assert {(outcome.error, outcome.source) for outcome in found} == {(None, "encoded")}
@@ -232,7 +198,7 @@ async def test_encoding_is_chosen_over_a_slow_peer_and_no_lease_stands_in_the_wa
         await a.client.submit([file])
         (image,) = await b.client.submit([file])
     await a.fetch(image.digest)
-    await soon(lambda: _located(b, image.digest))
+    await soon(lambda: _located(b, image.digest), within_s=10)
     b.server._peers.bytes_per_s = 1.0
     async with asyncio.timeout(20):
         assert (await b.fetch(image.digest)).source == "encoded"
@@ -278,11 +244,13 @@ async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start:
     a, b, c = await start(hand_over_s=20), await start(), await start()
     images = await a.client.submit([new_photo(200, 200) for _ in range(4)])
     made = [await a.fetch(image.digest) for image in images]
-    await soon(lambda: _located(b, images[-1].digest))
+    await soon(lambda: _located(b, images[-1].digest), within_s=10)
     await b.fetch(images[0].digest)  # which a peer holds already
-    await soon(lambda: len(a.server.index.peers()) == 2)
+    await soon(lambda: len(a.server.index.peers()) == 2, within_s=10)
     await a.server.drain()
-    await soon(lambda: not any(r.server.index.peers()[1:] for r in (b, c)))  # they know that A has left
+    await soon(
+        lambda: not any(r.server.index.peers()[1:] for r in (b, c)), within_s=10
+    )  # they know that A has left
     for image, before in zip(images, made, strict=True):
         after = await c.fetch(image.digest)
         assert after.source in ("host", "peer")

@@ -1,10 +1,9 @@
 """Bad days of a fleet, under load: every image ends in its rows or one error, in time, and is encoded once per life."""
 
 import asyncio
-import itertools
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,21 +11,18 @@ import pytest
 
 from bench.checkpoints import write_checkpoint
 from bench.images import photo
-from bench.redis_servers import RedisServer, redis_cluster, redis_server
+from bench.redis_servers import RedisServer, redis_server
 from bench.replicas import ReplicaProcess, fleet_of, start_all
 from bench.traffic import Supply, Traffic, marked
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.scrape import ScrapeError
 from prefill_client.client import EncoderClient
 from prefill_client.connection import Connection
 from prefill_client.images import RowRequest, read_images
-from tests.cable import Cable
+from tests.fleet_load import alone, encodes, joined, seeds, steady, traffic
+from tests.waiting import soon
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
-
-# Each test sends images that no other sent.
-seeds = itertools.count(1)
 # What a death may cost: two seconds until its heartbeat has lapsed, and encoding once more on a machine that is busy.
 BUMP_S = 8.0
 
@@ -53,50 +49,6 @@ async def fleet(three: Sequence[ReplicaProcess], redis: RedisServer) -> Sequence
     return three
 
 
-async def soon(holds: Callable[[], bool | Awaitable[bool]], within_s: float = 30) -> None:
-    async with asyncio.timeout(within_s):
-        while True:
-            answer = holds()
-            if answer if isinstance(answer, bool) else await answer:
-                return
-            await asyncio.sleep(0.1)
-
-
-async def joined(replicas: Sequence[ReplicaProcess]) -> None:
-    """Wait until all replicas see each other."""
-
-    async def all_seen() -> bool:
-        try:
-            seen = [(await asyncio.to_thread(r.metrics)).total("index_peers") for r in replicas]
-        except ScrapeError:
-            return False
-        return seen == [len(replicas) - 1] * len(replicas)
-
-    await soon(all_seen)
-
-
-async def encodes(replicas: Sequence[ReplicaProcess]) -> int:
-    return sum([await asyncio.to_thread(replica.encodes) for replica in replicas])
-
-
-async def alone(replica: ReplicaProcess) -> bool:
-    found = await asyncio.to_thread(replica.metrics)
-    return found.total("index_state", state="alone") == 1
-
-
-def traffic(replicas: Sequence[ReplicaProcess], **options: object) -> Traffic:
-    return Traffic([replica.endpoint for replica in replicas], Supply(seed=next(seeds)), **options)  # type: ignore[arg-type]
-
-
-async def steady(replicas: Sequence[ReplicaProcess], prompts: int = 15) -> None:
-    """New images, and each is encoded once: what a healthy fleet does, and one that has recovered."""
-    before = await encodes(replicas)
-    async with traffic(replicas) as load:
-        await load.more(prompts)
-    assert load.errors == []
-    assert await encodes(replicas) - before == load.distinct
-
-
 async def test_in_the_steady_state_each_image_is_encoded_once_per_fleet(
     fleet: Sequence[ReplicaProcess],
 ) -> None:
@@ -110,7 +62,7 @@ async def test_a_replica_killed_while_it_encodes_costs_a_moment_and_no_image(
     before = await encodes(others)
     async with traffic(fleet, workers=6) as load:
         await load.more(15)
-        await soon(lambda: asyncio.to_thread(_encodes_now, victim))
+        await soon(lambda: asyncio.to_thread(_encodes_now, victim), within_s=30)
         victim.kill()
         killed_s = time.monotonic()
         await load.more(40)
@@ -245,7 +197,7 @@ async def test_redis_on_a_full_disk_costs_no_image(
             await load.more(10)
             client.config_set("save", "3600 1")  # from here a snapshot that fails stops all writes
             client.bgsave()
-            await soon(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+            await soon(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", within_s=30)
             await load.more(20)
             assert await alone(fleet[0])
             client.config_set("save", "")
@@ -289,88 +241,6 @@ async def test_a_rolling_restart_under_load_loses_nothing(fleet: Sequence[Replic
         await load.more(10)
     assert load.errors == []
     await steady(fleet)
-
-
-async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
-    checkpoint: Path, redis: RedisServer
-) -> None:
-    cable = await Cable(redis.port).lay()
-    urls = (f"redis://127.0.0.1:{cable.port}", redis.url)
-    replicas = [
-        ReplicaProcess(checkpoint, n, index=url, index_prefix="cut-from-redis") for n, url in enumerate(urls)
-    ]
-    with fleet_of([]):
-        try:
-            await asyncio.to_thread(start_all, replicas)
-            await joined(replicas)
-            async with traffic(replicas) as load:
-                await load.more(10)
-                cable.cut()
-                await soon(lambda: alone(replicas[0]))
-                await load.more(20)
-                cable.mend()
-                await joined(replicas)
-                await load.more(10)
-            assert load.errors == []
-            await steady(replicas)
-        finally:
-            for replica in replicas:
-                replica.kill()
-            await cable.remove()
-
-
-async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_nothing(
-    checkpoint: Path, redis: RedisServer
-) -> None:
-    replicas = [
-        ReplicaProcess(checkpoint, n, index=redis.url, index_prefix="cut-from-peers") for n in range(2)
-    ]
-    a, b = replicas
-    a.endpoint = f"127.0.0.1:{a.port}"  # where a cable leads
-    cable = await Cable(a.port).lay()
-    try:
-        await asyncio.gather(
-            asyncio.to_thread(a.start, advertise=f"127.0.0.1:{cable.port}"), asyncio.to_thread(b.start)
-        )
-        await joined(replicas)
-        supply = Supply(seed=next(seeds), shared=0.0)
-        async with Traffic([a.endpoint], supply) as at_a:
-            await at_a.more(5)
-        cable.cut()
-        supply.shared = 1.0  # only what A holds: located at a peer that cannot be reached
-        async with Traffic([b.endpoint], supply) as at_b:
-            await at_b.more(10)
-        assert at_b.errors == []
-        assert {served.source for served in at_b.served} == {"encoded", "host"}
-        cable.mend()
-        await steady(replicas)
-    finally:
-        for replica in replicas:
-            replica.kill()
-        await cable.remove()
-
-
-async def test_a_cluster_failover_costs_no_image(checkpoint: Path) -> None:
-    with redis_cluster(masters=3, replicas=3) as cluster:
-        replicas = [ReplicaProcess(checkpoint, n, index=cluster.url) for n in range(2)]
-        with fleet_of(replicas):
-            await joined(replicas)
-            async with traffic(replicas) as load:
-                await load.more(10)
-                cluster.nodes[0].kill()
-                await load.more(20)
-                await soon(lambda: _is_healed(cluster.nodes[1]))
-                await joined(replicas)
-                await load.more(10)
-            assert load.errors == []
-            await steady(replicas)
-
-
-def _is_healed(node: RedisServer) -> bool:
-    with node.client() as client:
-        state = client.execute_command("CLUSTER INFO")
-    text = state.decode() if isinstance(state, bytes) else "\n".join(f"{k}:{v}" for k, v in state.items())
-    return "cluster_state:ok" in text
 
 
 async def test_another_processor_in_the_namespace_is_refused_and_another_model_is_none_of_its_business(

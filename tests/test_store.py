@@ -1,36 +1,17 @@
-"""The store against a simple model, and its promises one by one. A second CPU arena stands for the device tier."""
+"""The store's promises, one by one."""
 
 import gc
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import xxhash
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from encoder_contract.errors import ImageLimitError, InvalidRequestError, OverloadedError
-from encoder_service.store import Store, StoreSizeError, capacity
-from encoder_service.store.mover import PROMOTE_HITS
-
-WIDTH = 16  # float32: 64 bytes a row, 1024 rows a page
-PAGE_BYTES = 64 << 10
-PAGE_ROWS = PAGE_BYTES // (WIDTH * 4)
-
-
-def make_store(folder, host_pages=16, device_pages=0, **settings):
-    return Store(
-        host_bytes=host_pages * PAGE_BYTES,
-        device_bytes=device_pages * PAGE_BYTES,
-        width=WIDTH,
-        dtype=torch.float32,
-        segment_dir=str(folder),
-        **{"wait_s": 0.0} | settings,
-    )
+from encoder_service.store import StoreSizeError, capacity
+from tests.small_store import PAGE_BYTES, WIDTH, embedding, make_store, put, read
 
 
 @pytest.fixture
@@ -38,136 +19,6 @@ def store(tmp_path):
     store = make_store(tmp_path)
     yield store
     store.close()
-
-
-def embedding(seed, pages=1.0):
-    tokens = max(1, int(pages * PAGE_ROWS))
-    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def read(pin, begin=0, end=None):
-    return b"".join(pin.rows(begin, end))
-
-
-def put(store, name, pages=1.0):
-    store.put(name, embedding(name[0], pages), (1, 2, 2)).release()
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """Anything anyone may do, in any order. `versions` is all the model knows: what an address means while held."""
-
-    pins = Bundle("pins")
-    device_pages = 0
-    folder: Path
-
-    def __init__(self):
-        super().__init__()
-        self.evicted = []
-        self.store = make_store(
-            self.folder, 12, self.device_pages, on_evict=lambda *dropped: self.evicted.append(dropped)
-        )
-        self.live = []
-        self.versions = {}
-        self.version = 0
-
-    @rule(target=pins, name=st.integers(0, 9), pages=st.sampled_from([0.01, 0.5, 1, 1.5, 3, 4.25, 11]))
-    def put(self, name, pages):
-        address = bytes([name])
-        held = self.store.contains(address)
-        self.version += 1
-        rows = embedding(self.version, pages)
-        try:
-            pin = self.store.put(address, rows, (1, 1, self.version))
-        except OverloadedError:
-            host = self.store.stats().tiers[-1]
-            needed = -(-len(rows) // PAGE_ROWS) * PAGE_BYTES
-            assert host.size_bytes - host.pinned_bytes < needed
-            return None
-        if not held:
-            self.versions[address] = rows.numpy().tobytes()
-        self.live.append(pin)
-        return pin
-
-    @rule(target=pins, name=st.integers(0, 9))
-    def pin(self, name):
-        pin = self.store.pin(bytes([name]))
-        if pin is not None:
-            self.live.append(pin)
-        return pin
-
-    @rule(pin=pins)
-    def to_host(self, pin):
-        if pin in self.live:
-            try:
-                pin.to_host(wait_s=0)
-            except OverloadedError:
-                assert pin.tier == "device"
-
-    @rule(pin=consumes(pins))
-    def release(self, pin):
-        if pin is not None:
-            pin.release()
-            pin.release()
-            self.live = [other for other in self.live if other is not pin]
-
-    @rule(name=st.integers(0, 9))
-    def evict(self, name):
-        address = bytes([name])
-        held, pinned = self.store.contains(address), any(pin.address == address for pin in self.live)
-        assert self.store.evict(address) == (held and not pinned)
-        assert self.store.contains(address) == (held and pinned)
-
-    @rule()
-    def flush(self):
-        self.store.flush()
-        stats = self.store.stats()
-        assert all(tier.entries == tier.pinned_entries for tier in stats.tiers)
-
-    @rule()
-    def move(self):
-        self.store.move_once()
-
-    @invariant()
-    def every_pin_reads_the_bytes_that_its_address_had_when_it_was_first_put(self):
-        for pin in self.live:
-            assert self.store.contains(pin.address)
-            slot = pin._held
-            found = b"".join(piece.numpy().tobytes() for piece in slot.tier.pieces(slot))
-            assert found == self.versions[pin.address]
-            if pin.tier == "host":
-                assert read(pin) == found
-
-    @invariant()
-    def no_page_has_two_owners_and_none_is_lost(self):
-        for tier in self.store._ledger.tiers:
-            runs = [run for slot in tier.slots.values() for run in slot.runs]
-            pages = [page for start, count in runs for page in range(start, start + count)]
-            assert len(pages) == len(set(pages))
-            assert len(pages) + tier.arena.free_pages == tier.arena.pages
-
-    @invariant()
-    def the_numbers_add_up(self):
-        stats = self.store.stats()
-        assert stats.pins == len(self.live)
-        assert len(self.evicted) == sum(tier.evictions for tier in stats.tiers)
-        for tier in stats.tiers:
-            assert tier.entries == tier.writes - tier.evictions
-            assert tier.pinned_bytes <= tier.used_bytes <= tier.size_bytes
-
-    def teardown(self):
-        self.store.close()
-
-
-class TieredStoreMachine(StoreMachine):
-    device_pages = 5
-
-
-@pytest.mark.parametrize("machine", [StoreMachine, TieredStoreMachine])
-def test_whatever_happens_in_whatever_order_the_store_is_as_the_model_says(machine, tmp_path):
-    machine.folder = tmp_path
-    case = machine.TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-    case("runTest").runTest()
 
 
 def test_rows_come_back_bit_for_bit_and_any_window_of_them(store):
@@ -309,86 +160,6 @@ def test_a_write_that_fails_leaves_nothing_behind(store):
 def test_an_embedding_larger_than_the_host_tier_is_refused_by_name(store):
     with pytest.raises(ImageLimitError, match="--store-host-gib"):
         store.put(b"a", embedding(1, 17), (1, 1, 1))
-
-
-def test_rows_go_to_the_device_and_come_to_the_host_when_someone_reads(tmp_path):
-    store = make_store(tmp_path, device_pages=8)
-    pin = store.put(b"a", embedding(1, 2), (1, 1, 1))
-    assert pin.tier == "device"
-    pin.to_host()
-    pin.to_host()
-    assert pin.tier == "host"
-    assert read(pin) == embedding(1, 2).numpy().tobytes()
-    pin.release()
-    device, host = store.stats().tiers
-    assert (device.entries, host.entries, store.stats().pins) == (1, 1, 0)
-    with store.pin(b"a") as again:
-        assert again.tier == "host"
-    store.close()
-
-
-def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(tmp_path):
-    gone = []
-    store = make_store(tmp_path, device_pages=4, on_evict=lambda *dropped: gone.append(dropped))
-    for name in b"abcde":
-        put(store, bytes([name]))
-    assert [store.tier_of(bytes([name])) for name in b"abcde"] == ["device"] * 4 + ["host"]
-    assert store.move_once()
-    assert not store.move_once()
-    assert store.tier_of(b"a") == "host"
-    assert gone == [(b"a", "device")]
-    with store.pin(b"a") as pin:
-        assert read(pin) == embedding(ord("a")).numpy().tobytes()
-    assert store.stats().demotions == 1
-    store.close()
-
-
-def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
-    store = make_store(tmp_path, host_pages=4, device_pages=4)
-    for name in b"abcd":
-        put(store, bytes([name]))
-    pin = store.put(b"p", embedding(1, 4), (1, 1, 1))
-    assert pin.tier == "host"
-    assert not store.move_once()
-    assert all(store.tier_of(bytes([name])) == "device" for name in b"abcd")
-    pin.release()
-    assert store.move_once()
-    assert not store.contains(b"p")
-    store.close()
-
-
-def test_repeated_hits_bring_an_embedding_to_the_device(tmp_path):
-    store = make_store(tmp_path, device_pages=4)
-    for name in b"abcde":
-        put(store, bytes([name]))
-    assert store.move_once()  # room for the promotion
-    for _ in range(PROMOTE_HITS):
-        assert not store.move_once()
-        store.pin(b"e").release()
-    assert store.move_once()
-    assert store.stats().promotions == 1
-    assert store.evict(b"e")
-    assert not store.contains(b"e")
-    store.close()
-
-
-def test_the_mover_thread_keeps_room_on_the_device_and_ends_with_the_store(tmp_path):
-    store = make_store(tmp_path, host_pages=64, device_pages=8)
-    thread = threading.Thread(target=store.keep_moving)
-    thread.start()
-    deadline = time.monotonic() + 5
-    for name in range(30):
-        while (tier := store.stats().tiers[0]).used_bytes == tier.size_bytes and time.monotonic() < deadline:
-            time.sleep(0.005)
-        put(store, bytes([name]))
-    assert store.stats().tiers[0].writes == 30
-    for name in range(30):
-        with store.pin(bytes([name])) as pin:
-            pin.to_host()
-            assert read(pin) == embedding(name).numpy().tobytes()
-    store.close()
-    thread.join(5)
-    assert not thread.is_alive()
 
 
 def test_stats_name_what_is_large_and_who_holds_it(store):

@@ -1,0 +1,59 @@
+"""Calls to a real server: a Fetch read to its end, and the protocol spoken by hand."""
+
+from encoder_contract.digest import content_digest
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from prefill_client.client import EncoderClient
+from prefill_client.connection import Connection
+from prefill_client.images import FetchedRows, RowRequest
+
+
+async def collect(
+    client: EncoderClient, requests: list[RowRequest], **options: object
+) -> dict[int, FetchedRows]:
+    """Return copies of all outcomes by index."""
+    outcomes: dict[int, FetchedRows] = {}
+    async with client.fetch(requests, timeout_s=60, **options) as stream:  # type: ignore[arg-type]
+        async for outcome in stream:
+            assert outcome.index not in outcomes, "an image has one outcome"
+            outcomes[outcome.index] = outcome
+    return outcomes
+
+
+async def connection(client: EncoderClient) -> Connection:
+    """The client's connection, to speak the protocol by hand."""
+    (endpoint,) = client._pool.router.endpoints
+    return await client._pool.connection(endpoint)
+
+
+async def stub(client: EncoderClient) -> EncoderServiceStub:
+    return EncoderServiceStub((await connection(client)).channel)
+
+
+def naming(*names: pb.ImageName) -> pb.SubmitRequest:
+    return pb.SubmitRequest(names=pb.ImageNames(names=names))
+
+
+async def raw_submit(
+    client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
+) -> dict[int, list[pb.ImageState]]:
+    """Speak the protocol by hand, past the client's own checks."""
+    call = (await stub(client)).Submit(timeout=20)
+    await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
+    states: dict[int, list[pb.ImageState]] = {}
+    left = len(images)
+    while left:
+        state = (await call.read()).state
+        states.setdefault(state.index, []).append(state)
+        if state.state == pb.STATE_NEEDS_BYTES:
+            data = next(data for name, data in images if name.index == state.index)
+            await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=state.index, data=data, last=True)))
+        else:
+            left -= 1
+    await call.done_writing()
+    return states
+
+
+def named(index: int, data: bytes, **fields: object) -> tuple[pb.ImageName, bytes]:
+    return pb.ImageName(index=index, digest=content_digest(data), **fields), data  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""Replicas of a test's fleet, as the index knows them."""
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from encoder_contract.digest import content_digest
+from encoder_service.index import (
+    Index,
+    IndexState,
+    RedisIndex,
+    RedisSettings,
+    Replica,
+    Tier,
+    Watchers,
+)
+from tests.waiting import soon
+
+MODEL, PROCESSOR = b"m" * 32, b"p" * 32
+LEASE_TTL_MS, REPLICA_TTL_MS, HEARTBEAT_MS = 800, 700, 100
+numbers = itertools.count()
+Join = Callable[..., Awaitable[Index]]
+CALL_TIMEOUT_S = 0.1
+
+
+def new_addresses(count: int) -> list[bytes]:
+    return [content_digest(str(next(numbers)).encode()) for _ in range(count)]
+
+
+def as_replica(name: str, epoch: int = 1, model: bytes = MODEL, processor: bytes = PROCESSOR) -> Replica:
+    return Replica(name, epoch, f"{name}.example:50051", model, processor)
+
+
+def redis_settings(url: str, space: str) -> RedisSettings:
+    return RedisSettings(
+        url=url,
+        namespace=space,
+        # These tests are about answers, not about speed: a busy machine must not send them alone.
+        call_timeout_ms=2000,
+        heartbeat_ms=HEARTBEAT_MS,
+        replica_ttl_ms=REPLICA_TTL_MS,
+        lease_ttl_ms=LEASE_TTL_MS,
+        max_source_bytes=1 << 20,
+    )
+
+
+@dataclass
+class Watched:
+    """A replica, what it holds, and what it said about itself."""
+
+    index: RedisIndex
+    held: list[tuple[bytes, Tier]]
+    said: list[tuple[IndexState, str]] = field(default_factory=list)
+
+    async def hold(self, addresses: list[bytes]) -> None:
+        self.held += [(address, Tier.HOST) for address in addresses]
+        await self.index.publish(addresses, Tier.HOST)
+
+    async def until(self, state: IndexState, within_s: float = 8.0) -> None:
+        await soon(lambda: self.index.state is state, within_s)
+
+
+JoinWatched = Callable[..., Awaitable[Watched]]
+
+
+@asynccontextmanager
+async def watched_replicas() -> AsyncIterator[JoinWatched]:
+    """Give a function that makes a replica join, by any URL; all are closed at the end."""
+    joined: list[Watched] = []
+
+    async def join(url: str, name: str, epoch: int = 1, model: bytes = b"m" * 32) -> Watched:
+        watched = Watched(None, [])  # type: ignore[arg-type]
+        settings = RedisSettings(
+            url=url,
+            namespace="bad-days",
+            call_timeout_ms=int(CALL_TIMEOUT_S * 1000),
+            heartbeat_ms=100,
+            replica_ttl_ms=700,
+        )
+        watched.index = RedisIndex(
+            settings,
+            held=lambda: iter(watched.held),
+            load=lambda: 0.0,
+            watchers=Watchers(on_state=lambda state, reason: watched.said.append((state, reason))),
+        )
+        joined.append(watched)
+        await watched.index.register(Replica(name, epoch, f"{name}:1", model, b"p" * 32))
+        return watched
+
+    try:
+        yield join
+    finally:
+        for watched in joined:
+            await watched.index.close()

@@ -1,0 +1,33 @@
+"""A store of a few pages, and embeddings for it."""
+
+import torch
+
+from encoder_service.store import Store
+
+WIDTH = 16  # float32: 64 bytes a row, 1024 rows a page
+PAGE_BYTES = 64 << 10
+PAGE_ROWS = PAGE_BYTES // (WIDTH * 4)
+
+
+def make_store(folder, host_pages=16, device_pages=0, **settings):
+    return Store(
+        host_bytes=host_pages * PAGE_BYTES,
+        device_bytes=device_pages * PAGE_BYTES,
+        width=WIDTH,
+        dtype=torch.float32,
+        segment_dir=str(folder),
+        **{"wait_s": 0.0} | settings,
+    )
+
+
+def embedding(seed, pages=1.0):
+    tokens = max(1, int(pages * PAGE_ROWS))
+    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def read(pin, begin=0, end=None):
+    return b"".join(pin.rows(begin, end))
+
+
+def put(store, name, pages=1.0):
+    store.put(name, embedding(name[0], pages), (1, 2, 2)).release()

@@ -1,6 +1,7 @@
 """What a server says of itself: to callers, and to people."""
 
 import socket
+from collections.abc import Mapping
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
@@ -56,6 +57,15 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
         f"{config.source_gib:g} GiB of image files",
         "replica": replica_id,
     }
+
+
+def banner(facts: Mapping[str, str], metrics: str, listening: str) -> str:
+    """Return the block that a server prints when it begins; who waits for it waits for the last line."""
+    lines = {**facts, **({"metrics": f"http://{metrics}/"} if metrics else {}), "listening": listening}
+    width = max(map(len, lines))
+    return "\n".join(
+        [f"encoder-service {__version__}", *(f"  {name:<{width}}  {value}" for name, value in lines.items())]
+    )
 
 
 def reachable(endpoint: str) -> str:

@@ -1,5 +1,7 @@
 """The listener: one port with our calls, health and reflection on it."""
 
+import asyncio
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -46,6 +48,10 @@ class Listener:
         await self._server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def cut(self) -> None:
+        """End running calls now, whatever `stop` was told."""
+        self._cutting = asyncio.create_task(self._server.stop(0), name="cut")
 
     async def stop(self, grace_s: float) -> None:
         """Say that we no longer serve, take no new calls, and let running ones end for at most `grace_s`."""

@@ -13,7 +13,7 @@ from encoder_contract.errors import EncoderError, ModelMismatchError
 from encoder_contract.version import __version__
 from encoder_service.admin import AdminService
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.description import describe, facts, reachable
+from encoder_service.description import banner, describe, facts, reachable
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat
 from encoder_service.fleet import Fleet
@@ -89,8 +89,8 @@ class Server:
 
     async def serve(self) -> int:
         """Serve until SIGTERM or SIGINT, then drain: refuse new calls, finish what runs; return the exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop.set)
+        self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
         self._loop.add_signal_handler(signal.SIGUSR1, toggle_debug, self._config.log_level)
         await self.start()
         print(self.banner(), flush=True)  # noqa: T201 - the one block that says what was chosen
@@ -127,7 +127,7 @@ class Server:
         """Leave the index, refuse new calls, let running ones end (at most `drain_s`), give everything back."""
         hand_over_s = self._config.hand_over_s
         await hand_over(self._hot, self.store.contains, self.index, self._peers.offer, hand_over_s)
-        log.info("draining: new calls are refused, running ones have %g s", self._config.drain_s)
+        log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
         await self.index.leave()
         await self._listener.stop(self._config.drain_s)
@@ -263,6 +263,11 @@ class Server:
         if not self.store.contains(address):
             self._fleet.gone(address)
 
+    def _interrupt(self) -> None:
+        if self._stop.is_set():
+            self._listener.cut()
+        self._stop.set()
+
     def _lose_device(self) -> None:
         self._lost_device = True
         self._stop.set()
@@ -286,14 +291,7 @@ class Server:
 
     def banner(self) -> str:
         """Return the block that says what was chosen; its last line says where the server listens."""
-        lines = self._facts()
-        if self.watch.endpoint:
-            lines["metrics"] = f"http://{self.watch.endpoint}/"
-        lines["listening"] = lines.pop("listening")  # last: who waits for the server waits for this line
-        width = max(map(len, lines))
-        return "\n".join(
-            [f"encoder-service {__version__}", *(f"  {k:<{width}}  {v}" for k, v in lines.items())]
-        )
+        return banner(facts(self._config, self._model, self.replica_id), self.watch.endpoint, self.endpoint)
 
     def _facts(self) -> dict[str, str]:
         return {**facts(self._config, self._model, self.replica_id), "listening": self.endpoint}

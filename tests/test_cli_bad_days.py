@@ -1,5 +1,6 @@
 """What a person meets on a bad day: each is one line that says what to mend, soon, and never a traceback."""
 
+import asyncio
 import re
 import shutil
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from bench.images import photo
-from tests.processes import SCRIPTS, run
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from tests.processes import SCRIPTS, run, running
 
 # Nothing slow has begun: torch alone takes longer to import on the machines that run this.
 AT_ONCE_S = 1.5
@@ -203,3 +206,21 @@ def test_a_disk_that_is_too_small_for_the_store_is_told_in_the_words_of_its_flag
     assert result.returncode == 2, result.stderr
     assert "--store-host-gib" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+async def test_ctrl_c_pressed_again_ends_a_drain(checkpoint: Path) -> None:
+    with running(checkpoint, drain_s=60) as server:
+        async with (
+            await EncoderClient.connect(server.endpoint) as client,
+            # A call that has nothing to do but wait for an image that nobody submits.
+            client.fetch([RowRequest(bytes(32))], grace_ms=30_000, timeout_s=30) as stream,
+        ):
+            waiting = asyncio.ensure_future(anext(aiter(stream)))
+            await asyncio.sleep(0.5)
+            server.process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.5)
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(server.process.wait, 5) == 0
+            waiting.cancel()
+    assert "Traceback" not in "\n".join(server.lines)

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return BAD_USAGE
+    except ModuleNotFoundError as error:  # installed for the client alone
+        print(f"encoder-service: {error}; pip install 'encoder-service[server]'", file=sys.stderr)
+        return BAD_USAGE
 
 
 def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:

@@ -159,6 +159,18 @@ def test_the_prefill_service_tells_of_weights_that_cannot_be_read(checkpoint: Pa
     assert "its weights cannot be read" in said
 
 
+@pytest.mark.parametrize(("command", "module"), [("serve --model x", "torch"), ("top --once", "rich")])
+def test_what_was_not_installed_is_named_with_what_installs_it(command: str, module: str, free: str) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; from encoder_service.cli import main; sys.exit(main())"
+    )
+    words = [*command.split(), *(["--listen", free] if "serve" in command else [])]
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert module in result.stderr
+    assert "pip install 'encoder-service[server]'" in result.stderr
+
+
 # Moments on the way to serving: while torch is imported, and while the model is read.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("after_s", [0.4, 2.0])

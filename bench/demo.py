@@ -16,7 +16,7 @@ from bench.checkpoints import write_checkpoint
 from bench.demo_checks import check
 from bench.demo_report import print_turn
 from bench.images import photo
-from bench.server_process import HALF_THE_CORES, running
+from bench.server_process import HALF_THE_CORES, ServerStartError, running
 from prefill_client.timeline import draw
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +147,10 @@ def main() -> int:
         "--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)"
     )
     args = parser.parse_args()
-    return demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve())
+    try:
+        return demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve())
+    except ServerStartError as error:
+        raise SystemExit(f"demo: {error}") from error
 
 
 if __name__ == "__main__":

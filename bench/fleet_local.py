@@ -15,7 +15,7 @@ import transformers
 from bench.checkpoints import write_checkpoint
 from bench.demo import FOLDER
 from bench.redis_servers import redis_server
-from bench.server_process import ServerProcess
+from bench.server_process import ServerProcess, ServerStartError
 
 
 def run(replicas: int, model: Path | None, folder: Path) -> int:
@@ -78,7 +78,10 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, stop)
     with suppress(KeyboardInterrupt):  # one that comes before all are up
-        return run(args.replicas, args.model, FOLDER / "fleet")
+        try:
+            return run(args.replicas, args.model, FOLDER / "fleet")
+        except ServerStartError as error:
+            raise SystemExit(f"fleet: {error}") from error
     return 0
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.question import Figure, Question
-from bench.questions import QUESTIONS, SUMMARY
+from bench.questions import QUESTIONS
 from bench.results import ROOT, Result
+from bench.summary import SUMMARY
 
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
 BUSY = 0.5  # of the cores were others' when it began: the times are theirs too

@@ -18,6 +18,10 @@ START_S, DRAIN_S = 60.0, 40.0  # the server itself gives running calls 30 s
 HALF_THE_CORES = max(1, (os.cpu_count() or 2) // 2)
 
 
+class ServerStartError(Exception):
+    """A server did not come up; the message is what it said."""
+
+
 class ServerProcess:
     """A server, started. `settings` are fields of its `Config`; all it says is in `log`.
 
@@ -47,7 +51,7 @@ class ServerProcess:
         self.endpoint = self.metrics_url = ""
 
     def wait_until_it_listens(self) -> None:
-        """Return when it listens; a server that does not come up is killed, and ends us with what it said."""
+        """Return when it listens; one that does not come up is killed, and raises `ServerStartError`."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             said = dict(re.findall(r"^ +(listening|metrics) +(\S+)\n", self.log.read_text(), re.MULTILINE))
@@ -56,7 +60,7 @@ class ServerProcess:
                 return
             time.sleep(0.02)
         self.kill()
-        raise SystemExit(f"the server did not start:\n{self.log.read_text()}")
+        raise ServerStartError(f"the server did not start:\n{self.log.read_text()}")
 
     @property
     def lines(self) -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from bench import report
-from bench.questions import QUESTIONS, SUMMARY
+from bench.questions import QUESTIONS
+from bench.summary import SUMMARY
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.metrics import PREFIX, READINGS, Metrics

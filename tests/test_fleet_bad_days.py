@@ -13,6 +13,7 @@ from bench.checkpoints import write_checkpoint
 from bench.images import photo
 from bench.redis_servers import RedisServer, redis_server
 from bench.replicas import ReplicaProcess, fleet_of, start_all
+from bench.server_process import ServerStartError
 from bench.traffic import Supply, Traffic, marked
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -251,7 +252,7 @@ async def test_another_processor_in_the_namespace_is_refused_and_another_model_i
     settings = tmp_path / "processor" / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace('"shortest_edge": 65536', '"shortest_edge": 131072'))
     stranger = ReplicaProcess(tmp_path / "processor", 8, index=redis.url)
-    with pytest.raises(AssertionError, match=r"another model or processor"):
+    with pytest.raises(ServerStartError, match=r"another model or processor"):
         await asyncio.to_thread(stranger.start)
 
     other = ReplicaProcess(write_checkpoint(tmp_path / "model", seed=7), 9, index=redis.url)

@@ -1,13 +1,17 @@
-"""The structure: imports only downward, rooms are strangers, and fences around libraries."""
+"""The structure: imports only downward, rooms are strangers, fences around libraries, files of one noun."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"encoder_contract": ROOT / "proto", "encoder_service": ROOT, "prefill_client": ROOT}
+FOLDERS = [*PACKAGES, "bench", "tests"]  # each may import from those before it, but the client not the server
+MAX_LINES = 300  # a longer file says why, in a line that begins with this:
+LONG_BECAUSE = "# Over 300 lines because "
 
 # From the top down; a module imports only from floors below its own. Rooms share a floor: strangers.
 FLOORS = [
@@ -52,6 +56,25 @@ FENCES = {
         "prefill_client/",
     },
     "grpc_health": {"encoder_service/listener", "prefill_client/"},
+    "grpc_reflection": {"encoder_service/listener"},
+    # Where tensors are: never in what is decided, counted, named, configured or said on the wire.
+    "torch": {
+        "encoder_service/model",
+        "encoder_service/peers",
+        "encoder_service/pipeline",
+        "encoder_service/fleet",
+        "encoder_service/readings",
+        "encoder_service/stages",
+        "encoder_service/desk",
+        "encoder_service/lanes",
+        "encoder_service/decode",
+        "encoder_service/preprocess",
+        "encoder_service/store/",
+        "encoder_service/vision/",
+        "prefill_client/images",
+        "prefill_client/segment",
+        "prefill_client/reference/",
+    },
     "redis": {"encoder_service/index/"},
     "transformers": {"prefill_client/reference/"},
     "prometheus_client": {
@@ -60,15 +83,31 @@ FENCES = {
         "prefill_client/reference/",
     },
     "nvidia": {"encoder_service/decode"},
+    "PIL": {"encoder_service/decode"},
+    "rich": {"encoder_service/cli", "encoder_service/top"},
+    "fastapi": {"prefill_client/reference/"},
+    "uvicorn": {"prefill_client/reference/"},
     "flash_attn": {"encoder_service/vision/"},
     "safetensors": {"encoder_service/vision/", "prefill_client/reference/"},
     "pickle": set(),
 }
 
 
+# Who touches the environment: entry points read it; the others set what a library reads.
+ENVIRONMENT = {
+    "encoder_service/cli": "reads settings",
+    "prefill_client/reference/server": "reads settings",
+    "encoder_service/decode": "sets how much DALI says",
+    "encoder_contract/command_line": "sets how much gRPC says",
+}
+
+
 def modules() -> list[Path]:
-    files = [path for package, root in PACKAGES.items() for path in (root / package).rglob("*.py")]
-    return [path for path in files if "_pb2" not in path.name]
+    return [path for folder in PACKAGES for path in files_in(folder)]
+
+
+def files_in(folder: str) -> list[Path]:
+    return [path for path in (PACKAGES.get(folder, ROOT) / folder).rglob("*.py") if "_pb2" not in path.name]
 
 
 def name_of(path: Path) -> str:
@@ -118,7 +157,61 @@ def test_a_module_imports_only_from_lower_floors_and_inside_the_fences(path: Pat
             )
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
+@pytest.mark.parametrize("path", [path for folder in FOLDERS for path in files_in(folder)], ids=name_of)
 def test_every_module_says_in_its_first_line_what_it_is(path: Path) -> None:
     text = path.read_text()
     assert not text.strip() or ast.get_docstring(ast.parse(text)), name_of(path)
+
+
+def graph() -> dict[str, set[str]]:
+    """Return what each module of ours imports of ours, by full names; a package stands for its `__init__`."""
+    paths = {
+        name_of(path).replace("/", ".").removesuffix(".__init__"): path
+        for folder in FOLDERS
+        for path in files_in(folder)
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        named = [each for each in imports(path) if each in paths]
+        # `from package import module` names both: it is the module that is meant.
+        found[name] = {n for n in named if n != name and not any(m.startswith(f"{n}.") for m in named)}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(graph()).prepare()  # raises CycleError, naming the circle
+
+
+def test_folders_import_only_from_those_below_and_the_reference_is_above_the_client() -> None:
+    for name, imported in graph().items():
+        folder = name.split(".")[0]
+        allowed = FOLDERS[: FOLDERS.index(folder) + 1]
+        assert {each.split(".")[0] for each in imported} <= {*allowed}, name
+        if folder == "prefill_client" and not name.startswith(
+            ("prefill_client.reference", "prefill_client.cli")
+        ):
+            assert not any(each.startswith("prefill_client.reference") for each in imported), name
+
+
+def test_only_entry_points_read_the_environment() -> None:
+    touching = {name_of(path) for path in modules() if "environ" in _attributes(path)}
+    assert touching == set(ENVIRONMENT)
+
+
+def _attributes(path: Path) -> set[str]:
+    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
+def test_a_file_is_named_for_its_noun() -> None:
+    empty = {"util", "utils", "common", "helper", "helpers", "base", "misc", "core"}
+    shadowing = {"types", "queue", "signal"}  # of the standard library, where a reader would look first
+    assert not {path.stem for path in modules()} & (empty | shadowing)
+
+
+def test_no_file_is_over_300_lines_unless_it_says_why() -> None:
+    scripts = [ROOT / "proto/stubs.py", *(ROOT / "deploy").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    for path in [*scripts, *(path for folder in FOLDERS for path in files_in(folder))]:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= MAX_LINES or any(line.startswith(LONG_BECAUSE) for line in lines), (
+            f"{path.relative_to(ROOT)} has {len(lines)} lines"
+        )

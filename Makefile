@@ -10,13 +10,11 @@ MODEL  ?=
 ONLY   ?=
 N      ?= 3
 
-# A CUDA build takes torch from the default index with its CUDA packages and the flash-attn extra;
-# a CPU build takes the version pinned in constraints.txt first, so that nothing pulls in CUDA.
-ifeq ($(GPU),1)
-EXTRAS := dev,dali-cuda13,flash-attn
-else
-EXTRAS := dev,dali-cuda13
-endif
+# torch comes first: PyPI has the CUDA build, with gigabytes of libraries; PyTorch's own index has one for the CPU alone,
+# which counts as newer, and which a CUDA build has to be rid of. Without that index, setup takes what PyPI has.
+EXTRAS    := dev,dali-cuda13
+CPU_TORCH := --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+QUIETLY   := 2> >(grep -v -e 'is ignored: it is' -e 'WARNING: Retrying' >&2)
 
 export PYTHONUNBUFFERED = 1
 export TOKENIZERS_PARALLELISM = false
@@ -29,13 +27,19 @@ export MALLOC_ARENA_MAX = 1
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}'
 
+PIP := $(PY) -m pip --quiet --disable-pip-version-check
+
 $(VENV)/.done-$(GPU): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-ifneq ($(GPU),1)
-	@$(PY) -m pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" 2> >(grep -v 'is ignored: it is' >&2)
-endif
 	@echo "installing encoder-service[$(EXTRAS)] into $(VENV) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check $(if $(filter 1,$(GPU)),,-c constraints.txt) -e '.[$(EXTRAS)]' 2> >(grep -v 'is ignored: it is' >&2)
+ifeq ($(GPU),1)
+	@! $(PY) -m pip show torch 2>/dev/null | grep -q '^Version:.*+cpu' || $(PIP) uninstall --yes torch
+	@$(PIP) install -e '.[$(EXTRAS)]' $(QUIETLY)
+	@touch $(VENV)/.done-0  # nothing needs the build for the CPU now
+else
+	@$(PIP) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
+	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]' $(QUIETLY)
+endif
 	@touch $@
 
 .PHONY: setup

@@ -9,6 +9,7 @@ from encoder_service.config import Config, ConfigError, flag
 from encoder_service.decode import Decoder
 from encoder_service.processor import ProcessorSettings
 from encoder_service.vision import Tower, load_tower, model_fingerprint
+from encoder_service.vision.spec import TowerSpec
 from encoder_service.vision.spec import read_config as read_config_json
 
 
@@ -26,11 +27,17 @@ class Model:
 def load_model(config: Config) -> Model:
     """Load tower, processor settings and decoder. Raises `ConfigError` naming what is missing or cannot be served."""
     if not config.model.is_dir():
-        raise ConfigError(f"{flag('model')} {config.model}: there is no such folder")
+        raise ConfigError(
+            f"{flag('model')} {config.model}: there is no such folder (a model of the Hugging Face Hub has to be "
+            "downloaded into one: hf download NAME --local-dir FOLDER)"
+        )
     if config.torch_threads:
         torch.set_num_threads(config.torch_threads)
     device = _device(config.device)
     try:
+        TowerSpec.from_config(
+            read_config_json(config.model)
+        )  # first: of what is no vision model, that is to be said
         processor = ProcessorSettings.from_folder(config.model)
         dtype = _dtype(config)
         tower = load_tower(

@@ -36,7 +36,7 @@ def test_a_wrong_flag_is_named() -> None:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, "preprocessor_config.json"),
+        ({}, "is not a Hugging Face checkpoint folder"),
         ({"config.json": '{"model_type": "llama"}'}, "qwen3_vl"),
         ({"config.json": "{"}, "config.json"),
     ],

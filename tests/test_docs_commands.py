@@ -14,7 +14,7 @@ from tests.processes import run
 FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
 OURS = ("encoder-service", "prefill-client")
 # Programs that are not ours, whose flags are their own business.
-FOREIGN = r"\b(docker compose|docker|kubectl|redis-cli|redis-server|pip|curl|git|pytest|up --detach)\b"
+FOREIGN = r"\b(docker compose|docker|kubectl|redis-cli|redis-server|pip|hf|curl|git|pytest|up --detach)\b"
 # Which of our programs a line runs: `encoder-service top`, `python -m bench.store`.
 PROGRAM = rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+)|\b(?:-m )?(bench(?:\.\w+)?)\b(?!/)"
 

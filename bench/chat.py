@@ -9,32 +9,21 @@ import argparse
 import asyncio
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from bench.bare_engine import tower_seconds
 from bench.images import photo
 from bench.server_process import HALF_THE_CORES, running
 from bench.vit import full_checkpoint
 from encoder_service.config import Config
-from encoder_service.model import Model, load_model
-from encoder_service.preprocess import to_patches
+from encoder_service.model import load_model
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 
 ROUNDS = 8
-
-
-def whole_set_ms(model: Model, files: Sequence[bytes]) -> float:
-    """Return the milliseconds of the tower for all files in one batch."""
-    pixels = [p for p in model.decoder.decode(files) if isinstance(p, torch.Tensor)]
-    grids = [model.processor.geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
-    patches = to_patches(pixels, grids, model.processor.geometry)
-    began = time.perf_counter()
-    model.tower.encode(patches, grids)
-    return (time.perf_counter() - began) * 1e3
 
 
 async def ours_ms(client: EncoderClient, files: Sequence[bytes]) -> tuple[float, int]:
@@ -62,8 +51,8 @@ async def chat(side: int, folder: Path) -> dict[str, float]:
             await ours_ms(client, files[-1:])
             ours = [await ours_ms(client, files[:n]) for n in range(1, ROUNDS + 1)]
     model = load_model(Config(model=path, device="cpu", torch_threads=HALF_THE_CORES))
-    whole_set_ms(model, files[-1:])
-    theirs = [whole_set_ms(model, files[:n]) for n in range(1, ROUNDS + 1)]
+    tower_seconds(model, files[-1:])
+    theirs = [tower_seconds(model, files[:n]) * 1e3 for n in range(1, ROUNDS + 1)]
     print(f"{side}x{side}, 27 blocks, {HALF_THE_CORES} threads, milliseconds of ViT")
     print(f"{'round':>6} {'all again':>10} {'ours':>8} {'encoded':>8}")
     for number, (all_ms, (our_ms, encoded)) in enumerate(zip(theirs, ours, strict=True), 1):

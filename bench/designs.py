@@ -21,6 +21,7 @@ from statistics import median
 import torch
 import transformers
 
+from bench.bare_engine import patches_of
 from bench.checkpoints import write_checkpoint
 from bench.overlap import (
     CHUNK_TOKENS,
@@ -35,7 +36,6 @@ from bench.overlap import (
 from bench.server_process import HALF_THE_CORES
 from encoder_service.config import Config
 from encoder_service.model import Model, load_model
-from encoder_service.preprocess import to_patches
 from prefill_client.client import EncoderClient
 from prefill_client.layout import Layout
 from prefill_client.plan import Chunk, plan
@@ -68,10 +68,7 @@ class OneDevice:
 
     def encode(self, files: Sequence[bytes]) -> list[torch.Tensor]:
         """Decode, preprocess and encode files in one batch."""
-        pixels = [p for p in self._model.decoder.decode(files) if isinstance(p, torch.Tensor)]
-        geometry = self._model.processor.geometry
-        grids = [geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
-        return self._model.tower.encode(to_patches(pixels, grids, geometry), grids)
+        return self._model.tower.encode(*patches_of(self._model, files))
 
 
 def _images_of(chunk: Chunk) -> Iterator[int]:

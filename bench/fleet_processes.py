@@ -14,8 +14,8 @@ import transformers
 from bench.checkpoints import write_checkpoint
 from bench.redis_servers import redis_server
 from bench.replicas import ReplicaProcess, fleet_of
+from bench.tables import table
 from bench.traffic import Served, Supply, Traffic
-from bench.trials import table
 
 PROMPT = 32  # images of a large prompt, half of them sent before by somebody
 BEFORE_S, AFTER_S = 6.0, 10.0

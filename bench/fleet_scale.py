@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from bench.simulator import Load, Machine, Simulation
-from bench.trials import SKEWED, table
+from bench.tables import table
+from bench.trials import SKEWED
 from encoder_service.index import RedisSettings
 
 # 720p with Qwen3-VL-8B at 400 TFLOP/s sustained: `python -m bench.sizing`.

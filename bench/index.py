@@ -10,7 +10,7 @@ from time import perf_counter
 import redis
 
 from bench.redis_servers import RedisServer, carried_binary, redis_cluster, redis_server
-from bench.trials import table
+from bench.tables import table
 from encoder_service.index import RedisIndex, RedisSettings, Replica, Tier, namespace
 from encoder_service.index.link import Link, Target
 from encoder_service.index.membership import Membership

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.trials import Table, table
+from bench.tables import Table, table
 from encoder_contract.geometry import Geometry
 from prefill_client.layout import Layout, lay_out
 from prefill_client.plan import Chunk, plan

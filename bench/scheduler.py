@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench.simulator import UNLIMITED, Load
+from bench.tables import Table, table
 from bench.trials import (
     BIG_IMAGES,
     FIRST,
@@ -20,10 +21,8 @@ from bench.trials import (
     SKEWED,
     UNIFORM,
     Figures,
-    Table,
     Trial,
     answer,
-    table,
 )
 from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler
 

@@ -14,6 +14,7 @@ from statistics import median, quantiles
 
 import torch
 
+from bench.bare_engine import tower_seconds
 from bench.checkpoints import write_checkpoint
 from bench.images import photo
 from bench.server_process import ServerProcess, running
@@ -21,7 +22,6 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import Config
 from encoder_service.model import Model, load_model
-from encoder_service.preprocess import to_patches
 from encoder_service.scrape import Window
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
@@ -76,7 +76,7 @@ async def overhead_section(endpoint: str, model: Model, rounds: int) -> Figures:
             await client.submit(files)
             await _fetch(client, [content_digest(file) for file in files])
             served_s.append(time.perf_counter() - began)
-            bare_s.append(await asyncio.to_thread(_bare_seconds, model, files))
+            bare_s.append(await asyncio.to_thread(tower_seconds, model, files))
     ratios = [served / bare for served, bare in zip(served_s[1:], bare_s[1:], strict=True)]
     return {
         "served_batch_ms": median(served_s[1:]) * 1e3,
@@ -201,15 +201,6 @@ async def _fetch(client: EncoderClient, digests: Sequence[bytes]) -> None:
         async for rows in stream:
             if rows.error is not None:
                 raise rows.error
-
-
-def _bare_seconds(model: Model, files: Sequence[bytes]) -> float:
-    pixels = [p for p in model.decoder.decode(files) if isinstance(p, torch.Tensor)]
-    grids = [model.processor.geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
-    patches = to_patches(pixels, grids, model.processor.geometry)
-    began = time.perf_counter()
-    model.tower.encode(patches, grids)
-    return time.perf_counter() - began
 
 
 def _lag_p99_s(window: Window) -> float:

@@ -14,7 +14,7 @@ from statistics import fmean, median, quantiles
 import numpy as np
 import torch
 
-from bench.store_serving import serving_figures
+from bench.hits import serving_figures
 from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_fetch_response
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Store

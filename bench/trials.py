@@ -1,7 +1,7 @@
-"""Questions to the simulator: trials over several seeds, their pooled figures, and the tables they print."""
+"""Questions to the simulator: trials over several seeds, and their pooled figures."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,8 +75,6 @@ class Figures:
 
 
 Run = tuple[list[float | None], list[int], float, int, list[int]]
-# title, heads, rows: what `bench.report` shows of a benchmark that makes tables of its own.
-Table = dict[str, Any]
 
 
 def run_seed(trial: Trial, seed: int) -> Run:
@@ -108,18 +106,3 @@ def _pool(runs: list[Run]) -> Figures:
         most_queued_images=max(run[3] for run in runs),
         retry_after_ms=float(np.median(hints)) if hints else 0.0,
     )
-
-
-def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> Table:
-    """Print a Markdown table, numbers with three digits that mean something; return it for a page to show."""
-    shown = [[x if isinstance(x, str) else _shown(x) for x in row] for row in rows]
-    print(f"\n{title}\n")
-    print("| " + " | ".join(heads) + " |")
-    print("|" + "---|" * len(heads))
-    for row in shown:
-        print("| " + " | ".join(row) + " |")
-    return {"title": title, "heads": list(heads), "rows": shown}
-
-
-def _shown(number: float) -> str:
-    return f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -151,6 +152,9 @@ def main() -> int:
         return demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve())
     except ServerStartError as error:
         raise SystemExit(f"demo: {error}") from error
+    except KeyboardInterrupt:  # its server and its prefill process have heard it too
+        say("\ndemo: interrupted")
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

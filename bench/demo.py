@@ -129,10 +129,17 @@ def prefill_events(
     command += ["--chunk", str(chunk_tokens), "--out", folder, "--threads", str(HALF_THE_CORES)]
     for files in turns:
         command += ["--turn", *files]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    # In a session of its own it does not see Ctrl-C, at which it could only print where it was.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            yield json.loads(line)
+        try:
+            for line in process.stdout:
+                yield json.loads(line)
+        except BaseException:
+            process.kill()
+            raise
     if process.returncode:
         raise SystemExit(f"demo: the prefill process ended with {process.returncode}")
 
@@ -152,7 +159,7 @@ def main() -> int:
         return demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve())
     except ServerStartError as error:
         raise SystemExit(f"demo: {error}") from error
-    except KeyboardInterrupt:  # its server and its prefill process have heard it too
+    except KeyboardInterrupt:
         say("\ndemo: interrupted")
         return 128 + signal.SIGINT
 

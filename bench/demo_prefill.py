@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -121,7 +120,6 @@ def main() -> int:
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the demo's to tell
     try:
         asyncio.run(converse(args))
     except EncoderError as error:

@@ -11,9 +11,10 @@ ONLY   ?=
 N      ?= 3
 
 # torch comes first: PyPI has the CUDA build, with gigabytes of libraries; PyTorch's own index has one for the CPU alone,
-# which counts as newer, and which a CUDA build has to be rid of. Without that index, setup takes what PyPI has.
+# which counts as newer, and which a CUDA build has to be rid of. That index is asked for torch alone, and not for long:
+# without it, setup takes what PyPI has.
 EXTRAS    := dev,dali-cuda13
-CPU_TORCH := --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+CPU_TORCH := --no-deps --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 QUIETLY   := 2> >(grep -v -e 'is ignored: it is' -e 'WARNING: Retrying' >&2)
 
 export PYTHONUNBUFFERED = 1

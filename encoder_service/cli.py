@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from encoder_contract.command_line import BAD_USAGE, CommandLine, begin, endpoint, seconds
+from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
 from encoder_contract.version import __version__
 from encoder_service.allocator import keep_freed_memory
 from encoder_service.config import Config, ConfigError
 from encoder_service.logs import set_up_logging
 from encoder_service.ports import require_free
 
-FAILED = 1
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
 # How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
 # Submit answer; shorter than this, switching itself begins to cost.
@@ -99,7 +98,8 @@ def _operate(command: str, given: dict[str, Any]) -> int:
     from encoder_service.operator_client import OperatorError, run
 
     try:
-        print(run(command, **given))
+        with output():
+            print(run(command, **given))
     except OperatorError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return FAILED
@@ -114,7 +114,8 @@ def _top(given: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal's screen has to be put back
     endpoints = given.pop("endpoints") or [DEFAULT_METRICS]
     try:
-        return asyncio.run(run(endpoints, console=Console(), **given))
+        with output():
+            return asyncio.run(run(endpoints, console=Console(), **given))
     except KeyboardInterrupt:
         return 0
 

@@ -5,6 +5,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from time import time_ns
 from uuid import uuid4
@@ -93,7 +94,8 @@ class Server:
         self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
         self._loop.add_signal_handler(signal.SIGUSR1, toggle_debug, self._config.log_level)
         await self.start()
-        print(self.banner(), flush=True)  # noqa: T201 - the one block that says what was chosen
+        with suppress(OSError):  # a full disk under our output is no reason not to serve
+            print(self.banner(), flush=True)  # noqa: T201 - the one block that says what was chosen
         await self._stop.wait()
         await self.drain()
         return LOST_DEVICE if self._lost_device else 0

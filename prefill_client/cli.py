@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from encoder_contract.command_line import BAD_USAGE, CommandLine, begin, endpoint, seconds
+from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
 from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
@@ -15,7 +15,6 @@ from prefill_client.images import FetchedRows, RowRequest, Submitted
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.timeline import draw
 
-FAILED = 1
 CONNECT_S = 10.0  # a far server that is there answers within it
 REQUEST = "prefill-client encode"  # what the server's log says of our calls
 
@@ -101,7 +100,8 @@ def _encode_files(given: argparse.Namespace) -> int:
         print(f"prefill-client: {error}", file=sys.stderr)
         return BAD_USAGE
     try:
-        return asyncio.run(_encode(given, files))
+        with output():
+            return asyncio.run(_encode(given, files))
     except EncoderError as error:
         print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED

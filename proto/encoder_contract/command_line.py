@@ -1,16 +1,19 @@
-"""The manners of our commands: one line for what is wrong, and a quiet end at Ctrl-C."""
+"""The manners of our commands: one line for what is wrong, and a quiet end when nobody wants to hear more."""
 
 import argparse
+import errno
 import os
 import signal
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from math import inf
 from typing import Any, NoReturn
 
 from encoder_contract.endpoint import Endpoint
 
-BAD_USAGE = 2
+FAILED, BAD_USAGE = 1, 2
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -54,6 +57,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a remark that names what is nearest to `word`; empty when nothing is near."""
     near = get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+@contextmanager
+def output() -> Iterator[None]:
+    """Bring what is printed inside to its end. Whose reader has left ends quietly; a full disk is told in one line."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is left is not tried again at exit
+        if error.errno == errno.EPIPE:
+            raise SystemExit(FAILED) from None
+        raise SystemExit(f"standard output: {error.strerror}") from None
 
 
 def begin() -> None:

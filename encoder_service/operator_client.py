@@ -53,7 +53,7 @@ def _why(error: Any) -> str:
     text = str(error.details() if hasattr(error, "details") else error)
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return text
-    return f"no server answers ({text.rpartition(': ')[2].rstrip('])')})"
+    return f"no server answers ({text.rpartition(': ')[2].removesuffix('])')})"
 
 
 def _address(text: str) -> bytes:

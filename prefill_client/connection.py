@@ -130,9 +130,6 @@ class Connection:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                why = (error.details() or "").rpartition(": ")[2].rstrip("])")  # the rest is the core's prose
-                raise UnavailableError(f"{endpoint}: no server answers ({why})") from error
             raise from_rpc(error, endpoint) from error
         except BaseException:
             await channel.close()

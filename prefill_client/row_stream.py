@@ -19,6 +19,8 @@ from prefill_client.segment import map_rows
 _buffers = Buffers()
 # What grpc says, as if the server had, when it could not hand an operation to a call that was just ending.
 LOCAL_FAILURE = "Internal error from Core"
+# How its prose begins when there is no connection; the reason is behind its last colon.
+UNCONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 _SOURCES = {
     pb.SOURCE_DEVICE: "device",
     pb.SOURCE_HOST: "host",
@@ -144,7 +146,10 @@ def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
         return UnavailableError(f"{endpoint}: the connection failed under a write")
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
-    return from_status(error.code().value[0], f"{endpoint}: {error.details()}", retry_after_ms=retry_after_ms)
+    why = error.details() or ""
+    if why.startswith(UNCONNECTED):
+        why = f"no server answers ({why.rpartition(': ')[2].removesuffix('])')})"
+    return from_status(error.code().value[0], f"{endpoint}: {why}", retry_after_ms=retry_after_ms)
 
 
 async def ended_early(call: Any, endpoint: str) -> EncoderError:

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,15 @@ def test_a_refused_connection_is_told_at_once(free: str, tmp_path: Path) -> None
         said = refused(*command, code=1)
         assert f"{free}: no server answers (Connection refused)" in said
         assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_a_port_of_another_kind_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    encode = ("prefill-client", "encode", tmp_path / "photo.jpg", "--server")
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        assert "HTTP/2" in refused(*encode, f"127.0.0.1:{web.server_port}", code=1)
+        web.shutdown()
 
 
 def test_what_is_no_address_is_refused_and_never_looked_up() -> None:

@@ -35,6 +35,10 @@ TOWER = Question(
         Figure("error_ratio_qwen3_vl", "Qwen3-VL: mean bf16 error, ours / `transformers`", target="<= 1"),
         Figure("error_ratio_qwen2_5_vl", "Qwen2.5-VL: the same", target="<= 1"),
         Figure("error_ratio_qwen3_5", "Qwen3.5: the same", target="<= 1"),
+        *(
+            Figure(f"float32_error_{kind}", f"{name}: largest float32 row error", "millionths", "<= 10", 1e6)
+            for kind, name in (("qwen3_vl", "Qwen3-VL"), ("qwen2_5_vl", "Qwen2.5-VL"), ("qwen3_5", "Qwen3.5"))
+        ),
     ),
     limit_s=420,
     arguments=("--rounds", "2"),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from bench.images import photo
+from encoder_contract.errors import UnavailableError
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from tests.processes import SCRIPTS, run, running
@@ -202,6 +203,27 @@ def test_a_signal_while_loading_ends_it_at_once_and_without_a_word(
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_process_1_of_a_container_ends_at_a_signal_while_loading(
+    checkpoint: Path, number: signal.Signals
+) -> None:
+    inside = ["unshare", "--map-root-user", "--user", "--pid", "--fork"]
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces for processes here")
+    command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*inside, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    for _ in range(3):  # a machine that is slow has not come to our first line at the first of them
+        time.sleep(0.7)
+        if process.poll() is None:
+            os.kill(int(children.read_text()), number)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert said == ""
+
+
 def test_ctrl_c_ends_a_client_that_waits(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
@@ -250,6 +272,17 @@ def test_a_reader_that_left_and_a_full_disk_under_the_output_are_no_tracebacks(
             with open("/dev/full", "w") as full:
                 told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
             assert (told.returncode, told.stderr) == (1, b"standard output: No space left on device\n")
+
+
+async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path, free: str) -> None:
+    connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=30))
+    await asyncio.sleep(0.2)
+    with pytest.raises(UnavailableError, match="no server answers"):
+        await EncoderClient.connect(free, timeout_s=30, wait=False)
+    assert not connecting.done()
+    with running(checkpoint, listen=free):
+        async with await connecting as client:
+            assert client.description.model_name == checkpoint.name
 
 
 async def test_ctrl_c_pressed_again_ends_a_drain(checkpoint: Path) -> None:

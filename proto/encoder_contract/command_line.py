@@ -77,11 +77,14 @@ def output() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Prepare a process for a command: let Ctrl-C end it without a traceback, and the gRPC library be silent.
+    """Prepare a process for a command: let signals end it without a traceback, and the gRPC library be silent.
 
-    Who serves sets a handler of its own later. What gRPC's C++ core would print, our errors say in our words;
+    Who serves sets handlers of its own later. What gRPC's C++ core would print, our errors say in our words;
     `GRPC_VERBOSITY` in the environment brings it back.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell had it ignored
+    if os.getpid() == 1:  # of a container: the kernel spares it the default of every signal
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os._exit(128 + number))
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell had it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import pytest
 from bench.images import photo
 from encoder_contract.errors import UnavailableError
 from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
 from tests.processes import SCRIPTS, run, running
 
 # It takes a tenth of a second, and this long on a machine that does three other things; waiting for a server is 10 s.
@@ -184,60 +182,6 @@ def test_what_was_not_installed_is_named_with_what_installs_it(command: str, mod
     assert "pip install 'encoder-service[server]'" in result.stderr
 
 
-# Moments on the way to serving: while torch is imported, and while the model is read.
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("after_s", [0.4, 2.0])
-def test_a_signal_while_loading_ends_it_at_once_and_without_a_word(
-    checkpoint: Path, number: signal.Signals, after_s: float
-) -> None:
-    command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*command, "--store-host-gib", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    time.sleep(after_s)
-    process.send_signal(number)
-    began = time.monotonic()
-    said, _ = process.communicate(timeout=20)
-    assert "Traceback" not in said
-    assert process.returncode in (-number, 0)  # 0: it was faster than we, and drained
-    assert time.monotonic() - began < 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_process_1_of_a_container_ends_at_a_signal_while_loading(
-    checkpoint: Path, number: signal.Signals
-) -> None:
-    inside = ["unshare", "--map-root-user", "--user", "--pid", "--fork"]
-    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no namespaces for processes here")
-    command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*inside, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    for _ in range(3):  # a machine that is slow has not come to our first line at the first of them
-        time.sleep(0.7)
-        if process.poll() is None:
-            os.kill(int(children.read_text()), number)
-    said, _ = process.communicate(timeout=20)
-    assert process.returncode == 128 + number
-    assert said == ""
-
-
-def test_ctrl_c_ends_a_client_that_waits(tmp_path: Path) -> None:
-    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
-        command = [SCRIPTS / "prefill-client", "encode", tmp_path / "photo.jpg", "--server"]
-        process = subprocess.Popen(
-            [*command, f"127.0.0.1:{silent.getsockname()[1]}"], stderr=subprocess.PIPE, text=True
-        )
-        silent.accept()
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=5)
-    assert process.returncode == -signal.SIGINT
-    assert said == ""
-
-
 def test_a_disk_that_is_too_small_for_the_store_is_told_in_the_words_of_its_flag(checkpoint: Path) -> None:
     # There is no small disk here; a limit on the size of a file fails in the same call.
     serve = [str(SCRIPTS / "encoder-service"), "serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
@@ -283,21 +227,3 @@ async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path, fr
     with running(checkpoint, listen=free):
         async with await connecting as client:
             assert client.description.model_name == checkpoint.name
-
-
-async def test_ctrl_c_pressed_again_ends_a_drain(checkpoint: Path) -> None:
-    with running(checkpoint, drain_s=60) as server:
-        async with (
-            await EncoderClient.connect(server.endpoint) as client,
-            # A call that has nothing to do but wait for an image that nobody submits.
-            client.fetch([RowRequest(bytes(32))], grace_ms=30_000, timeout_s=30) as stream,
-        ):
-            waiting = asyncio.ensure_future(anext(aiter(stream)))
-            await asyncio.sleep(0.5)
-            server.process.send_signal(signal.SIGINT)
-            await asyncio.sleep(0.5)
-            assert server.process.poll() is None
-            server.process.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(server.process.wait, 5) == 0
-            waiting.cancel()
-    assert "Traceback" not in "\n".join(server.lines)

@@ -266,7 +266,7 @@ class Server:
             self._fleet.gone(address)
 
     def _interrupt(self) -> None:
-        if self._stop.is_set():
+        if self._stop.is_set() and self.endpoint:
             self._listener.cut()
         self._stop.set()
 

@@ -90,7 +90,7 @@ def _rates(rows: int, inputs: int, outputs: int) -> str:
     plain, packed = _linear(inputs, outputs, packed=False), _linear(inputs, outputs)
     x = torch.randn(rows, inputs).bfloat16()
     flop = 2 * rows * inputs * outputs
-    return " → ".join(f"{flop / _best(lambda each=each: each(x)) / 1e12:.2f}" for each in (plain, packed))  # type: ignore[misc]
+    return " → ".join(f"{flop / _best(lambda each=each: each(x)) / 1e12:.2f}" for each in (plain, packed))
 
 
 def _parts() -> dict[str, Callable[[], object]]:

@@ -83,7 +83,7 @@ class Desk:
             if self._closed:
                 raise UnavailableError("the server is shutting down: use another one")
             now = monotonic()
-            self._scheduler.admit(claim, address, grid.patches, len(image), now, shape=grid)
+            self._scheduler.admit(claim, address, grid.patches, len(image), now)
             assert claim.work is not None
             job = self._jobs[address] = Job(address, image, size, grid, claim.work, now)
             if self._device_waits and self._idle_since is None:

@@ -20,9 +20,9 @@ def make(limits=ROOMY, ahead_patches=10**6, ahead_images=10**6, policy=LEAST_WOR
     return Scheduler(limits, max_ahead_patches=ahead_patches, max_ahead_images=ahead_images, policy=policy)
 
 
-def want(scheduler, address, request="r", *, patches=PATCHES, now=0.0, shape=(), **claim) -> Claim:
+def want(scheduler, address, request="r", *, patches=PATCHES, now=0.0, **claim) -> Claim:
     claim = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
-    scheduler.admit(claim, address.encode(), patches, 1000, now, shape)
+    scheduler.admit(claim, address.encode(), patches, 1000, now)
     return claim
 
 
@@ -170,15 +170,6 @@ def test_an_image_larger_than_the_budget_goes_alone():
     want(scheduler, "next", chunk=1)
     prepare_all(scheduler)
     assert names(scheduler.next_batch(0.0, 1000)) == ["huge"]
-
-
-def test_equal_shapes_are_batched_together_when_asked_and_nothing_is_lost():
-    scheduler = make()
-    for number, shape in enumerate(((1, 2), (3, 4), (1, 2), (3, 4), (1, 2))):
-        want(scheduler, f"{number}", chunk=number, shape=shape)
-    prepare_all(scheduler)
-    assert names(scheduler.next_batch(0.0, 1000, equal_shapes=True)) == ["0", "2", "4"]
-    assert names(scheduler.next_batch(0.0, 1000, equal_shapes=True)) == ["1", "3"]
 
 
 def test_speculative_work_joins_no_demanded_batch_and_makes_only_small_ones():

@@ -90,20 +90,16 @@ class Book:
         self.amounts[work.state, work.demanded].add(work, -1)
         work.state = state
         self.amounts[work.state, work.demanded].add(work)
-        self.enter_order(work, now)
+        order = self.orders.get(state)
+        if order is not None:
+            for claim in work.claims:
+                order.add(claim, now)
 
     def leave_order(self, work: Work) -> None:
         """Take a work out of the order of its state."""
         for claim in work.claims:
             if claim.lane is not None:
                 self.orders[work.state].remove(claim)
-
-    def enter_order(self, work: Work, now: float) -> None:
-        """Put a work into the order of its state, if that state has one."""
-        order = self.orders.get(work.state)
-        if order is not None:
-            for claim in work.claims:
-                order.add(claim, now)
 
     def ahead(self, *, demanded: bool) -> Amount:
         """Return what is decoded or being decoded and not in a batch yet."""

@@ -60,24 +60,15 @@ class Scheduler:
 
     # Callers come and go
 
-    def admit(
-        self,
-        claim: Claim,
-        address: bytes,
-        patches: int,
-        source_bytes: int,
-        now: float,
-        shape: tuple[int, ...] = (),
-    ) -> bool:
+    def admit(self, claim: Claim, address: bytes, patches: int, source_bytes: int, now: float) -> bool:
         """Attach a claim to the work of an address; return whether the work is new.
 
-        Joining work that exists takes no room in the queue. `shape` is whatever makes two images equal for a
-        dense batch. Raises `OverloadedError` with `retry_after_ms`, and `ImageLimitError` for an image that
-        could never fit; nothing is kept then.
+        Joining work that exists takes no room in the queue. Raises `OverloadedError` with `retry_after_ms`, and
+        `ImageLimitError` for an image that could never fit; nothing is kept then.
         """
         if self.claim(claim, address, now):
             return False
-        work = Work(address, patches, source_bytes, shape, claim.client_id)
+        work = Work(address, patches, source_bytes, claim.client_id)
         self._admission.admit(work, self._rate.patches_per_s)
         self._book.open(work)
         self._book.attach(claim, work, now)
@@ -136,17 +127,17 @@ class Scheduler:
         self._book.move(work, State.PREPARED, now)
         return True
 
-    def next_batch(self, now: float, budget_patches: int, *, equal_shapes: bool = False) -> list[Work]:
+    def next_batch(self, now: float, budget_patches: int) -> list[Work]:
         """Take the next batch of prepared works: as many, in order, as fit the budget; one larger goes alone.
 
         Halves of a failed batch come first. Speculative works never join demanded ones, which they would only
-        delay. With `equal_shapes`, later works of the first one's shape are preferred to those between.
+        delay.
         """
         while self._split:
             half = [work for work in self._split.popleft() if work.state is not State.GONE]
             if half:
                 return self._start(half, now)
-        return self._start(self._choose(now, budget_patches, equal_shapes), now)
+        return self._start(self._choose(now, budget_patches), now)
 
     def done(self, batch: Batch, seconds: float) -> None:
         """Say that a batch is encoded, and how long the device was busy with it."""
@@ -211,27 +202,19 @@ class Scheduler:
 
     # Inside
 
-    def _choose(self, now: float, budget_patches: int, equal_shapes: bool) -> list[Work]:
+    def _choose(self, now: float, budget_patches: int) -> list[Work]:
         order = self._book.orders[State.PREPARED]
         first = order.first(now)
         if first is None:
             return []
         room = budget_patches if first.demanded else int(budget_patches * SPECULATIVE_BUDGET_SHARE)
         batch: list[Work] = []
-        passed: list[Work] = []
         work: Work | None = first
-        while work is not None and work.demanded == first.demanded:
-            if batch and room < (first.patches if equal_shapes else work.patches):
-                break
-            if equal_shapes and work.shape != first.shape:
-                passed.append(work)
-            else:
-                batch.append(work)
-                room -= work.patches
+        while work is not None and work.demanded == first.demanded and (not batch or work.patches <= room):
+            batch.append(work)
+            room -= work.patches
             self._book.leave_order(work)
             work = order.first(now)
-        for work in passed:
-            self._book.enter_order(work, now)
         return batch
 
     def _start(self, batch: list[Work], now: float) -> list[Work]:

@@ -26,7 +26,6 @@ class Work:
     address: bytes
     patches: int
     source_bytes: int
-    shape: tuple[int, ...]
     client_id: str  # who admitted it: its place in the queue counts towards this client's share
     state: State = State.WAITING
     claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set

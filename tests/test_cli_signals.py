@@ -21,6 +21,14 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def last_words(process: "subprocess.Popen[str]") -> str:
+    """What it said until its end; kill what does not end."""
+    try:
+        return process.communicate(timeout=20)[0]
+    finally:
+        process.kill()
+
+
 # Moments on the way to serving: while torch is imported, and while the model is read.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("after_s", [0.4, 2.0])
@@ -38,7 +46,7 @@ def test_a_signal_while_loading_ends_it_at_once_and_without_a_word(
     time.sleep(after_s)
     process.send_signal(number)
     began = time.monotonic()
-    said, _ = process.communicate(timeout=20)
+    said = last_words(process)
     assert "Traceback" not in said
     assert process.returncode in (-number, 0)  # 0: it was faster than we, and drained
     assert time.monotonic() - began < 5
@@ -60,7 +68,7 @@ def test_process_1_of_a_container_ends_at_a_signal_while_loading(
         time.sleep(0.7)
         if process.poll() is None:
             os.kill(int(children.read_text()), number)
-    said, _ = process.communicate(timeout=20)
+    said = last_words(process)
     assert process.returncode == 128 + number
     assert said == ""
 
@@ -71,13 +79,14 @@ def test_ctrl_c_ends_a_client_that_waits(tmp_path: Path) -> None:
         command = [SCRIPTS / "prefill-client", "encode", tmp_path / "photo.jpg", "--server"]
         process = subprocess.Popen(
             [*command, f"127.0.0.1:{silent.getsockname()[1]}"],
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             preexec_fn=heed_ctrl_c,
         )
         silent.accept()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=5)
+        said = last_words(process)
     assert process.returncode == -signal.SIGINT
     assert said == ""
 

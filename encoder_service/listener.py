@@ -18,6 +18,11 @@ OPTIONS = (
     # The keepalive pings of clients that want to notice a silent server within two seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+    # A caller's machine that falls silent is noticed within ten seconds, and what its calls pinned is let go.
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),  # without it a minute: see the client's connection
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),  # a taken port is an error, not two servers that share it
 )
 

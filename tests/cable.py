@@ -12,6 +12,7 @@ class Cable:
         self._ends: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cut = False
+        self._is_silent = False
         self.port = 0
 
     async def lay(self) -> "Cable":
@@ -25,8 +26,12 @@ class Cable:
         for end in self._ends:
             end.transport.abort()
 
+    def fall_silent(self) -> None:
+        """Lose what is sent from now on, in both directions, a goodbye too."""
+        self._is_silent = True
+
     def mend(self) -> None:
-        self._is_cut = False
+        self._is_cut = self._is_silent = False
 
     async def remove(self) -> None:
         self.cut()
@@ -48,7 +53,9 @@ class Cable:
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
-                sink.write(data)
-                await sink.drain()
-        sink.transport.abort()
-        self._ends.discard(sink)
+                if not self._is_silent:
+                    sink.write(data)
+                    await sink.drain()
+        if not self._is_silent:
+            sink.transport.abort()
+            self._ends.discard(sink)

@@ -17,8 +17,10 @@ from encoder_service.preprocess import to_patches
 from encoder_service.server import Server
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
+from tests.cable import Cable
 from tests.calls import collect, connection, naming, stub
 from tests.conftest import Gate
+from tests.waiting import soon
 
 SIZES = [(320, 200), (64, 64), (200, 331), (97, 640)]
 
@@ -153,6 +155,18 @@ async def test_shared_rows_are_pinned_exactly_while_their_stream_is_open(
         await asyncio.sleep(0.01)
     assert server.store.stats().pins == 0
     assert server.store.evict(image.address)
+
+
+async def test_a_caller_whose_machine_falls_silent_holds_no_pins_for_long(server: Server) -> None:
+    cable = await Cable(int(server.endpoint.rpartition(":")[2])).lay()
+    async with await EncoderClient.connect(f"127.0.0.1:{cable.port}") as far:
+        (image,) = await far.submit([photo(128, 128, 21)])
+        async with far.fetch([RowRequest(image.digest)], timeout_s=600) as stream:
+            await anext(aiter(stream))
+            assert server.store.stats().pins == 1
+            cable.fall_silent()
+            await soon(lambda: server.store.stats().pins == 0, 15)
+    await cable.remove()
 
 
 async def test_handles_are_for_callers_who_can_read_the_segment_and_others_get_their_rows_inline(

@@ -76,7 +76,7 @@ class Desk:
             self._scheduler.check_room(client_id, patches)
 
     def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
-        """Queue an image, or join its job. Raises `OverloadedError` when the queue is full."""
+        """Queue an image, or join its job; `wake` tells the stages. Raises `OverloadedError` when the queue is full."""
         with self._turn:
             if (job := self._join(address, claim)) is not None:
                 return job
@@ -88,8 +88,12 @@ class Desk:
             job = self._jobs[address] = Job(address, image, size, grid, claim.work, now)
             if self._device_waits and self._idle_since is None:
                 self._idle_since = now
-            self._turn.notify_all()
         return job
+
+    def wake(self) -> None:
+        """Let stages that wait for work look again."""
+        with self._turn:
+            self._turn.notify_all()
 
     def join(self, address: bytes, claim: Claim) -> Job | None:
         """Join the job of `address`, if there is one: a Fetch thereby makes it demanded."""

@@ -35,6 +35,9 @@ COPY_OUT_DEPTH = 1
 # Images decoded at a time once the device has work: nvJPEG is much faster on several, and what demand changes
 # meanwhile can wait these few milliseconds.
 PREPARE_IMAGES = 8
+# The answer to a Submit goes out before stages that slept are woken: they would contend with it for cores and
+# interpreter, and it would come milliseconds later. Stages at work do not wait for this.
+ANSWER_FIRST_S = 0.001
 
 
 class Pipeline:
@@ -110,7 +113,9 @@ class Pipeline:
 
     def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
         """Queue an image of `size` (width, height), or join its job. Raises `OverloadedError` if the queue is full."""
-        return self._desk.submit(address, image, size, grid, claim)
+        job = self._desk.submit(address, image, size, grid, claim)
+        self._loop.call_later(ANSWER_FIRST_S, self._desk.wake)
+        return job
 
     def join(self, address: bytes, claim: Claim) -> Job | None:
         """Join the job of `address`, if there is one: a Fetch thereby makes it demanded."""

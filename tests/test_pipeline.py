@@ -260,3 +260,15 @@ async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None
         for result in results:
             assert isinstance(result, (Pin, EncoderError)), result
         assert isinstance(results[0], Pin)
+
+
+async def test_sleeping_stages_leave_the_loop_its_turn_to_answer(model: Model) -> None:
+    async with running(model) as bench:
+        await asyncio.sleep(0.05)  # the stages sleep now
+        image, claim = photo(64, 64, 77), demanded()
+        _, job = bench.submit(image, claim)
+        time.sleep(0.05)  # the loop has not had its turn yet
+        assert bench.pipeline.queued_images == 1
+        assert not job.stage_ms  # type: ignore[attr-defined]
+        (await bench.pipeline.wait(job, claim)).release()  # type: ignore[arg-type]
+        assert job.stage_ms  # type: ignore[attr-defined]

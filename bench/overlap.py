@@ -44,7 +44,7 @@ CHUNK_TOKENS = 512
 VISION_LAYERS, TEXT_LAYERS = 8, 4
 # As in models of real size, a chunk costs by its tokens: attention to what is before is a small part. (With the tiny
 # model's own MLP the last chunk took five times the first, and no order of work could have reached the ideal.)
-TEXT = {"intermediate_size": 8192}
+TEXT = {"intermediate_size": 10240}
 ROUNDS = 5
 # Other processes together on less than this share of one core: then both of ours have theirs.
 QUIET_CORES = 0.15

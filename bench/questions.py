@@ -110,6 +110,7 @@ OVERLAP = Question(
         Figure("serial_ms", "time to first token, all images first", "ms"),
         Figure("ttft_over_ideal", "overlapped / ideal", target="<= 1.1"),
         Figure("serial_over_overlap", "all images first / overlapped", target=">= 1.6"),
+        Figure("parts_over_overlap", "encode and prefill alone, added up / overlapped"),
         Figure("quiet_rounds", "rounds in which nobody else used the machine"),
         Figure("rounds", "of so many"),
     ),

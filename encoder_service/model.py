@@ -35,9 +35,8 @@ def load_model(config: Config) -> Model:
         torch.set_num_threads(config.torch_threads)
     device = _device(config.device)
     try:
-        TowerSpec.from_config(
-            read_config_json(config.model)
-        )  # first: of what is no vision model, that is to be said
+        # First: of what is no vision model, that is to be said.
+        TowerSpec.from_config(read_config_json(config.model))
         processor = ProcessorSettings.from_folder(config.model)
         dtype = _dtype(config)
         tower = load_tower(

@@ -40,8 +40,8 @@ TOWER = Question(
             for kind, name in (("qwen3_vl", "Qwen3-VL"), ("qwen2_5_vl", "Qwen2.5-VL"), ("qwen3_5", "Qwen3.5"))
         ),
     ),
-    limit_s=420,
-    arguments=("--rounds", "2"),
+    limit_s=480,
+    arguments=("--rounds", "3"),
     quick=("--rounds", "1", "--cases", "256"),
 )
 SERVING = Question(

@@ -4,8 +4,10 @@ On threads of its own, never on the event loop; meant for a private network, lik
 """
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from html import escape
 from socketserver import TCPServer, ThreadingMixIn
@@ -18,9 +20,15 @@ if TYPE_CHECKING:
 
 # A loop that has not turned for this long is stuck: what it does between two turns is bounded by milliseconds.
 STUCK_S = 10.0
-MAX_CONNECTIONS = 16  # a few scrapers and a few people; each is a thread
-CONNECTION_TIMEOUT_S = 10  # a scraper sends its request at once; who does not is cut off
-STOP_POLL_S = 0.1  # how soon a stop is noticed
+# A few scrapers, probes and people would do with ten. The more room, the longer a new connection stays when somebody
+# opens them without end; each is a thread, and a thread that only waits costs some kilobytes.
+MAX_CONNECTIONS = 64
+# For the whole connection, however often a byte arrives: a prober sends its request at once and takes its answer.
+CONNECTION_S = 10
+CUT_OFF_S = (
+    1  # a thread whose connection was cut off ends in less, unless it is just then rendering an answer
+)
+POLL_S = 0.1  # how soon a stop and connections past their time are noticed
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -62,7 +70,7 @@ class Landing:
         self._server.set_app(self._answer)
         self.endpoint = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(
-            target=partial(self._server.serve_forever, STOP_POLL_S), name="landing", daemon=True
+            target=partial(self._server.serve_forever, POLL_S), name="landing", daemon=True
         )
 
     def start(self) -> None:
@@ -108,24 +116,70 @@ def _text(start_response: "StartResponse", good: bool, text: str) -> Iterable[by
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, up to a bound; over it, who has said least makes room for a probe."""
+
     daemon_threads = True
     allow_reuse_port = False  # a taken port is an error
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, *arguments: Any) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        # When each open connection began. First those whose request is not there yet, the oldest first.
+        self._began: dict[socket.socket, float] = {}
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
+        if not self._room.acquire(blocking=False):
+            self._cut_off(lambda open_: list(open_)[:1])
+            if not self._room.acquire(timeout=CUT_OFF_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._began[request] = monotonic()
+        try:
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        except RuntimeError:  # no thread could be started
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
+
+    def asked(self, request: socket.socket) -> None:
+        """Note that a connection's request is there: others make room before it."""
+        with self._lock:
+            if request in self._began:
+                self._began[request] = self._began.pop(request)
+
+    def service_actions(self) -> None:
+        """Cut off who has had its time; called after each connection and at every poll."""
+        late = monotonic() - CONNECTION_S
+        self._cut_off(lambda open_: [request for request, began in open_.items() if began < late])
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._cut_off(list)
+
+    def _cut_off(self, choose: Callable[[Mapping[socket.socket, float]], list[socket.socket]]) -> None:
+        """End connections; their threads see the end of a stream."""
+        with self._lock:
+            for request in choose(self._began):
+                with suppress(OSError):  # the other side has left
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        # Forgotten before it is closed: its descriptor may be somebody else's afterwards.
+        with self._lock:
+            self._began.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # who left, or was cut off, is no news
+            super().handle_error(request, client_address)
 
     def server_bind(self) -> None:
         # Without the reverse look-up of our own name that HTTPServer makes: it may take seconds.
@@ -139,7 +193,12 @@ class _Ipv6Server(_Server):
 
 
 class _QuietHandler(WSGIRequestHandler):
-    timeout = CONNECTION_TIMEOUT_S
+    def parse_request(self) -> bool:
+        """Read the request's lines."""
+        is_good = super().parse_request()
+        assert isinstance(self.server, _Server)
+        self.server.asked(self.request)
+        return is_good
 
     def log_message(self, *_: Any) -> None:
         """Say nothing: a scrape every few seconds is no news."""

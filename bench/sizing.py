@@ -13,8 +13,7 @@ from pathlib import Path
 from bench.checkpoints import vision_config
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.processor import ProcessorSettings
-from encoder_service.vision import TowerSpec, flops
-from encoder_service.vision.spec import read_config
+from encoder_service.vision import TowerSpec, family_of, flops, read_spec
 
 SIZES = {
     "256": (256, 256),
@@ -60,9 +59,9 @@ def cost(size: str, grid: Grid, spec: TowerSpec, tokens: int, sustained_tflops: 
 
 def _model(folder: Path | None) -> tuple[TowerSpec, Geometry]:
     if folder is not None:
-        return TowerSpec.from_config(read_config(folder)), ProcessorSettings.from_folder(folder).geometry
+        return read_spec(folder), ProcessorSettings.from_folder(folder).geometry
     config = {"model_type": "qwen3_vl", "vision_config": vision_config("qwen3_vl", full=True)}
-    return TowerSpec.from_config(config), Geometry(16, 2, 65536, 16777216)
+    return family_of(config).spec(config), Geometry(16, 2, 65536, 16777216)
 
 
 def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_billions: float) -> None:

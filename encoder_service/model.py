@@ -8,9 +8,7 @@ from encoder_service.address import Recipe
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.decode import Decoder
 from encoder_service.processor import ProcessorSettings
-from encoder_service.vision import Tower, load_tower, model_fingerprint
-from encoder_service.vision.spec import TowerSpec
-from encoder_service.vision.spec import read_config as read_config_json
+from encoder_service.vision import Tower, family_of, load_tower, model_fingerprint, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,10 @@ def load_model(config: Config) -> Model:
     device = _device(config.device)
     try:
         # First: of what is no vision model, that is to be said.
-        TowerSpec.from_config(read_config_json(config.model))
-        processor = ProcessorSettings.from_folder(config.model)
+        content = read_config(config.model)
+        family = family_of(content)
+        family.spec(content)
+        processor = family.processor(config.model)
         dtype = _dtype(config)
         tower = load_tower(
             config.model,
@@ -66,7 +66,7 @@ def _dtype(config: Config) -> str:
     """Return the element type to use: the checkpoint's own unless one was asked for."""
     if config.dtype != "auto":
         return config.dtype
-    content = read_config_json(config.model)
+    content = read_config(config.model)
     for part in (content, content.get("text_config") or {}):
         if found := part.get("dtype") or part.get("torch_dtype"):
             return str(found)

@@ -7,7 +7,7 @@ trace.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from encoder_contract.geometry import Geometry
 PIXELS_VERSION = 1
 
 # All are the same arithmetic under the names it has had.
-SUPPORTED_PROCESSORS = (
+SMART_RESIZE_PROCESSORS = (
     "Qwen2VLImageProcessor",
     "Qwen2VLImageProcessorFast",
     "Qwen2VLImageProcessorPil",
@@ -74,8 +74,8 @@ class ProcessorSettings:
         return blake3.blake3(json.dumps(canonical, sort_keys=True).encode()).digest()
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Self:
-        """Read the settings of a checkpoint folder.
+    def from_folder(cls, folder: str | Path, kinds: Sequence[str] = SMART_RESIZE_PROCESSORS) -> Self:
+        """Read the settings of a checkpoint folder, whose image processor must be one of `kinds`.
 
         As `transformers` does, `image_processor` inside processor_config.json wins over
         preprocessor_config.json. Raises `FileNotFoundError` when there is neither, `ValueError` naming the
@@ -83,13 +83,13 @@ class ProcessorSettings:
         """
         path, settings = _find_settings(Path(folder))
         try:
+            _refuse_unsupported(settings, kinds)
             return cls._from_mapping(settings)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
     def _from_mapping(cls, settings: Mapping[str, Any]) -> Self:
-        _refuse_unsupported(settings)
         min_pixels, max_pixels = _pixel_bounds(settings)
         geometry = Geometry(
             patch_size=_whole(settings, "patch_size"),
@@ -129,12 +129,10 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
+def _refuse_unsupported(settings: Mapping[str, Any], kinds: Sequence[str]) -> None:
     kind = settings.get("image_processor_type")
-    if kind is not None and kind not in SUPPORTED_PROCESSORS:
-        raise ValueError(
-            f"image_processor_type {kind!r} is not supported (supported: {', '.join(SUPPORTED_PROCESSORS)})"
-        )
+    if kind is not None and kind not in kinds:
+        raise ValueError(f"image_processor_type {kind!r} is not supported (supported: {', '.join(kinds)})")
     for name, value in _FIXED.items():
         found = settings.get(name)
         if found is not None and found != value:

@@ -8,7 +8,8 @@ import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from encoder_service.vision.spec import TowerSpec, read_config
+from encoder_service.vision.families import read_spec
+from encoder_service.vision.spec import TowerSpec
 
 # Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
 PREFIXES = ("visual.", "model.visual.")
@@ -83,8 +84,7 @@ def model_fingerprint(folder: str | Path) -> bytes:
 
     Two folders with the same fingerprint make the same rows of the same patches, however the folders are sharded.
     """
-    config = read_config(Path(folder))
-    spec = TowerSpec.from_config(config)
+    spec = read_spec(Path(folder))
     canonical = {
         "arithmetic_version": ARITHMETIC_VERSION,
         "architecture": spec.architecture,

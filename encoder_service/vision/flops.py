@@ -12,8 +12,7 @@ def flops(spec: TowerSpec, grid: Grid) -> int:
     """
     patches, rows = grid.patches, grid.patches // spec.merge_unit
     embed = 2 * patches * spec.patch_values * spec.embed
-    gated = spec.architecture == "qwen2_5_vl"
-    products = 2 * patches * spec.embed * (4 * spec.embed + (3 if gated else 2) * spec.intermediate)
+    products = 2 * patches * spec.embed * (4 * spec.embed + spec.mlp_products * spec.intermediate)
     merged = spec.embed * spec.merge_unit
     mergers = 2 * rows * merged * (merged + spec.hidden) * (1 + spec.levels)
     return embed + spec.depth * products + mergers + _attention(spec, grid)

@@ -46,6 +46,21 @@ class Layout:
         return list(torch.split(packed, self.tile)) if self.tile else [packed]
 
 
+class TowerModule(nn.Module):
+    """The network of a family, parameters under their names in checkpoints.
+
+    `forward` takes uint8 packs [patches, channels × patch × patch] with the layout of each and returns the rows
+    [rows, width] of each. `positions` is the learned position table [side², embed], None without one.
+    """
+
+    spec: TowerSpec
+
+    @property
+    def positions(self) -> Tensor | None:
+        """The learned position table."""
+        return None
+
+
 class PatchProjection(nn.Module):
     """The convolution over one patch, under its name in checkpoints; `PatchEmbed` uses its folded form."""
 

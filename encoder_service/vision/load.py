@@ -11,23 +11,16 @@ from encoder_contract.geometry import Grid
 from encoder_service.processor import ProcessorSettings
 from encoder_service.vision.attention import Attention, make_attention
 from encoder_service.vision.checkpoint import VisionTensors
-from encoder_service.vision.layers import PatchEmbed, SelfAttention, compiled_rotation, rotate
+from encoder_service.vision.families import family_of
+from encoder_service.vision.family import Family
+from encoder_service.vision.layers import PatchEmbed, SelfAttention, TowerModule, compiled_rotation, rotate
 from encoder_service.vision.linear import Linear
-from encoder_service.vision.qwen2_5_vl import Qwen25VLTower
-from encoder_service.vision.qwen3_5 import Qwen35Tower
-from encoder_service.vision.qwen3_vl import Qwen3VLTower
 from encoder_service.vision.spec import TowerSpec, read_config
 from encoder_service.vision.tower import CPU_TILE_PATCHES, DEFAULT_BATCH_PATCHES, Tower
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_TOWERS: dict[str, type[Qwen3VLTower | Qwen25VLTower]] = {
-    "qwen3_vl": Qwen3VLTower,
-    "qwen2_5_vl": Qwen25VLTower,
-    "qwen3_5": Qwen35Tower,
-}
 
 # Heads of 72 are widened for backends whose kernels for multiples of 16 are faster; peers do so for cuDNN.
 _PADDED_HEADS = {("cudnn", 72): 80}
@@ -54,11 +47,13 @@ def load_tower(
     """
     started = time.perf_counter()
     folder = Path(folder)
-    spec = TowerSpec.from_config(read_config(folder))
+    config = read_config(folder)
+    family = family_of(config)
+    spec = family.spec(config)
     where, kind = _device(device), _dtype(dtype)
     _check_geometry(spec, processor)
     attend = make_attention(attention, where, kind)
-    module = _load_module(folder, spec)
+    module = _load_module(folder, family, spec)
     heads = _head_size(spec, attend, head_size)
     _prepare(module, processor, where, kind, heads)
     tower = Tower(
@@ -79,9 +74,9 @@ def load_tower(
     return tower
 
 
-def _load_module(folder: Path, spec: TowerSpec) -> Qwen3VLTower | Qwen25VLTower:
+def _load_module(folder: Path, family: Family, spec: TowerSpec) -> TowerModule:
     with torch.device("meta"):
-        module = _TOWERS[spec.architecture](spec)
+        module = family.build(spec)
     tensors = VisionTensors(folder)
     tensors.check({name: tuple(tensor.shape) for name, tensor in module.state_dict().items()})
     module.load_state_dict(tensors.read(tensors.names), assign=True)

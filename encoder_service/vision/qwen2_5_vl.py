@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention
+from encoder_service.vision.family import Family
+from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention, TowerModule
 from encoder_service.vision.linear import Linear
 from encoder_service.vision.spec import TowerSpec
 
@@ -65,7 +66,7 @@ class Merger(nn.Module):
         return rows
 
 
-class Qwen25VLTower(nn.Module):
+class Qwen25VLTower(TowerModule):
     """uint8 patches of any images → their rows, the window order undone."""
 
     def __init__(self, spec: TowerSpec) -> None:
@@ -93,3 +94,21 @@ class Qwen25VLTower(nn.Module):
         ordered = patches.view(-1, unit * patches.shape[1])[layout.order].view(-1, patches.shape[1])
         tiles: list[Tensor] = self.patch_embed(ordered, layout, self.merger.ln_q.weight.dtype)
         return tiles
+
+
+FAMILY = Family(
+    name="qwen2_5_vl",
+    model_types=("qwen2_5_vl",),
+    defaults={
+        "depth": 32,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "patch_size": 14,
+        "out_hidden_size": 3584,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    build=Qwen25VLTower,
+)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention
+from encoder_service.vision.family import Family
+from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention, TowerModule
 from encoder_service.vision.linear import Linear
 from encoder_service.vision.spec import TowerSpec
 
@@ -60,7 +61,7 @@ class Merger(nn.Module):
         return rows
 
 
-class Qwen3VLTower(nn.Module):
+class Qwen3VLTower(TowerModule):
     """uint8 patches of any images → their rows, [main | DeepStack level 0 | ...]."""
 
     def __init__(self, spec: TowerSpec) -> None:
@@ -72,6 +73,11 @@ class Qwen3VLTower(nn.Module):
         self.merger = Merger(spec, after_merge=False)
         if spec.deepstack:
             self.deepstack_merger_list = nn.ModuleList(Merger(spec, after_merge=True) for _ in spec.deepstack)
+
+    @property
+    def positions(self) -> Tensor:
+        """The learned position table [side², embed]."""
+        return self.pos_embed.weight
 
     def forward(self, packs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
         """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step."""
@@ -97,3 +103,21 @@ class Qwen3VLTower(nn.Module):
         columns = slice(part * self.spec.hidden, (part + 1) * self.spec.hidden)
         for hidden, out in zip(streams, rows, strict=True):
             out[:, columns] = merger(torch.cat(list(hidden)))
+
+
+FAMILY = Family(
+    name="qwen3_vl",
+    model_types=("qwen3_vl", "qwen3_vl_moe"),  # mixture of experts concerns the language model only
+    defaults={
+        "depth": 27,
+        "hidden_size": 1152,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 3584,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    build=Qwen3VLTower,
+)

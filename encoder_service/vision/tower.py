@@ -9,10 +9,7 @@ from torch import Tensor
 from encoder_contract.geometry import Grid
 from encoder_service.vision.attention import Attention, Segments
 from encoder_service.vision.graphs import Graphs
-from encoder_service.vision.layers import Layout, Rotation
-from encoder_service.vision.qwen2_5_vl import Qwen25VLTower
-from encoder_service.vision.qwen3_vl import Qwen3VLTower
-from encoder_service.vision.spec import TowerSpec
+from encoder_service.vision.layers import Layout, Rotation, TowerModule
 from encoder_service.vision.tables import GridTables, TableCache, make_tables
 
 # One 2560×1440 image of Qwen3-VL has 14400 patches; this leaves room for two, some 0.6 GB of activations.
@@ -28,7 +25,7 @@ class Tower:
 
     def __init__(
         self,
-        module: Qwen3VLTower | Qwen25VLTower,
+        module: TowerModule,
         attention: Attention,
         rotate: Rotation,
         *,
@@ -38,7 +35,7 @@ class Tower:
         batch_patches: int,
         image_by_image: bool,
     ) -> None:
-        self.spec: TowerSpec = module.spec
+        self.spec = module.spec
         self.device = device
         self.dtype = dtype
         self.head_size = head_size
@@ -137,8 +134,7 @@ class Tower:
         )
 
     def _make_tables(self, grid: Grid) -> GridTables:
-        learned = self._module.pos_embed.weight if isinstance(self._module, Qwen3VLTower) else None
-        return make_tables(grid, self.spec, learned, self.device, self.head_size)
+        return make_tables(grid, self.spec, self._module.positions, self.device, self.head_size)
 
     def _check(self, image: Tensor, grid: Grid) -> None:
         merge = self.spec.merge_size

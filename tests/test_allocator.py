@@ -26,5 +26,5 @@ print(found[0])
 
 
 def test_a_thread_fills_large_blocks_again_without_page_faults() -> None:
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True)
     assert int(result.stdout) < 1000, "three blocks mapped afresh would be 61 440 faults of 4 KiB"

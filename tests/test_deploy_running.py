@@ -60,15 +60,14 @@ class Started:
         ):  # where the image has no entry point, the command names the program
             command = command[1:]
         environment = {k: self.here(v) for k, v in SERVICES[service].get("environment", {}).items()}
-        log = self._folder / f"{service}.log"
-        with log.open("w") as file:
+        with (self._folder / f"{service}.log").open("w") as file:
             self._processes[service] = subprocess.Popen(
                 [program, *command, *extra], env={**BARE, **environment}, stdout=file, stderr=file
             )
         deadline = time.monotonic() + 60
         while not self._healthy(service):
-            assert self._processes[service].poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
+            assert self._processes[service].poll() is None, self.said(service)
+            assert time.monotonic() < deadline, self.said(service)
             time.sleep(0.1)
 
     def _healthy(self, service: str) -> bool:
@@ -93,6 +92,10 @@ class Started:
         (self._folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         for rules in config["rule_files"]:
             shutil.copy(DEPLOY / "prometheus" / rules, self._folder)
+
+    def said(self, service: str) -> str:
+        """All that a service has printed."""
+        return (self._folder / f"{service}.log").read_text()
 
     def stop(self) -> dict[str, int]:
         """End everything, the last first; return how each ended."""
@@ -138,7 +141,8 @@ def started(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield stack
     finally:
         codes = stack.stop()
-    assert set(codes.values()) == {0}, codes
+    failed = [service for service, code in codes.items() if code != 0]
+    assert not failed, "\n".join(f"{service}: {codes[service]}\n{stack.said(service)}" for service in failed)
 
 
 def chat(started: Started, *images: bytes) -> str:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import redis
 
 from bench.redis_servers import RedisServer, redis_cluster, redis_server
 from encoder_service.index import IndexState, Tier
@@ -175,18 +176,28 @@ async def test_a_server_that_became_a_replica_is_left_alone_until_it_takes_write
     await a.until(IndexState.JOINED)
 
 
+async def is_loading(server: RedisServer) -> bool:
+    try:
+        with server.client() as client:
+            await asyncio.to_thread(client.ping)
+    except redis.BusyLoadingError:
+        return True
+    except redis.ConnectionError:
+        pass  # not there yet
+    return False
+
+
 async def test_a_server_that_is_loading_is_waited_for(join: JoinWatched) -> None:
-    # Loads 300 keys at 5 ms each, and answers LOADING meanwhile.
-    slow_load = ("--key-load-delay", "5000", "--loading-process-events-interval-bytes", "1024")
-    with redis_server(*slow_load) as server:
+    # Loads 60 keys of 256 KiB at 50 ms each, and answers LOADING after each 2 MiB.
+    with redis_server("--key-load-delay", "50000", "--rdbcompression", "no") as server:
         with server.client() as admin:
-            admin.mset({f"key{n}": bytes(100) for n in range(300)})
+            admin.mset({f"key{n}": bytes(1 << 18) for n in range(60)})
             admin.save()
         a = await join(server.url, "a")
         server.kill()
         await a.until(IndexState.ALONE)
         starting = asyncio.create_task(asyncio.to_thread(server.start))
-        await asyncio.sleep(0.3)
+        await soon(lambda: is_loading(server), within_s=10)
         assert await answers_as_empty(a) < CALL_TIMEOUT_S
         await starting
         await a.until(IndexState.JOINED)

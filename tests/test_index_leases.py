@@ -159,7 +159,7 @@ async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Jo
     assert await asyncio.wait_for(waiting, 1.0) == ()
 
 
-@pytest.mark.parametrize("fixture", ["redis_url", "old_redis_url", "cluster_url"])
+@pytest.mark.parametrize("fixture", ["redis_url", "cluster_url"])
 async def test_a_hint_wakes_a_waiter_long_before_the_next_reread(
     fixture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,9 +59,15 @@ def pip(*arguments: str | Path) -> None:
 
 
 def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of the installed wheel, away from the tree."""
+    """Run a command of the installed wheel, away from the tree; what it has to complain of shows beside a failure."""
     return subprocess.run(
-        command, cwd=site, env=environment(site), capture_output=True, text=True, timeout=WAIT_S, check=True
+        command,
+        cwd=site,
+        env=environment(site),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
     )
 
 

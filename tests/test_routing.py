@@ -51,7 +51,7 @@ def test_another_process_makes_the_same_choices() -> None:
         f"router = Router({ENDPOINTS!r})\n"
         "print([router.order(content_digest(b'%d' % n)) for n in range(100)])\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    said = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
     assert said.strip() == str([Router(ENDPOINTS).order(digest) for digest in DIGESTS[:100]])
 
 

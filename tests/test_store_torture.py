@@ -19,7 +19,6 @@ def start(role, folder):
     return subprocess.Popen(
         [sys.executable, "-m", "tests.store_processes", role, str(folder)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
     )
 
@@ -33,7 +32,7 @@ def within(seconds, holds):
 
 def end(process):
     """Kill a process; return the last counts it printed, after checking that it had not failed by itself."""
-    assert process.poll() is None, process.stderr.read()
+    assert process.poll() is None, "it ended by itself, see what it said"
     process.kill()
     output, _ = process.communicate()
     lines = [line.split() for line in output.splitlines() if line.count(" ") == 2]
@@ -45,7 +44,7 @@ def owner(tmp_path):
     process = start("owner", tmp_path)
     yield process
     process.kill()
-    process.communicate()
+    process.wait()
 
 
 def test_readers_never_see_a_wrong_byte_and_killed_ones_leave_no_pin(owner, tmp_path):
@@ -60,13 +59,13 @@ def test_readers_never_see_a_wrong_byte_and_killed_ones_leave_no_pin(owner, tmp_
             counts = [sum(pair) for pair in zip(counts, end(readers[victim]), strict=True)]
             killed += 1
             readers[victim] = start("reader", tmp_path)
-        assert owner.poll() is None, owner.stderr.read()
+        assert owner.poll() is None, "the owner ended by itself, see what it said"
         for reader in readers:
             counts = [sum(pair) for pair in zip(counts, end(reader), strict=True)]
     finally:
         for reader in readers:
             reader.kill()
-            reader.communicate()
+            reader.wait()
     held, outlived, stale = counts
     assert killed >= 4
     assert held >= 100

@@ -69,12 +69,14 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
     """Give a function that makes a replica join, by any URL; all are closed at the end."""
     joined: list[Watched] = []
 
-    async def join(url: str, name: str, epoch: int = 1, model: bytes = b"m" * 32) -> Watched:
+    async def join(
+        url: str, name: str, epoch: int = 1, model: bytes = b"m" * 32, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Watched:
         watched = Watched(None, [])  # type: ignore[arg-type]
         settings = RedisSettings(
             url=url,
             namespace="bad-days",
-            call_timeout_ms=int(CALL_TIMEOUT_S * 1000),
+            call_timeout_ms=int(timeout_s * 1000),
             heartbeat_ms=100,
             replica_ttl_ms=700,
         )

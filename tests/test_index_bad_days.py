@@ -267,7 +267,9 @@ async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(
 async def test_two_hundred_calls_at_once_are_served_without_a_failure(
     server: RedisServer, join: JoinWatched
 ) -> None:
-    a = await join(server.url, "a")
+    a = await join(
+        server.url, "a", timeout_s=20.0
+    )  # all wait for one thread, which a busy machine may hold up
     batches = [new_addresses(8) for _ in range(200)]
     answers = await asyncio.gather(*(a.index.acquire(batch) for batch in batches))
     assert all(answer.granted == set(batch) for answer, batch in zip(answers, batches, strict=True))

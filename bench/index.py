@@ -11,12 +11,14 @@ import redis
 
 from bench.redis_servers import RedisServer, redis_cluster, redis_server
 from bench.tables import table
+from encoder_contract.geometry import Grid
 from encoder_service.index import RedisIndex, RedisSettings, Replica, Tier, namespace
 from encoder_service.index.link import Link, Target
 from encoder_service.index.membership import Membership
 from encoder_service.index.schema import Keys
 
 MODEL = b"m" * 32
+GRID = Grid(1, 44, 80)
 NAMESPACE = namespace("encoder", MODEL)
 BATCH = 32  # images of a large prompt
 ROLL = 100  # replicas of a large fleet
@@ -51,7 +53,9 @@ async def time_calls(url: str, rounds: int) -> Figures:
         for _ in range(rounds):
             addresses = [draw.randbytes(32) for _ in range(BATCH)]
             await timed("acquire_ms", lambda addresses=addresses: a.acquire(addresses))  # type: ignore[misc]
-            await timed("publish_ms", lambda addresses=addresses: a.publish(addresses, Tier.HOST))  # type: ignore[misc]
+            await timed(
+                "publish_ms", lambda addresses=addresses: a.publish(dict.fromkeys(addresses, GRID), Tier.HOST)
+            )  # type: ignore[misc]
             await timed("locate_ms", lambda addresses=addresses: b.locate(addresses))  # type: ignore[misc]
             await timed("hint_ms", await _handed_over(a, b, [draw.randbytes(32) for _ in range(BATCH)]))
     figures = {name: median(values) for name, values in times.items()}
@@ -68,7 +72,7 @@ async def _handed_over(
     await asyncio.sleep(0.005)
 
     async def hand_over() -> None:
-        await holder.publish(addresses, Tier.HOST)
+        await holder.publish(dict.fromkeys(addresses, GRID), Tier.HOST)
         assert all(await asyncio.gather(*waits))
 
     return hand_over
@@ -83,7 +87,7 @@ async def weigh_entries(server: RedisServer, entries: int) -> Figures:
         client = stack.enter_context(server.client())
         index = await join(stack, server.url, "a")
         used = [used_bytes(client)]
-        await index.publish(held, Tier.HOST)
+        await index.publish(dict.fromkeys(held, GRID), Tier.HOST)
         used.append(used_bytes(client))
         await index.acquire(leased)
         used.append(used_bytes(client))
@@ -117,7 +121,7 @@ async def load_of_redis(server: RedisServer, rounds: int) -> Figures:
         index = await join(stack, server.url, "a")
         calls: dict[str, Callable[[list[bytes]], Awaitable[object]]] = {
             "acquire": index.acquire,
-            "publish": lambda addresses: index.publish(addresses, Tier.HOST),
+            "publish": lambda addresses: index.publish(dict.fromkeys(addresses, GRID), Tier.HOST),
         }
         for name, call in calls.items():
             client.config_resetstat()

@@ -1,18 +1,20 @@
 """Tells the index what happens here: changes of a moment go out together, the last word on an address wins."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+
+from encoder_contract.geometry import Grid
 
 # Changes are collected for this long: a batch of the ViT ends within it, and nobody notices.
 COLLECT_S = 0.001
 
 Tell = Callable[[Sequence[bytes]], Awaitable[None]]
+Publish = Callable[[Mapping[bytes, Grid]], Awaitable[None]]
 
 
 class _Word(Enum):
-    HELD = "held"
     GONE = "gone"
     RELEASED = "released"
 
@@ -20,11 +22,11 @@ class _Word(Enum):
 class Announcer:
     """`held`, `gone` and `released` return at once; a task of its own talks to the index. One event loop's."""
 
-    def __init__(self, *, publish: Tell, retract: Tell, release: Tell) -> None:
+    def __init__(self, *, publish: Publish, retract: Tell, release: Tell) -> None:
         self._publish = publish
         self._retract = retract
         self._release = release
-        self._words: dict[bytes, _Word] = {}
+        self._words: dict[bytes, _Word | Grid] = {}  # a grid: it is held
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -40,9 +42,9 @@ class Announcer:
                 await self._task
         await self._say()
 
-    def held(self, address: bytes) -> None:
+    def held(self, address: bytes, grid: Grid) -> None:
         """Say that this replica holds `address`; ends its lease."""
-        self._note(address, _Word.HELD)
+        self._note(address, grid)
 
     def gone(self, address: bytes) -> None:
         """Say that it no longer holds it."""
@@ -58,7 +60,7 @@ class Announcer:
             if self._words.get(address) is _Word.RELEASED:
                 del self._words[address]
 
-    def _note(self, address: bytes, word: _Word) -> None:
+    def _note(self, address: bytes, word: _Word | Grid) -> None:
         self._words[address] = word
         self._changed.set()
 
@@ -77,5 +79,5 @@ class Announcer:
         # What came and went before anyone was told still has its lease.
         if ended := said[_Word.GONE] + said[_Word.RELEASED]:
             await self._release(ended)
-        if said[_Word.HELD]:
-            await self._publish(said[_Word.HELD])
+        if held := {address: last for address, last in words.items() if isinstance(last, Grid)}:
+            await self._publish(held)

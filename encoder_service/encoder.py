@@ -22,10 +22,8 @@ from encoder_service.store import Pin, Store
 
 # How often a Fetch looks whether an image that nobody has submitted here has turned up elsewhere.
 LOOK_AROUND_S = 0.25
-
 # A lease ends by itself when its holder dies; this is only how long to sleep before looking again.
 LEASE_WAIT_S = 1.0
-
 # Bytes that were asked for and are not here after so long give the lease back: a caller that stalls stalls nobody
 # else. Should they come after all, the lease is asked for again.
 UPLOAD_WAIT_S = 5.0
@@ -101,11 +99,8 @@ class Encoder:
             named, address = images[number], addresses[number]
             if address in acquired.granted:
                 answers[number] = self._granted(named, address)
-            elif address in acquired.located:  # its grid is what the caller computed
-                answers[number] = Known(address, named.claimed_grid, cached=True)
-            else:  # a peer is at it; with the bytes here, we go on where it ends should it die
-                data = self._sources.get(named.image.source_key)
-                answers[number] = Known(address, named.claimed_grid if data else None)
+            else:
+                answers[number] = self._elsewhere(named, address, acquired.located.get(address, ()))
         return [answer for answer in answers if answer is not None]
 
     async def receive(self, named: Named, data: bytes) -> Known:
@@ -116,8 +111,7 @@ class Encoder:
         image = named.image
         await self._intake.check_digest(image, data)
         address = self._recipe.address(image)
-        header, grid = self._intake.read(image, data)
-        confirm(grid, named.claimed_grid)
+        header, grid = self._intake.read(image, data, named.claimed_grid)
         self._sources.put(image.source_key, data)
         known = await self._take_on(address, data, header, grid, named.claim)
         await self._fleet.share_source(image, data)
@@ -129,8 +123,7 @@ class Encoder:
 
     def forget(self, image: ImageRef) -> None:
         """Say that bytes that were asked for will not come."""
-        address = self._recipe.address(image)
-        if not self._pipeline.has(address):
+        if not self._pipeline.has(address := self._recipe.address(image)):
             self._fleet.gave_up(address)
 
     # Fetch
@@ -184,6 +177,7 @@ class Encoder:
 
     def _known_here(self, named: Named, address: bytes) -> Known | EncoderError | None:
         try:
+            self._intake.check_name(named.image, named.claimed_grid)
             self._refusals.check(address)
             if (pin := self._store.pin(address)) is not None:
                 with pin:
@@ -193,6 +187,16 @@ class Encoder:
         except EncoderError as error:
             return error
         return None
+
+    def _elsewhere(self, named: Named, address: bytes, locations: Locations) -> Known | EncoderError:
+        """Answer a name that peers hold, or are at; with the bytes here, we go on where that ends should it die."""
+        grid = self._intake.agreed((location.grid for location in locations), named.claimed_grid)
+        try:
+            if grid is None and (data := self._sources.get(named.image.source_key)) is not None:
+                _, grid = self._intake.read(named.image, data, named.claimed_grid)
+        except EncoderError as error:
+            return error
+        return Known(address, grid, cached=bool(locations))
 
     def _granted(self, named: Named, address: bytes) -> Known | EncoderError:
         """Answer a name that is ours to encode, unless it was begun or ended here while the index was asked."""
@@ -209,8 +213,7 @@ class Encoder:
                     self._pipeline.check_room(named.claim.client_id, named.claimed_grid.patches)
                 asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.image)
                 return Known(address, None)
-            header, grid = self._intake.read(named.image, data)
-            confirm(grid, named.claimed_grid)
+            header, grid = self._intake.read(named.image, data, named.claimed_grid)
             self._submit(address, data, header, grid, named.claim)
         except EncoderError as error:
             self._fleet.gave_up(address)
@@ -261,8 +264,7 @@ class Encoder:
         return not held
 
     async def _source_elsewhere(self, image: ImageRef) -> bytes | None:
-        data = await self._fleet.find_source(image)
-        if data is None:
+        if (data := await self._fleet.find_source(image)) is None:
             return None
         try:
             await self._intake.check_digest(image, data)

@@ -39,7 +39,7 @@ class Fleet:
         self._turns = asyncio.Semaphore(MAX_TRANSFERS)
         self._shunned: dict[str, float] = {}  # replica id -> until when, on the monotonic clock
         self._announcer = Announcer(
-            publish=lambda addresses: index.publish(addresses, Tier.HOST),
+            publish=lambda grids: index.publish(grids, Tier.HOST),
             retract=index.retract,
             release=index.release,
         )
@@ -87,10 +87,10 @@ class Fleet:
         """Wait until the replica that encodes the address has published it, or has given up."""
         await self._index.wait_published(address, timeout_s)
 
-    def kept(self, address: bytes) -> None:
+    def kept(self, address: bytes, grid: Grid) -> None:
         """Say that this replica holds the address now."""
         self._leased.discard(address)
-        self._announcer.held(address)
+        self._announcer.held(address, grid)
 
     def gone(self, address: bytes) -> None:
         """Say that this replica no longer holds the address."""
@@ -135,7 +135,7 @@ class Fleet:
                     await self._distrust(location, address, error)
                     continue
                 pin = await asyncio.to_thread(self._put, address, rows, grid)
-                self.kept(address)
+                self.kept(address, grid)
                 return pin
         return None
 

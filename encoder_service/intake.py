@@ -1,7 +1,7 @@
 """Intake: what must hold of an image's bytes before anything is done with them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 
 from encoder_contract.digest import content_digest
@@ -43,8 +43,24 @@ class Intake:
         if digest != image.digest:
             raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
 
-    def read(self, image: ImageRef, data: bytes) -> tuple[Header, Grid]:
-        """Return header and grid of an image. Raises `InvalidImageError` or `ImageLimitError`."""
+    def check_name(self, image: ImageRef, claimed: Grid | None) -> None:
+        """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
+        geometry = self.geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+        if claimed is not None and not geometry.has(claimed):
+            raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which no image can have")
+
+    def agreed(self, said: Iterable[Grid], claimed: Grid | None) -> Grid | None:
+        """Return the grid that hearsay and the caller agree on, or None: then it is to be read from the bytes.
+
+        Hearsay neither confirms a grid that no image can have nor refutes what the caller computed.
+        """
+        return next((grid for grid in said if self.geometry.has(grid) and claimed in (None, grid)), None)
+
+    def read(self, image: ImageRef, data: bytes, claimed: Grid | None = None) -> tuple[Header, Grid]:
+        """Return header and grid of an image.
+
+        Raises `InvalidImageError`, `ImageLimitError`, or `InvalidRequestError` when the caller computed another grid.
+        """
         header = read_header(data)
         check_limits(
             header,
@@ -53,7 +69,7 @@ class Intake:
             max_image_pixels=self._max_image_pixels,
         )
         geometry = self.geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
-        return header, geometry.grid(*header.upright)
+        return header, confirm(geometry.grid(*header.upright), claimed)
 
 
 def confirm(grid: Grid, claimed: Grid | None) -> Grid:

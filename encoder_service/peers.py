@@ -13,7 +13,7 @@ from torch import Tensor
 
 from encoder_contract.errors import InternalError, UnavailableError, from_status
 from encoder_contract.framing import checksum, parse_fetch_response
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageRef
 
@@ -43,7 +43,7 @@ class RowType:
     width: int
     dtype: torch.dtype
     dtype_name: str
-    max_tokens: int
+    geometry: Geometry
 
     @property
     def row_bytes(self) -> int:
@@ -159,22 +159,25 @@ class Peers:
                 raise from_status(message.error.code, message.error.message)
             else:
                 ready = message.ready
-                self._believe(ready, address)
+                grid = self._believe(ready, address)
                 buffer = torch.empty(ready.row_bytes, dtype=torch.uint8)
         await self._verify(buffer, ready.checksum)
-        return Grid(ready.grid.t, ready.grid.h, ready.grid.w), buffer
+        return grid, buffer
 
-    def _believe(self, ready: pb.ImageReady, address: bytes) -> None:
-        """Raise unless what is announced can be the image asked for; this also bounds the memory it may take."""
+    def _believe(self, ready: pb.ImageReady, address: bytes) -> Grid:
+        """Return the grid; raises unless this can be the image asked for, which also bounds the memory it may take."""
         rows = self._rows
-        tokens = ready.row_end - ready.row_begin
+        grid = Grid(ready.grid.t, ready.grid.h, ready.grid.w)
+        tokens = rows.geometry.tokens(grid)
         if (
             ready.address != address
-            or (ready.width, ready.dtype, ready.row_begin) != (rows.width, rows.dtype_name, 0)
-            or not 0 < tokens <= rows.max_tokens
+            or not rows.geometry.has(grid)
+            or (ready.width, ready.dtype) != (rows.width, rows.dtype_name)
+            or (ready.row_begin, ready.row_end) != (0, tokens)
             or ready.row_bytes != tokens * rows.row_bytes
         ):
             raise InternalError("the peer answered with rows of another image or model")
+        return grid
 
     async def _verify(self, buffer: Tensor, expected: int) -> None:
         views = [buffer.numpy().data]

@@ -52,7 +52,7 @@ class Pipeline:
         batch_patches: int,
         device: str = "cpu",
         metrics: Metrics | None = None,
-        on_end: Callable[[bytes, EncoderError | None], None] = lambda _address, _error: None,
+        on_end: Callable[[bytes, Pin | EncoderError], None] = lambda _address, _outcome: None,
         on_lost_device: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_end` is told, on the event loop, the end of every job; `on_lost_device` that no other will succeed."""
@@ -143,7 +143,7 @@ class Pipeline:
         self._desk.finish(job)
         error = outcome if isinstance(outcome, EncoderError) else None
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
-        self._on_end(job.address, error)
+        self._on_end(job.address, outcome)
         if isinstance(outcome, EncoderError):
             _fail_waiters(job, outcome)
             return

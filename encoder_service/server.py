@@ -11,6 +11,7 @@ from time import time_ns
 from uuid import uuid4
 
 from encoder_contract.errors import EncoderError, ModelMismatchError
+from encoder_contract.geometry import Grid
 from encoder_contract.version import __version__
 from encoder_service.admin import AdminService
 from encoder_service.config import GIB, Config, ConfigError, flag
@@ -43,7 +44,7 @@ from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.service import Edge, EncoderService
 from encoder_service.sources import Sources
 from encoder_service.stages import Stages
-from encoder_service.store import Store, StoreSizeError, TierName
+from encoder_service.store import Pin, Store, StoreSizeError, TierName
 from encoder_service.vision import flops
 from encoder_service.watch import Watch
 
@@ -191,16 +192,14 @@ class Server:
                 source_ttl_s=int(config.source_ttl_s),
                 max_source_bytes=config.max_image_bytes,
             ),
-            held=lambda: ((address, Tier.HOST) for address in self.store.addresses()),
+            held=lambda: ((address, Grid(*g), Tier.HOST) for address, g in self.store.grids().items()),
             load=lambda: float(self.pipeline.queued_images),
             watchers=IndexWatchers(on_call=self.metrics.index_call),
         )
 
     def _build_peers(self) -> Peers:
         recipe, spec = self._model.recipe, self._model.tower.spec
-        geometry = self._model.processor.geometry
-        max_tokens = geometry.max_pixels // (geometry.patch_size * geometry.merge_size) ** 2 + 1
-        rows = RowType(spec.width, self._model.tower.dtype, recipe.dtype, max_tokens)
+        rows = RowType(spec.width, self._model.tower.dtype, recipe.dtype, self._model.processor.geometry)
         return Peers(recipe.model, recipe.processor, rows, on_fetch=self.metrics.peer_fetch)
 
     def _build_service(self) -> EncoderService:
@@ -249,12 +248,12 @@ class Server:
 
     # What rooms tell each other through the root
 
-    def _ended(self, address: bytes, error: EncoderError | None) -> None:
-        if error is None:
-            self._fleet.kept(address)
-        else:
-            self._refusals.note(address, error)
+    def _ended(self, address: bytes, outcome: Pin | EncoderError) -> None:
+        if isinstance(outcome, EncoderError):
+            self._refusals.note(address, outcome)
             self._fleet.gave_up(address)
+        else:
+            self._fleet.kept(address, Grid(*outcome.grid))
 
     def _on_evict(self, address: bytes, _tier: TierName) -> None:
         """Pass the word on to the event loop, from whichever thread made room."""

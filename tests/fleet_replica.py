@@ -1,8 +1,16 @@
 """A replica in this process, on an address of its own, and a client of it alone."""
 
 import asyncio
-from dataclasses import dataclass
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import cast
 
+from encoder_service.address import ImageRef
+from encoder_service.config import Config
+from encoder_service.decode import Decoder
+from encoder_service.model import Model
 from encoder_service.scrape import scrape
 from encoder_service.server import Server
 from prefill_client.client import EncoderClient
@@ -35,3 +43,42 @@ class Replica:
         """As peers see kill -9: silence from one moment to the next, and no farewell to the index."""
         await self.server.index.close()
         await self.server._listener._server.stop(None)
+
+    def address(self, digest: bytes, **variant: int) -> bytes:
+        """The store address of an image."""
+        return self.server._model.recipe.address(ImageRef(digest, **variant))
+
+    async def locates(self, digest: bytes, **variant: int) -> bool:
+        """Whether it knows a peer that holds the image."""
+        return bool(await self.server.index.locate([self.address(digest, **variant)]))
+
+
+Start = Callable[..., Awaitable[Replica]]
+fleets = itertools.count()
+
+
+@asynccontextmanager
+async def starting(config: Config, model: Model, index: str) -> AsyncIterator[Start]:
+    """Give a function that starts a replica on an address of its own; all are gone at the end."""
+    prefix = f"test-{next(fleets)}"
+    hosts = (f"127.0.0.{n}" for n in itertools.count(2))
+    async with AsyncExitStack() as stack:
+
+        async def start(**changes: object) -> Replica:
+            settings = {
+                "index": index,
+                "index_prefix": prefix,
+                "index_timeout_ms": 2000,  # a busy machine is not a bad day
+                "listen": f"{next(hosts)}:0",
+                "metrics_listen": "127.0.0.1:0",
+                "drain_s": 1,
+                **changes,
+            }
+            gate = Gate(model.decoder)
+            server = Server(replace(config, **settings), replace(model, decoder=cast(Decoder, gate)))  # type: ignore[arg-type]
+            await server.start()
+            stack.push_async_callback(server.drain)
+            client = await stack.enter_async_context(await EncoderClient.connect(server.endpoint))
+            return Replica(server, gate, client)
+
+        yield start

@@ -1,11 +1,12 @@
 """Replicas of a test's fleet, as the index knows them."""
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from encoder_contract.digest import content_digest
+from encoder_contract.geometry import Grid
 from encoder_service.index import (
     Index,
     IndexState,
@@ -19,6 +20,7 @@ from tests.waiting import soon
 
 MODEL, PROCESSOR = b"m" * 32, b"p" * 32
 LEASE_TTL_MS, REPLICA_TTL_MS, HEARTBEAT_MS = 800, 700, 100
+GRID = Grid(1, 18, 20)
 numbers = itertools.count()
 Join = Callable[..., Awaitable[Index]]
 CALL_TIMEOUT_S = 0.1
@@ -26,6 +28,11 @@ CALL_TIMEOUT_S = 0.1
 
 def new_addresses(count: int) -> list[bytes]:
     return [content_digest(str(next(numbers)).encode()) for _ in range(count)]
+
+
+def grids(addresses: Iterable[bytes]) -> dict[bytes, Grid]:
+    """What is published of embeddings whose grid is beside the point."""
+    return dict.fromkeys(addresses, GRID)
 
 
 def as_replica(name: str, epoch: int = 1, model: bytes = MODEL, processor: bytes = PROCESSOR) -> Replica:
@@ -50,12 +57,12 @@ class Watched:
     """A replica, what it holds, and what it said about itself."""
 
     index: RedisIndex
-    held: list[tuple[bytes, Tier]]
+    held: list[tuple[bytes, Grid, Tier]]
     said: list[tuple[IndexState, str]] = field(default_factory=list)
 
     async def hold(self, addresses: list[bytes]) -> None:
-        self.held += [(address, Tier.HOST) for address in addresses]
-        await self.index.publish(addresses, Tier.HOST)
+        self.held += [(address, GRID, Tier.HOST) for address in addresses]
+        await self.index.publish(grids(addresses), Tier.HOST)
 
     async def until(self, state: IndexState, within_s: float = 8.0) -> None:
         await soon(lambda: self.index.state is state, within_s)

@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -18,7 +17,6 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.address import ImageRef
 from encoder_service.config import Config, ConfigError
-from encoder_service.decode import Decoder
 from encoder_service.index import Tier
 from encoder_service.model import Model
 from encoder_service.scrape import scrape
@@ -26,8 +24,8 @@ from encoder_service.server import Server
 from prefill_client.client import EncoderClient
 from prefill_client.connection import Connection
 from prefill_client.images import RowRequest, read_images
-from tests.conftest import Gate
-from tests.fleet_replica import Replica
+from tests.fleet_replica import Replica, Start, starting
+from tests.index_replicas import grids
 from tests.waiting import soon
 
 numbers = itertools.count(1000)
@@ -43,33 +41,10 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-Start = Callable[..., Awaitable[Replica]]
-
-
 @pytest.fixture
 async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterator[Start]:
     """Starts a replica on an address of its own; all are gone at the end of the test."""
-    prefix = f"test-{next(numbers)}"
-    hosts = (f"127.0.0.{n}" for n in itertools.count(2))
-    async with AsyncExitStack() as stack:
-
-        async def start(**changes: object) -> Replica:
-            settings = {
-                "index": redis.url,
-                "index_prefix": prefix,
-                "index_timeout_ms": 2000,  # a busy machine is not a bad day
-                "listen": f"{next(hosts)}:0",
-                "metrics_listen": "127.0.0.1:0",
-                "drain_s": 1,
-                **changes,
-            }
-            gate = Gate(model.decoder)
-            server = Server(replace(config, **settings), replace(model, decoder=cast(Decoder, gate)))
-            await server.start()
-            stack.push_async_callback(server.drain)
-            client = await stack.enter_async_context(await EncoderClient.connect(server.endpoint))
-            return Replica(server, gate, client)
-
+    async with starting(config, model, redis.url) as start:
         yield start
 
 
@@ -78,7 +53,7 @@ async def test_what_one_replica_holds_is_fetched_through_another_and_encoded_onc
     (image,) = await a.client.submit([new_photo()])
     made = await a.fetch(image.digest)
     assert made.source == "encoded"
-    await soon(lambda: _located(b, image.digest), within_s=10)
+    await soon(lambda: b.locates(image.digest), within_s=10)
     brought = await b.fetch(image.digest)
     assert (brought.error, brought.source) == (None, "peer")
     assert np.array_equal(brought.array, made.array)
@@ -91,7 +66,7 @@ async def test_a_replica_that_a_peer_spares_the_work_does_not_ask_for_the_bytes(
     file = new_photo()
     (image,) = await a.client.submit([file])
     await a.fetch(image.digest)
-    await soon(lambda: _located(b, image.digest), within_s=10)
+    await soon(lambda: b.locates(image.digest), within_s=10)
     (known,) = await b.client.submit([file])
     assert known.cached
     found = await asyncio.to_thread(scrape, b.server.watch.endpoint, 10)
@@ -165,7 +140,7 @@ async def test_a_stale_location_costs_one_try(start: Start) -> None:
     file = new_photo()
     (image,) = read_images([file], b.client.description.geometry)
     address = b.server._model.recipe.address(ImageRef(image.digest))
-    await a.server.index.publish([address], Tier.HOST)  # which it does not hold
+    await a.server.index.publish(grids([address]), Tier.HOST)  # which it does not hold
     (submitted,) = await b.client.submit([file])
     assert submitted.cached
     found = await b.fetch(image.digest)
@@ -179,7 +154,7 @@ async def test_a_peer_that_cannot_be_reached_is_gone_round_and_stays_in_the_inde
         b, c = await start(), await start()
         images = await a.client.submit([new_photo() for _ in range(6)])
         assert [(await a.fetch(image.digest)).error for image in images] == [None] * 6
-        await soon(lambda: _located(c, images[-1].digest), within_s=10)
+        await soon(lambda: c.locates(images[-1].digest), within_s=10)
         async with asyncio.timeout(30):
             found = [await b.fetch(image.digest) for image in images]
         assert {(outcome.error, outcome.source) for outcome in found} == {(None, "encoded")}
@@ -198,7 +173,7 @@ async def test_encoding_is_chosen_over_a_slow_peer_and_no_lease_stands_in_the_wa
         await a.client.submit([file])
         (image,) = await b.client.submit([file])
     await a.fetch(image.digest)
-    await soon(lambda: _located(b, image.digest), within_s=10)
+    await soon(lambda: b.locates(image.digest), within_s=10)
     b.server._peers.bytes_per_s = 1.0
     async with asyncio.timeout(20):
         assert (await b.fetch(image.digest)).source == "encoded"
@@ -209,7 +184,7 @@ async def test_replicas_that_hold_nothing_do_not_ask_each_other_in_circles(start
     image = read_images([new_photo()], a.client.description.geometry)[0]
     address = a.server._model.recipe.address(ImageRef(image.digest))
     for replica in (a, b):
-        await replica.server.index.publish([address], Tier.HOST)
+        await replica.server.index.publish(grids([address]), Tier.HOST)
     async with asyncio.timeout(20):
         outcomes = await asyncio.gather(*(r.fetch(image.digest, grace_ms=500) for r in (a, b)))
     assert [type(outcome.error) for outcome in outcomes] == [UnknownImageError] * 2
@@ -244,7 +219,7 @@ async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start:
     a, b, c = await start(hand_over_s=20), await start(), await start()
     images = await a.client.submit([new_photo(200, 200) for _ in range(4)])
     made = [await a.fetch(image.digest) for image in images]
-    await soon(lambda: _located(b, images[-1].digest), within_s=10)
+    await soon(lambda: b.locates(images[-1].digest), within_s=10)
     await b.fetch(images[0].digest)  # which a peer holds already
     await soon(lambda: len(a.server.index.peers()) == 2, within_s=10)
     await a.server.drain()
@@ -269,11 +244,6 @@ async def test_another_processor_in_the_same_namespace_is_refused_with_both_fing
         await other.start()
     for processor in (model.recipe.processor, recipe.processor):
         assert processor[:8].hex() in str(refusal.value)
-
-
-async def _located(replica: Replica, digest: bytes) -> bool:
-    address = replica.server._model.recipe.address(ImageRef(digest))
-    return bool(await replica.server.index.locate([address]))
 
 
 async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":

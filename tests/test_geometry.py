@@ -4,6 +4,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -103,3 +105,33 @@ def test_a_variant_outside_the_models_budget_is_refused_naming_the_bound(bounds,
 def test_a_geometry_that_cannot_be_is_refused(name, value):
     with pytest.raises(ValueError, match=name):
         replace(QWEN3_VL, **{name: value})
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 4),
+    st.integers(1, 1 << 24),
+    st.floats(0, 1),
+    st.integers(1, 1 << 17),
+    st.floats(1, 200),
+    st.booleans(),
+)
+@settings(max_examples=2000, deadline=None)
+def test_no_image_of_any_variant_has_more_tokens_than_the_bound(
+    patch_size, merge_size, max_pixels, share, short, ratio, upright
+):
+    geometry = Geometry(patch_size, merge_size, 1, max_pixels)
+    variant = geometry.variant(min_pixels=max(1, int(share * max_pixels)))
+    long = min(int(short * ratio), 200 * short)
+    grid = variant.grid(short, long) if upright else variant.grid(long, short)
+    assert geometry.tokens(grid) <= geometry.max_tokens
+    assert geometry.has(grid)
+    assert variant.has(grid)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [(1, 0, 0), (1, 3, 20), (1, 20, 3), (2, 20, 20), (0, 20, 20), (1, 2**32 - 2, 2**32 - 2), (1, 512, 512)],
+)
+def test_a_grid_that_no_image_has_is_told(grid):
+    assert not QWEN3_VL.has(Grid(*grid))

@@ -4,6 +4,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
+from encoder_contract.geometry import Grid
 from encoder_service.index import (
     IndexState,
     Location,
@@ -11,15 +12,16 @@ from encoder_service.index import (
     Replica,
     Tier,
 )
-from tests.index_replicas import MODEL, PROCESSOR, Join, as_replica, new_addresses, redis_settings
+from tests.index_replicas import MODEL, PROCESSOR, Join, as_replica, grids, new_addresses, redis_settings
 from tests.waiting import soon
 
 
 async def test_what_one_publishes_all_others_locate_and_itself_does_not(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     held, other = new_addresses(40), new_addresses(1)
-    await a.publish(held, Tier.HOST)
-    expected = {address: (Location("a", "a.example:50051", Tier.HOST),) for address in held}
+    of = {address: Grid(1, 2 * n, 70_000) for n, address in enumerate(held)}
+    await a.publish(of, Tier.HOST)
+    expected = {address: (Location("a", "a.example:50051", Tier.HOST, of[address]),) for address in held}
     assert await b.locate(held + other) == expected
     assert await c.locate(held + held) == expected
     assert await a.locate(held) == {}
@@ -28,9 +30,9 @@ async def test_what_one_publishes_all_others_locate_and_itself_does_not(join: Jo
 async def test_publishing_again_moves_the_tier_and_retracting_ends_it(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     (address,) = new_addresses(1)
-    await a.publish([address], Tier.DEVICE)
-    await b.publish([address], Tier.HOST)
-    await a.publish([address], Tier.HOST)
+    await a.publish(grids([address]), Tier.DEVICE)
+    await b.publish(grids([address]), Tier.HOST)
+    await a.publish(grids([address]), Tier.HOST)
     assert {place.replica_id: place.tier for place in (await c.locate([address]))[address]} == {
         "a": Tier.HOST,
         "b": Tier.HOST,
@@ -44,7 +46,7 @@ async def test_publishing_again_moves_the_tier_and_retracting_ends_it(join: Join
 async def test_a_stale_location_can_be_retracted_by_whoever_found_out(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
-    await a.publish([address], Tier.HOST)
+    await a.publish(grids([address]), Tier.HOST)
     assert address in await b.locate([address])
     await b.retract([address], replica_id="a")
     assert await b.locate([address]) == {}
@@ -54,7 +56,7 @@ async def test_a_stale_location_can_be_retracted_by_whoever_found_out(join: Join
 async def test_a_restarted_replica_is_not_asked_for_what_its_earlier_life_held(join: Join) -> None:
     a, b = await join("a", epoch=1), await join("b")
     addresses = new_addresses(2)
-    await a.publish(addresses, Tier.HOST)
+    await a.publish(grids(addresses), Tier.HOST)
     assert set(await b.locate(addresses)) == set(addresses)
     await a.close()
     await join("a", epoch=2)
@@ -75,7 +77,7 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     await soon(both, within_s=3)
     assert a.peers()[0].endpoint == "b.example:50051"
     held, working = new_addresses(2)
-    await b.publish([held], Tier.HOST)
+    await b.publish(grids([held]), Tier.HOST)
     await b.acquire([working])
     await b.leave()
     assert b.state is IndexState.LEFT
@@ -91,13 +93,13 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
 async def test_one_that_left_is_answered_as_by_an_empty_index(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(2)
-    await a.publish(addresses, Tier.HOST)
+    await a.publish(grids(addresses), Tier.HOST)
     await b.leave()
     assert await b.locate(addresses) == {}
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
     assert await b.wait_published(addresses[0], 5.0) == ()
     assert not await b.put_source(b"key", b"image")
-    await b.publish(addresses, Tier.HOST)
+    await b.publish(grids(addresses), Tier.HOST)
     assert [place.replica_id for place in (await a.acquire(addresses)).located.get(addresses[0], ())] == []
 
 
@@ -124,7 +126,7 @@ async def test_an_empty_batch_is_no_call(join: Join) -> None:
     a = await join("a")
     assert await a.locate([]) == {}
     assert await a.acquire([]) == (await a.acquire([]))
-    await a.publish([], Tier.HOST)
+    await a.publish(grids([]), Tier.HOST)
     assert await a.renew([]) == frozenset()
 
 
@@ -132,7 +134,7 @@ async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(700)
     assert len((await a.acquire(addresses)).granted) == 700
-    await a.publish(addresses, Tier.HOST)
+    await a.publish(grids(addresses), Tier.HOST)
     assert len(await b.locate(addresses)) == 700
 
 

@@ -12,7 +12,7 @@ from encoder_service.index import IndexState, Tier
 from encoder_service.index.breaker import FAILURES_TO_OPEN
 from encoder_service.index.schema import Keys
 from tests.cable import Cable
-from tests.index_replicas import CALL_TIMEOUT_S, JoinWatched, Watched, new_addresses, watched_replicas
+from tests.index_replicas import CALL_TIMEOUT_S, JoinWatched, Watched, grids, new_addresses, watched_replicas
 from tests.waiting import soon
 
 # What a busy machine may add to a bound before a test calls it broken.
@@ -38,7 +38,7 @@ async def answers_as_empty(replica: Watched) -> float:
     for call, expected in (
         (index.locate([a]), {}),
         (index.renew([b]), {b}),
-        (index.publish([a], Tier.HOST), None),
+        (index.publish(grids([a]), Tier.HOST), None),
         (index.retract([a]), None),
         (index.release([b]), None),
         (index.wait_published(a, 5.0), ()),
@@ -143,7 +143,7 @@ async def test_a_publication_that_did_not_get_through_is_made_up_for_before_the_
     waiting = asyncio.create_task(b.index.wait_published(address, 5.0))
     await asyncio.sleep(0.1)
     server.pause()
-    await a.index.publish([address], Tier.HOST)  # into the void, for one bound
+    await a.index.publish(grids([address]), Tier.HOST)  # into the void, for one bound
     server.resume()
     places = await waiting
     assert [place.replica_id for place in places] == ["a"]

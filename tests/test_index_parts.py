@@ -2,16 +2,18 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import pytest
 
+from encoder_contract.geometry import Grid
 from encoder_service.config import ConfigError
 from encoder_service.index import Tier
 from encoder_service.index.breaker import LAST_PROBE_S, Breaker
 from encoder_service.index.leases import Leases
 from encoder_service.index.link import Target
 from encoder_service.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
-from tests.index_replicas import new_addresses
+from tests.index_replicas import GRID, new_addresses
 from tests.waiting import soon
 
 
@@ -60,14 +62,14 @@ def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_f
 
 
 async def test_republishing_is_paced_and_complete() -> None:
-    held = [(address, Tier(1 + n % 2)) for n, address in enumerate(new_addresses(400))]
-    told: list[tuple[bytes, Tier]] = []
+    held = [(address, GRID, Tier(1 + n % 2)) for n, address in enumerate(new_addresses(400))]
+    told: list[tuple[bytes, Grid, Tier]] = []
     largest = 0
 
-    async def publish(addresses: object, tier: Tier) -> bool:
+    async def publish(grids: Mapping[bytes, Grid], tier: Tier) -> bool:
         nonlocal largest
-        largest = max(largest, len(addresses))  # type: ignore[arg-type]
-        told.extend((address, tier) for address in addresses)  # type: ignore[attr-defined]
+        largest = max(largest, len(grids))
+        told.extend((address, grid, tier) for address, grid in grids.items())
         return True
 
     republisher = Republisher(lambda: held, publish, ttl_s=3600.0)

@@ -34,7 +34,7 @@ class Bench:
     pipeline: Pipeline
     store: Store
     model: Model
-    ended: dict[bytes, EncoderError | None] = field(default_factory=dict)
+    ended: dict[bytes, Pin | EncoderError] = field(default_factory=dict)
 
     def submit(self, image: bytes, claim: Claim) -> tuple[bytes, object]:
         """Queue an image under its digest; return address and job."""
@@ -66,7 +66,7 @@ async def running(
     options = {"host_bytes": 32 << 20, **store}
     kept = Store(width=width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
     limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
-    ended: dict[bytes, EncoderError | None] = {}
+    ended: dict[bytes, Pin | EncoderError] = {}
     pipeline = Pipeline(
         Scheduler(limits, max_ahead_patches=2 * batch_patches, max_ahead_images=64),
         Stages(

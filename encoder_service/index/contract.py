@@ -6,11 +6,12 @@ from enum import Enum, IntEnum
 from typing import Protocol
 
 from encoder_contract.errors import InvalidRequestError
+from encoder_contract.geometry import Grid
 
 ADDRESS_BYTES = 32
 
-# (address, tier) of every embedding this replica holds: what an index that lost its memory is told again.
-Held = Callable[[], "Iterable[tuple[bytes, Tier]]"]
+# Address, grid and tier of every embedding this replica holds: what an index that lost its memory is told again.
+Held = Callable[[], "Iterable[tuple[bytes, Grid, Tier]]"]
 
 
 class Tier(IntEnum):
@@ -57,11 +58,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A live peer that said it holds an embedding."""
+    """A live peer that said it holds an embedding, and of which grid: as it says, so check that such a grid can be."""
 
     replica_id: str
     endpoint: str
     tier: Tier
+    grid: Grid
 
 
 Locations = tuple[Location, ...]
@@ -116,8 +118,11 @@ class Index(Protocol):
     async def close(self) -> None:
         """Stop everything and free connections. Without `leave` before it, peers see a death. Idempotent."""
 
-    async def publish(self, addresses: Sequence[bytes], tier: Tier) -> None:
-        """Say that this replica holds `addresses`; ends its leases on them and wakes who waits for them."""
+    async def publish(self, grids: Mapping[bytes, Grid], tier: Tier) -> None:
+        """Say that this replica holds these addresses, with the grid of each; `t` is 1.
+
+        Ends its leases on them and wakes who waits for them.
+        """
 
     async def retract(self, addresses: Sequence[bytes], replica_id: str | None = None) -> None:
         """Say that this replica no longer holds `addresses`, or that the live peer `replica_id` turned out not to."""

@@ -1,8 +1,9 @@
 """The leases this replica holds, and the publications it still owes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
+from encoder_contract.geometry import Grid
 from encoder_service.index.contract import MAX_LEASE_S, Tier
 
 
@@ -18,7 +19,7 @@ class Leases:
         self._clock = clock
         self._forget_at: dict[bytes, float] = {}
         self._renew_at: dict[bytes, float] = {}
-        self._owed: dict[bytes, Tier] = {}
+        self._owed: dict[bytes, tuple[Grid, Tier]] = {}
 
     def add(self, addresses: Iterable[bytes]) -> None:
         """Note leases that were granted just now."""
@@ -52,12 +53,12 @@ class Leases:
         self.end([address for address, at in self._forget_at.items() if at <= now])
         return [address for address, at in self._renew_at.items() if at <= now]
 
-    def owe(self, addresses: Iterable[bytes], tier: Tier) -> None:
+    def owe(self, grids: Mapping[bytes, Grid], tier: Tier) -> None:
         """Note publications that did not get through; without a lease nobody waits, and none is owed."""
-        for address in addresses:
+        for address, grid in grids.items():
             if address in self._renew_at:
-                self._owed[address] = tier
+                self._owed[address] = grid, tier
 
-    def owed(self, tier: Tier) -> list[bytes]:
-        """Return the addresses whose publication at `tier` is owed."""
-        return [address for address, owed_tier in self._owed.items() if owed_tier is tier]
+    def owed(self, tier: Tier) -> dict[bytes, Grid]:
+        """Return the addresses, and their grids, whose publication at `tier` is owed."""
+        return {address: grid for address, (grid, owed_tier) in self._owed.items() if owed_tier is tier}

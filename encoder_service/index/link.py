@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from redis.asyncio import Redis
@@ -44,6 +44,13 @@ class Script:
         folder = files("encoder_service.index") / "lua"
         self.source = (folder / "records.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+
+
+class _Call(NamedTuple):
+    """Keys and arguments of one run of a script."""
+
+    keys: Sequence[bytes]
+    arguments: Sequence[Any]
 
 
 class Target:
@@ -104,19 +111,30 @@ class Link:
         """Close every connection; calls under way fail."""
         await self._client.aclose()
 
-    async def run(self, script: Script, keys: Sequence[Sequence[bytes]], *arguments: Any) -> list[Any]:
-        """Run a script over the keys of many addresses; return one reply for each address."""
+    async def run(
+        self, script: Script, keys: Sequence[Sequence[bytes]], *arguments: Any, each: Sequence[bytes] = ()
+    ) -> list[Any]:
+        """Run a script over the keys of many addresses; return one reply for each address.
+
+        It is given `arguments`, then those of `each` that go with the addresses of the call: one an address, or none.
+        """
         groups = self._by_slot(keys)
-        calls = [[key for position in group for key in keys[position]] for group in groups]
+        calls = [
+            _Call(
+                [key for position in group for key in keys[position]],
+                [*arguments, *(each[position] for position in group if each)],
+            )
+            for group in groups
+        ]
         answers: list[Any] = [None] * len(keys)
-        for group, replies in zip(groups, await self._evaluate(script, calls, arguments), strict=True):
+        for group, replies in zip(groups, await self._evaluate(script, calls), strict=True):
             for position, reply in zip(group, replies, strict=True):
                 answers[position] = reply
         return answers
 
     async def run_once(self, script: Script, key: bytes, *arguments: Any) -> Any:
         """Run a script over one key and return its whole reply."""
-        return (await self._evaluate(script, [[key]], arguments))[0]
+        return (await self._evaluate(script, [_Call([key], arguments)]))[0]
 
     async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the values of many keys, in one command, or in one for each slot."""
@@ -158,15 +176,13 @@ class Link:
             slots[key_slot(address_keys[0])].append(position)
         return list(slots.values())
 
-    async def _evaluate(
-        self, script: Script, calls: list[list[bytes]], arguments: Sequence[Any]
-    ) -> list[Any]:
-        replies = await self._pipeline("EVALSHA", script.sha, calls, arguments)
+    async def _evaluate(self, script: Script, calls: list[_Call]) -> list[Any]:
+        replies = await self._pipeline("EVALSHA", script.sha, calls)
         # A server that has not seen the script (new, restarted, promoted) is sent its text; one that closed an idle
         # connection is asked once more. Every script may run twice: it states what shall be.
         again = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
         if again:
-            second = await self._pipeline("EVAL", script.source, [calls[n] for n in again], arguments)
+            second = await self._pipeline("EVAL", script.source, [calls[n] for n in again])
             for n, reply in zip(again, second, strict=True):
                 replies[n] = reply
         for reply in replies:
@@ -174,11 +190,9 @@ class Link:
                 raise reply
         return replies
 
-    async def _pipeline(
-        self, command: str, script: str | bytes, calls: list[list[bytes]], arguments: Sequence[Any]
-    ) -> list[Any]:
+    async def _pipeline(self, command: str, script: str | bytes, calls: list[_Call]) -> list[Any]:
         pipeline = self._client.pipeline() if self.is_cluster else self._client.pipeline(transaction=False)
-        for keys in calls:
+        for keys, arguments in calls:
             pipeline.execute_command(command, script, len(keys), *keys, *arguments)
         with lost_connections():
             replies: list[Any] = await pipeline.execute(raise_on_error=False)

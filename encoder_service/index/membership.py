@@ -74,10 +74,10 @@ class Membership:
     def locations(self, value: bytes | None, without: Collection[str] = ()) -> Locations:
         """Return the live peers that a location names, except those in `without`."""
         found = []
-        for token, tier in schema.records(value):
-            peer = self.peers.get(token)
+        for record in schema.records(value):
+            peer = self.peers.get(record.token)
             if peer is not None and peer.replica_id not in without:
-                found.append(Location(peer.replica_id, peer.endpoint, tier))
+                found.append(Location(peer.replica_id, peer.endpoint, record.tier, record.grid))
         return tuple(found)
 
     def tokens_of(self, replica_ids: Collection[str]) -> bytes:

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
 from encoder_contract.errors import ModelMismatchError
+from encoder_contract.geometry import Grid
 from encoder_service.index.contract import Acquired, IndexState, Location, Locations, Peer, Replica, Tier
 
 
@@ -21,7 +22,7 @@ class Fleet:
     source_ttl_s: float = 600.0
     clock: Callable[[], float] = monotonic
     members: "dict[str, MemoryIndex]" = field(default_factory=dict)
-    locations: dict[bytes, dict[str, Tier]] = field(default_factory=dict)
+    locations: dict[bytes, dict[str, tuple[Tier, Grid]]] = field(default_factory=dict)
     leases: dict[bytes, str] = field(default_factory=dict)
     waiters: dict[bytes, set["asyncio.Future[None]"]] = field(default_factory=dict)
     sources: OrderedDict[bytes, tuple[float, bytes]] = field(default_factory=OrderedDict)
@@ -117,12 +118,12 @@ class MemoryIndex:
         """Stop; in one process, a death and a departure are the same."""
         await self.leave()
 
-    async def publish(self, addresses: Sequence[bytes], tier: Tier) -> None:
-        """Say that this replica holds `addresses`; ends its leases on them and wakes who waits for them."""
+    async def publish(self, grids: Mapping[bytes, Grid], tier: Tier) -> None:
+        """Say that this replica holds these addresses; ends its leases on them and wakes who waits for them."""
         if self.state is IndexState.JOINED:
             replica_id = self._joined().replica_id
-            for address in addresses:
-                self._fleet.locations.setdefault(address, {})[replica_id] = tier
+            for address, grid in grids.items():
+                self._fleet.locations.setdefault(address, {})[replica_id] = tier, grid
                 if self._fleet.leases.get(address) == replica_id:
                     del self._fleet.leases[address]
                 self._fleet.wake(address)
@@ -196,10 +197,10 @@ class MemoryIndex:
         if self.state is not IndexState.JOINED:
             return ()
         found = []
-        for replica_id, tier in self._fleet.locations.get(address, {}).items():
+        for replica_id, (tier, grid) in self._fleet.locations.get(address, {}).items():
             member = self._fleet.members.get(replica_id)
             if member is not None and member is not self and replica_id not in without:
-                found.append(Location(replica_id, member._joined().endpoint, tier))
+                found.append(Location(replica_id, member._joined().endpoint, tier, grid))
         return tuple(found)
 
 

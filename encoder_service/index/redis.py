@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from encoder_contract.geometry import Grid
 from encoder_service.index.contract import Acquired, Held, IndexState, Locations, Peer, Replica, Tier
 from encoder_service.index.hints import Hints
 from encoder_service.index.leases import Leases
 from encoder_service.index.link import Link, Script
 from encoder_service.index.membership import Membership
 from encoder_service.index.republish import Republisher
-from encoder_service.index.schema import Keys, records
+from encoder_service.index.schema import Keys, holding, records
 from encoder_service.index.standing import Lane, RedisSettings, Standing, Watchers
 from encoder_service.index.tasks import end
 from encoder_service.index.watch import Watch
@@ -68,12 +69,12 @@ class RedisIndex:
         if self._hints is not None:
             await self._hints.close()
 
-    async def publish(self, addresses: Sequence[bytes], tier: Tier) -> None:
-        """Say that this replica holds `addresses`; ends its leases on them and wakes who waits for them."""
-        if await self._publish(addresses, tier) or self.state is not IndexState.JOINED:
-            self._leases.end(addresses)  # alone, all that is held is published on return
+    async def publish(self, grids: Mapping[bytes, Grid], tier: Tier) -> None:
+        """Say that this replica holds these addresses; ends its leases on them and wakes who waits for them."""
+        if await self._publish(grids, tier) or self.state is not IndexState.JOINED:
+            self._leases.end(grids)  # alone, all that is held is published on return
         else:
-            self._leases.owe(addresses, tier)
+            self._leases.owe(grids, tier)
 
     async def retract(self, addresses: Sequence[bytes], replica_id: str | None = None) -> None:
         """Say that this replica no longer holds `addresses`, or that `replica_id` turned out not to."""
@@ -161,12 +162,15 @@ class RedisIndex:
             if owed := self._leases.owed(tier):
                 await self.publish(owed, tier)
 
-    async def _publish(self, addresses: Sequence[bytes], tier: Tier) -> bool:
+    async def _publish(self, grids: Mapping[bytes, Grid], tier: Tier) -> bool:
         through = True
         ttl_ms = self._settings.location_ttl_s * 1000
-        for batch in _batches(addresses):
-            arguments = (self._token, bytes([tier]), ttl_ms, self._standing.tell)
-            through &= await self._run("publish", PUBLISH, self._pairs(batch), *arguments) is not None
+        for batch in _batches(list(grids)):
+            arguments = (self._token, ttl_ms, self._standing.tell)
+            each = [holding(tier, grids[address]) for address in batch]
+            through &= (
+                await self._run("publish", PUBLISH, self._pairs(batch), *arguments, each=each) is not None
+            )
         return through
 
     async def _acquire(
@@ -203,7 +207,7 @@ class RedisIndex:
         membership = self._standing.membership
         if membership is None:
             return {}
-        named = {token for value in values.values() for token, _ in records(value)}.union(others)
+        named = {token for value in values.values() for token, *_ in records(value)}.union(others)
         if membership.strangers(named):
             await self._standing.call_roll(self._standing.calls)
             membership.bury(named)
@@ -243,9 +247,14 @@ class RedisIndex:
             self._watch.changed(address)
 
     async def _run(
-        self, name: str, script: Script, keys: Sequence[Sequence[bytes]], *arguments: bytes | int
+        self,
+        name: str,
+        script: Script,
+        keys: Sequence[Sequence[bytes]],
+        *arguments: bytes | int,
+        each: Sequence[bytes] = (),
     ) -> list[Any] | None:
-        return await self._standing.ask(name, lambda link, _: link.run(script, keys, *arguments))
+        return await self._standing.ask(name, lambda link, _: link.run(script, keys, *arguments, each=each))
 
     async def _read(
         self, name: str, keys: Sequence[bytes], lane: Lane | None = None

@@ -3,9 +3,10 @@
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 
+from encoder_contract.geometry import Grid
 from encoder_service.index.contract import Held, Tier
 
 # One batch holds Redis for about half a millisecond; a hundred replicas that come back at once take a third of it.
@@ -24,7 +25,7 @@ class Republisher:
     """
 
     def __init__(
-        self, held: Held, publish: Callable[[Sequence[bytes], Tier], Awaitable[bool]], ttl_s: float
+        self, held: Held, publish: Callable[[Mapping[bytes, Grid], Tier], Awaitable[bool]], ttl_s: float
     ) -> None:
         self._held = held
         self._publish = publish
@@ -50,10 +51,10 @@ class Republisher:
     async def _walk(self) -> None:
         entries = iter(list(self._held()))
         while batch := list(islice(entries, BATCH_ADDRESSES)):
-            by_tier: dict[Tier, list[bytes]] = defaultdict(list)
-            for address, tier in batch:
-                by_tier[tier].append(address)
-            for tier, addresses in by_tier.items():
-                if not await self._publish(addresses, tier):
+            by_tier: dict[Tier, dict[bytes, Grid]] = defaultdict(dict)
+            for address, grid, tier in batch:
+                by_tier[tier][address] = grid
+            for tier, grids in by_tier.items():
+                if not await self._publish(grids, tier):
                     return
             await asyncio.sleep(len(batch) / ADDRESSES_PER_S)

@@ -1,20 +1,24 @@
 """The layout of the index in Redis: names of keys, and the records in them."""
 
+import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blake3 import blake3
 
+from encoder_contract.geometry import Grid
 from encoder_service.index.contract import Peer, Replica, Tier
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # A replica in a location: 64 bits of a hash over its id and epoch, so that a restarted replica's old locations
 # name nobody. Among a thousand replicas two collide once in 4e13; it would cost failed peer calls, not wrong rows.
 TOKEN_BYTES = 8
-# Token, then one byte of tier.
-RECORD_BYTES = TOKEN_BYTES + 1
+# Token, one byte of tier, then height and width of the grid; `t` is 1.
+_RECORD = struct.Struct(f"<{TOKEN_BYTES}sBII")
+RECORD_BYTES = _RECORD.size
 _TIERS = {int(tier) for tier in Tier}
 
 
@@ -65,13 +69,26 @@ class Keys:
         return self._prefix + urlsafe_b64encode(key).rstrip(b"=") + b"}"
 
 
-def records(value: bytes | None) -> Iterator[tuple[bytes, Tier]]:
-    """Yield token and tier of each record of a location; what is no record is skipped."""
+class Record(NamedTuple):
+    """What a location says of one replica: its token, where it keeps the embedding, and the image's grid."""
+
+    token: bytes
+    tier: Tier
+    grid: Grid
+
+
+def holding(tier: Tier, grid: Grid) -> bytes:
+    """Return what follows the token in a record."""
+    return _RECORD.pack(b"", tier, grid.h, grid.w)[TOKEN_BYTES:]
+
+
+def records(value: bytes | None) -> Iterator[Record]:
+    """Yield each record of a location; what is no record is skipped."""
     value = value or b""
     for at in range(0, len(value) - RECORD_BYTES + 1, RECORD_BYTES):
-        tier = value[at + TOKEN_BYTES]
+        token, tier, h, w = _RECORD.unpack_from(value, at)
         if tier in _TIERS:
-            yield value[at : at + TOKEN_BYTES], Tier(tier)
+            yield Record(token, Tier(tier), Grid(1, h, w))
 
 
 @dataclass(frozen=True, slots=True)

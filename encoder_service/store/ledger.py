@@ -57,10 +57,10 @@ class Ledger:
         with self._turn:
             return next((tier.name for tier in self.tiers if address in tier.slots), None)
 
-    def addresses(self) -> list[bytes]:
-        """Return the addresses of all embeddings, in any tier."""
+    def grids(self) -> dict[bytes, Grid]:
+        """Return address and grid of all embeddings, in any tier."""
         with self._turn:
-            return list({address for tier in self.tiers for address in tier.slots})
+            return {address: slot.grid for tier in self.tiers for address, slot in tier.slots.items()}
 
     def claim(self, address: bytes, tiers: Collection[Tier], deadline: float) -> Slot | None:
         """Return the embedding, pinned, if one of `tiers` holds it; else None, and the caller is its writer.

@@ -120,9 +120,9 @@ class Store:
         """Return the tier that `pin` would find, or None; neither holds nor counts."""
         return self._ledger.tier_of(address)
 
-    def addresses(self) -> list[bytes]:
-        """Return the addresses of all embeddings held now."""
-        return self._ledger.addresses()
+    def grids(self) -> dict[bytes, Grid]:
+        """Return address and grid of all embeddings held now."""
+        return self._ledger.grids()
 
     def evict(self, address: bytes) -> bool:
         """Drop the embedding from all tiers; False, and nothing done, if it is not held or in use."""

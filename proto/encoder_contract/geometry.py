@@ -88,6 +88,24 @@ class Geometry:
         """Return the rows of an image's embedding, which are the tokens it takes in the prompt."""
         return grid.patches // self.merge_size**2
 
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that an image of any variant can have.
+
+        More than `max_pixels` holds: an image is enlarged to `min_pixels` by rounding both its sides up, and a strip's
+        short side is never less than a token. With `area` tokens in `max_pixels` and sides a x b = area, that is less
+        than (a + 1) x (b + 1), and a + b is largest for the longest strip.
+        """
+        area = self.max_pixels / self.factor**2
+        long = math.sqrt(area * MAX_ASPECT_RATIO)
+        return math.ceil(area + long + area / long) + 1
+
+    def has(self, grid: Grid) -> bool:
+        """Whether an image of some size and variant may have this grid."""
+        t, h, w = grid
+        whole = h % self.merge_size == 0 and w % self.merge_size == 0
+        return t == 1 and h > 0 and w > 0 and whole and self.tokens(grid) <= self.max_tokens
+
     def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> Self:
         """Return this geometry with another size budget for one image; zero means the model's own.
 

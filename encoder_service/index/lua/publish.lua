@@ -1,11 +1,12 @@
 -- Adds this replica to locations, ends its leases on them, and tells who waits.
--- KEYS: location, lease, for each address. ARGV: token, tier, time to live (ms), PUBLISH or SPUBLISH.
+-- KEYS: location, lease, for each address.
+-- ARGV: token, time to live (ms), PUBLISH or SPUBLISH; then tier and grid, as in a record, of each address.
 -- Returns 1 for each address.
-local token, tier, ttl_ms, tell = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local token, ttl_ms, tell = ARGV[1], ARGV[2], ARGV[3]
 local MOST = 8 -- replicas of one address that are worth knowing; the oldest goes first
 local ours, replies = set_of(token), {}
 for i = 1, #KEYS, 2 do
-  local location = without(get(KEYS[i]), ours) .. token .. tier
+  local location = without(get(KEYS[i]), ours) .. token .. ARGV[3 + (i + 1) / 2]
   redis.call('SET', KEYS[i], string.sub(location, -MOST * RECORD), 'PX', ttl_ms)
   local holder = get(KEYS[i + 1])
   if holder == token then

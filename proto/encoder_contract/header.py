@@ -6,6 +6,8 @@ WebP's canvas to open it, parses every EXIF tag, and warns through the interpret
 read equals what Pillow reads. Whether the pixels are sound is for the decoder to find out.
 """
 
+# Over 300 lines because five formats are one noun, and what bounds one is judged beside the others.
+
 import re
 import struct
 import zlib
@@ -15,12 +17,27 @@ from dataclasses import dataclass
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.orientation import FIRST_SWAPPED, orientation
 
-# Bounds on what a sound file can need: a photo has a few dozen JPEG segments, and 20 MB of PNG in the usual
-# 8 KiB pieces have 2 500 chunks; EXIF with a thumbnail and XMP fit one 64 KiB segment each.
-_MAX_JPEG_SEGMENTS = 4096
-_MAX_JPEG_JUNK_BYTES = 65536
-_MAX_CHUNKS = 65536
+# Bounds on what a sound file can need. A parser's work is linear in the file, and these keep its factor small:
+# - 32 MiB of JPEG metadata in full 64 KiB segments are 512 of them;
+_MAX_JPEG_SEGMENTS = 1024
+# - a progressive photo has about ten scans, and the most thorough optimisers write some twenty. Each costs a
+#   decoder a pass over the whole image, two seconds a gigapixel, however few bytes it has: any image may have
+#   twenty, and a hundred if they are quick;
+_USUAL_JPEG_SCANS, MAX_JPEG_SCANS = 20, 100
+_MAX_SCANNED_PIXELS = 500_000_000
+# - 32 MiB of PNG in the usual 8 KiB pieces have 4096 chunks;
+_MAX_CHUNKS = 16384
+# - 1 MiB of a GIF's comments and profiles in full sub-blocks are 4096; Pillow joins them in quadratic time;
+_MAX_GIF_BLOCKS = 4096
+# - nothing sound has junk between its parts, but decoders take it;
+_MAX_JUNK_BYTES = 65536
+# - EXIF with a thumbnail fits one 64 KiB segment, and XMP another; some writers need a few;
 _MAX_METADATA_BYTES = 1 << 20
+# - and as lines of hexadecimal text, ImageMagick's way of keeping it in a PNG, 64 KiB are under 160. A few bytes
+#   inflate to this, so it is what a small file may cost;
+_MAX_INFLATED_BYTES = 160 << 10
+# - Pillow decodes run-length encoded BMPs in Python, seconds for more than this. They were for icons.
+_MAX_RUN_LENGTH_BMP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +70,10 @@ class Header:
 def read_header(image: bytes) -> Header:
     """Return the header of an image file; animated files stand for their first frame.
 
-    Microseconds and no memory to speak of, whatever the bytes. Raises `InvalidImageError` for bytes that are
-    no image of a format served here or whose header is damaged.
+    Time is linear in the file and short (no step of a loop for less than a chunk, no byte inflated beyond 160
+    KiB), microseconds for a photo; no memory to speak of. Still, what comes from strangers and is larger than a
+    few KiB is read off the event loop. Raises `InvalidImageError` for bytes that are no image of a format served
+    here or whose header is damaged, and `ImageLimitError` for a JPEG of too many scans.
     """
     for magic, parse in _PARSERS:
         if magic.match(image):
@@ -81,94 +100,137 @@ def check_limits(header: Header, image_bytes: int, *, max_image_bytes: int, max_
 
 _JPEG_MARKER = re.compile(rb"\xff[\x01-\xfe]")
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+# Frames whose scans hold whole samples; the others come in passes that refine each other.
+_SEQUENTIAL_FRAMES = (0xC0, 0xC1, 0xC9)
 # Restarts, start and end of image, and reserved extensions carry no length.
 _BARE_MARKERS = {0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)}
 _START_OF_SCAN, _APP1 = 0xDA, 0xE1
+_EXIF_START, _XMP_START = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 
 
-def _jpeg_segments(image: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (marker, payload) up to and without the first scan; junk between segments is skipped."""
+def _jpeg_segments(image: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (marker, begin, end of its payload) up to and with the first scan; junk between segments is skipped."""
     position, junk_bytes = 2, 0
     for _ in range(_MAX_JPEG_SEGMENTS):
-        found = _JPEG_MARKER.search(image, position, position + _MAX_JPEG_JUNK_BYTES)
+        found = _JPEG_MARKER.search(image, position, position + _MAX_JUNK_BYTES)
         if found is None:
             raise InvalidImageError("damaged JPEG: no marker where one should be")
         junk_bytes += found.start() - position
         position, marker = found.end(), image[found.start() + 1]
-        if marker == _START_OF_SCAN:
-            return
-        if marker < 0xC0 or junk_bytes > _MAX_JPEG_JUNK_BYTES:
+        if marker != _START_OF_SCAN and (marker < 0xC0 or junk_bytes > _MAX_JUNK_BYTES):
             raise InvalidImageError("damaged JPEG: no marker where one should be")
         if marker in _BARE_MARKERS:
             continue
+        if marker == _START_OF_SCAN:
+            yield marker, position + 2, len(image)
+            return
         # A length counts its own two bytes; libjpeg and Pillow take less than that for an empty segment.
-        length = max(2, *struct.unpack_from(">H", image, position))
-        payload = image[position + 2 : position + length]
-        if len(payload) != length - 2:
+        end = position + max(2, *struct.unpack_from(">H", image, position))
+        if end > len(image):
             raise InvalidImageError(f"truncated: JPEG segment {marker:#x} runs over the end of the file")
-        yield marker, payload
-        position += length
+        yield marker, position + 2, end
+        position = end
     raise InvalidImageError(f"damaged JPEG: more than {_MAX_JPEG_SEGMENTS} segments before the first scan")
 
 
 def _jpeg(image: bytes) -> Header:
-    frame: bytes | None = None
-    exif, xmp = b"", b""
-    for marker, payload in _jpeg_segments(image):
+    frame: tuple[int, bytes] | None = None
+    first_scan = len(image)
+    exif: list[bytes] = []
+    xmp = b""
+    for marker, begin, end in _jpeg_segments(image):
         if marker in _START_OF_FRAME:
             if frame is not None:
                 raise InvalidImageError("damaged JPEG: two frame headers")
-            frame = payload
-        elif marker == _APP1 and payload.startswith(b"Exif\0\0"):
-            exif += payload[6:]
-            if len(exif) > _MAX_METADATA_BYTES:
-                raise InvalidImageError(f"EXIF of more than {_MAX_METADATA_BYTES} bytes")
-        elif marker == _APP1 and payload.startswith(b"http://ns.adobe.com/xap/1.0/\0"):
-            xmp = payload
+            frame = marker, image[begin : min(begin + 6, end)]
+        elif marker == _START_OF_SCAN:
+            first_scan = begin
+        elif marker == _APP1 and image.startswith(_EXIF_START, begin, end):
+            exif.append(image[begin + len(_EXIF_START) : end])
+        elif marker == _APP1 and image.startswith(_XMP_START, begin, end):
+            xmp = image[begin:end]
+    if sum(map(len, exif)) > _MAX_METADATA_BYTES:
+        raise InvalidImageError(f"EXIF of more than {_MAX_METADATA_BYTES} bytes")
+    kind, width, height, channels = _jpeg_frame(frame)
+    # Decoders stop after a sequential scan of all channels.
+    if kind not in _SEQUENTIAL_FRAMES or image[first_scan : first_scan + 1] != bytes([channels]):
+        usual = max(_USUAL_JPEG_SCANS, _MAX_SCANNED_PIXELS // max(1, width * height))
+        _check_scans(image, first_scan, min(usual, MAX_JPEG_SCANS))
+    return Header("JPEG", width, height, orientation(b"".join(exif), xmp), channels)
+
+
+def _jpeg_frame(frame: tuple[int, bytes] | None) -> tuple[int, int, int, int]:
+    """Return (kind, width, height, channels) of a frame header: its marker and payload."""
     if frame is None:
         raise InvalidImageError("damaged JPEG: no frame header before the first scan")
-    bits, height, width, channels = struct.unpack_from(">BHHB", frame)
+    kind, payload = frame
+    bits, height, width, channels = struct.unpack_from(">BHHB", payload)
     if bits != 8 or channels not in (1, 3, 4):
         raise InvalidImageError(f"unsupported JPEG: {channels} channels of {bits} bits")
-    return Header("JPEG", width, height, orientation(exif, xmp), channels)
+    return kind, width, height, channels
+
+
+def _check_scans(image: bytes, first_scan: int, most: int) -> None:
+    """Raise `ImageLimitError` for more than `most` scans, counted from behind the marker of the first.
+
+    Compressed data never hold a marker's bytes, so every scan is seen. What follows the image counts as well,
+    by chance once in 64 KiB, which matters only to progressive files that carry megabytes of something else.
+    """
+    scans = 1
+    # In pieces, between which other threads run; a marker may lie across two.
+    for begin in range(first_scan, len(image), _MAX_METADATA_BYTES):
+        scans += image.count(b"\xff\xda", begin, begin + _MAX_METADATA_BYTES + 1)
+        if scans > most:
+            raise ImageLimitError(f"a JPEG of more than {most} scans, which is the limit at its size")
 
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 _PNG_TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt")
-_PNG_EXIF_TEXT, _PNG_XMP_TEXT = b"Raw profile type exif", b"XML:com.adobe.xmp"
+_PNG_EXIF_TEXT, _PNG_XMP_TEXT = b"Raw profile type exif\0", b"XML:com.adobe.xmp\0"
+_PNG_CHUNK = struct.Struct(">L4s")
 
 
 def _png(image: bytes) -> Header:
     length, name, width, height, bits, colour = struct.unpack_from(">L4sLLBB", image, 8)
     if name != b"IHDR" or length != 13 or colour not in _PNG_CHANNELS:
         raise InvalidImageError(f"damaged PNG: bad header chunk (colour type {colour}, {bits} bits)")
-    exif, texts = b"", {}
-    # To the end of the file: metadata may follow the pixels, and the last of a kind counts.
-    for kind, payload in _png_chunks(image):
-        if kind == b"eXIf":
-            exif = payload
-        else:
-            keyword, _, text = payload.partition(b"\0")
-            texts[keyword] = kind, text
-    if not exif and _PNG_EXIF_TEXT in texts:
-        exif = _hexadecimal(_png_text(*texts[_PNG_EXIF_TEXT]))
-    xmp = _png_text(*texts[_PNG_XMP_TEXT]) if _PNG_XMP_TEXT in texts else b""
+    last = _png_metadata(image)
+    exif = last[b"eXIf"][1] if b"eXIf" in last else b""
+    if not exif and _PNG_EXIF_TEXT in last:
+        exif = _hexadecimal(_png_text(*last[_PNG_EXIF_TEXT]))
+    xmp = _png_text(*last[_PNG_XMP_TEXT]) if _PNG_XMP_TEXT in last else b""
     return Header("PNG", width, height, orientation(exif, xmp), _PNG_CHANNELS[colour])
 
 
-def _png_chunks(image: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (kind, payload) of the chunks that may hold an orientation."""
-    position = 8
+def _png_metadata(image: bytes) -> dict[bytes, tuple[bytes, bytes]]:
+    """Return (kind, payload) of the chunks that may hold an orientation, by what they are; texts by keyword.
+
+    To the end of the file: metadata may follow the pixels, and the last of a kind counts.
+    """
+    found: dict[bytes, tuple[bytes, int, int]] = {}
+    for kind, begin, end in png_chunks(image):
+        if kind == b"eXIf":
+            found[kind] = kind, begin, end
+        elif kind in _PNG_TEXT_CHUNKS:
+            for keyword in (_PNG_EXIF_TEXT, _PNG_XMP_TEXT):
+                if image.startswith(keyword, begin, end):
+                    found[keyword] = kind, begin + len(keyword), end
+    return {
+        what: (kind, image[begin : min(end, begin + _MAX_METADATA_BYTES)])
+        for what, (kind, begin, end) in found.items()
+    }
+
+
+def png_chunks(image: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (kind, begin, end of its payload) of each chunk before the end of the picture, or of the file."""
+    position, stop = 8, len(image) - 8
     for _ in range(_MAX_CHUNKS):
-        if position + 8 > len(image):
+        if position > stop:
             return
-        length, kind = struct.unpack_from(">L4s", image, position)
+        length, kind = _PNG_CHUNK.unpack_from(image, position)
         if kind == b"IEND":
             return
-        if kind == b"eXIf" or (
-            kind in _PNG_TEXT_CHUNKS and image.startswith((_PNG_EXIF_TEXT, _PNG_XMP_TEXT), position + 8)
-        ):
-            yield kind, image[position + 8 : position + 8 + min(length, _MAX_METADATA_BYTES)]
+        yield kind, position + 8, position + 8 + length
         position += 12 + length
     raise InvalidImageError(f"damaged PNG: more than {_MAX_CHUNKS} chunks")
 
@@ -183,20 +245,22 @@ def _png_text(kind: bytes, text: bytes) -> bytes:
     if not compressed:
         return text
     try:
-        return zlib.decompressobj().decompress(text, _MAX_METADATA_BYTES)
+        return zlib.decompressobj().decompress(text, _MAX_INFLATED_BYTES)
     except zlib.error:
         return b""
 
 
 def _hexadecimal(profile: bytes) -> bytes:
     """Return the bytes of ImageMagick's raw profile: an empty line, a name, a length, then hexadecimal."""
+    digits = b"".join(profile.split(b"\n", 3)[3:]).translate(None, b"\n")
     try:
-        return bytes.fromhex(b"".join(profile.split(b"\n")[3:]).decode("ascii"))
+        return bytes.fromhex(digits.decode("ascii"))
     except ValueError:
         return b""
 
 
 _WEBP_EXIF_FLAG, _WEBP_XMP_FLAG, _WEBP_ALPHA_FLAG = 0x08, 0x04, 0x10
+_WEBP_CHUNK = struct.Struct("<4sL")
 
 
 def _webp(image: bytes) -> Header:
@@ -215,7 +279,7 @@ def _webp(image: bytes) -> Header:
     if kind != b"VP8X":
         raise InvalidImageError("damaged WebP: no image chunk")
     flags, width, height = struct.unpack_from("<B3x3s3s", image, 20)
-    chunks = _webp_metadata(image)
+    chunks = _webp_metadata(image) if flags & (_WEBP_EXIF_FLAG | _WEBP_XMP_FLAG) else {}
     return Header(
         "WEBP",
         int.from_bytes(width, "little") + 1,
@@ -231,15 +295,15 @@ def _webp(image: bytes) -> Header:
 def _webp_metadata(image: bytes) -> dict[bytes, bytes]:
     """Return the first EXIF and the first XMP chunk."""
     chunks: dict[bytes, bytes] = {}
-    position = 12
+    position, stop = 12, len(image) - 8
     for _ in range(_MAX_CHUNKS):
-        if position + 8 > len(image):
+        if position > stop or len(chunks) == 2:
             return chunks
-        kind, length = struct.unpack_from("<4sL", image, position)
-        if kind in (b"EXIF", b"XMP "):
-            start = position + 8
-            chunks.setdefault(kind, image[start : start + min(length, _MAX_METADATA_BYTES)])
-        position += 8 + length + (length & 1)
+        kind, length = _WEBP_CHUNK.unpack_from(image, position)
+        position += 8
+        if kind in (b"EXIF", b"XMP ") and kind not in chunks:
+            chunks[kind] = image[position : position + min(length, _MAX_METADATA_BYTES)]
+        position += length + (length & 1)
     raise InvalidImageError(f"damaged WebP: more than {_MAX_CHUNKS} chunks")
 
 
@@ -257,20 +321,25 @@ def _gif(image: bytes) -> Header:
 def _first_gif_frame(image: bytes, flags: int) -> int:
     """Return where the first frame's position and size stand, behind the palette and any extensions."""
     position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    junk_bytes = 0
     in_extension = False
-    for _ in range(_MAX_CHUNKS):
+    for _ in range(_MAX_GIF_BLOCKS):
         if in_extension:
             (length,) = struct.unpack_from("B", image, position)
             position += 1 + length
             in_extension = length > 0
             continue
-        found = _GIF_BLOCK.search(image, position)
+        found = _GIF_BLOCK.search(image, position, position + _MAX_JUNK_BYTES - junk_bytes)
         if found is None or found[0] == b";":
             break
         if found[0] == b",":
             return found.end()
+        junk_bytes += found.start() - position
         position, in_extension = found.end() + 1, True
     raise InvalidImageError("damaged GIF: no frame")
+
+
+_BMP_RUN_LENGTHS = (1, 2)
 
 
 def _bmp(image: bytes) -> Header:
@@ -279,6 +348,11 @@ def _bmp(image: bytes) -> Header:
         width, height, bits = struct.unpack_from("<HH2xH", image, 18)
     else:
         width, height, bits = struct.unpack_from("<Ll2xH", image, 18)
+        coding = int.from_bytes(image[30:34], "little")
+        if coding in _BMP_RUN_LENGTHS and len(image) > _MAX_RUN_LENGTH_BMP_BYTES:
+            raise InvalidImageError(
+                f"unsupported BMP: run-length encoded, of more than {_MAX_RUN_LENGTH_BMP_BYTES} bytes"
+            )
     return Header("BMP", width, abs(height), orientation(), 1 if bits <= 8 else 3)
 
 

@@ -17,7 +17,7 @@ _BYTE_ORDERS = {b"MM\x00\x2a": ">", b"II\x2a\x00": "<", b"MM\x2a\x00": ">", b"II
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
 _INTEGER_FORMATS = {3: "H", 4: "L", 6: "b", 8: "h", 9: "l", 13: "L"}
 # The first directory of a real photo has a few dozen tags.
-_MAX_TAGS = 1024
+_MAX_TAGS = 512
 
 _EXIF_PREFIX = re.compile(rb"(?:Exif\x00\x00){0,2}")
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')

@@ -27,7 +27,28 @@ class AdminService(AdminServiceServicer):
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: N802
         """Say what the store holds and has done."""
-        await self._guard(request.proof, context)
+        async with wire.Border(context):
+            self._guard(request.proof, context)
+            return self._stats()
+
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
+        """Drop one embedding."""
+        async with wire.Border(context):
+            self._guard(request.proof, context)
+            return pb.EvictResponse(evicted=self._store.evict(request.address))
+
+    async def Flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:  # noqa: N802
+        """Drop every embedding that nobody uses, and the sources."""
+        async with wire.Border(context):
+            self._guard(request.proof, context)
+            self._sources.clear()
+            return pb.FlushResponse(entries=self._store.flush())
+
+    def _guard(self, proof: bytes, context: Context) -> None:
+        if not (wire.is_local(context) and compare_digest(proof, self._store.segment.segment_id)):
+            raise ForbiddenError("only the server's own user on its own host may do this")
+
+    def _stats(self) -> pb.StatsResponse:
         stats = self._store.stats()
         return pb.StatsResponse(
             tiers=[
@@ -59,20 +80,3 @@ class AdminService(AdminServiceServicer):
             source_bytes=self._sources.held_bytes,
             queued_images=self._pipeline.queued_images,
         )
-
-    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
-        """Drop one embedding."""
-        await self._guard(request.proof, context)
-        return pb.EvictResponse(evicted=self._store.evict(request.address))
-
-    async def Flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:  # noqa: N802
-        """Drop every embedding that nobody uses, and the sources."""
-        await self._guard(request.proof, context)
-        self._sources.clear()
-        return pb.FlushResponse(entries=self._store.flush())
-
-    async def _guard(self, proof: bytes, context: Context) -> None:
-        if not (wire.is_local(context) and compare_digest(proof, self._store.segment.segment_id)):
-            await wire.abort(
-                context, ForbiddenError("only the server's own user on its own host may do this")
-            )

@@ -11,12 +11,7 @@ from uuid import uuid4
 
 import grpc
 
-from encoder_contract.errors import (
-    EncoderError,
-    InvalidRequestError,
-    ModelMismatchError,
-    UnavailableError,
-)
+from encoder_contract.errors import InvalidRequestError, ModelMismatchError, UnavailableError
 from encoder_contract.geometry import Geometry
 from encoder_contract.traceparent import TRACEPARENT, trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -62,14 +57,15 @@ class EncoderService:
 
     async def describe(self, _request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this server is."""
-        description = pb.DescribeResponse()
-        description.CopyFrom(self._edge.description)
-        description.clock_s = monotonic()
-        description.transports.append(pb.TRANSPORT_INLINE)
-        if wire.is_local(context):
-            description.transports.insert(0, pb.TRANSPORT_SHM)
-            description.shm_segment = self._edge.segment
-        return description
+        async with wire.Border(context):
+            description = pb.DescribeResponse()
+            description.CopyFrom(self._edge.description)
+            description.clock_s = monotonic()
+            description.transports.append(pb.TRANSPORT_INLINE)
+            if wire.is_local(context):
+                description.transports.insert(0, pb.TRANSPORT_SHM)
+                description.shm_segment = self._edge.segment
+            return description
 
     async def submit(
         self, requests: AsyncIterator[pb.SubmitRequest], context: Context
@@ -79,25 +75,13 @@ class EncoderService:
         call = Call(self._metrics, "submit")
         call.traced(_trace_id(context))
         try:
-            caller = await self._opened(requests)
-            call.made_by(_request_id(caller, context), caller.client_id or _host(context))
-            limits = self._edge.description.limits
-            submitting = Submitting(
-                self._encoder,
-                self._uploads,
-                call,
-                new_claim=partial(_claim, caller, uuid4().hex, context),
-                salt=caller.tenant_salt,
-                tokens=self._edge.geometry.tokens,
-                max_images=limits.max_images_per_call,
-                max_image_bytes=limits.max_image_bytes,
-            )
-            async for answer in submitting.answers(requests):
-                yield answer
-            call.complete = True
-        except EncoderError as error:
-            call.failed(error)
-            await wire.abort(context, error)
+            async with wire.Border(context, call.failed):
+                caller = await self._opened(requests)
+                call.made_by(_request_id(caller, context), caller.client_id or _host(context))
+                submitting = self._submitting(caller, call, context)
+                async for answer in submitting.answers(requests):
+                    yield answer
+                call.complete = True
         finally:
             if submitting is not None:
                 submitting.close(withdraw=not call.complete)
@@ -112,30 +96,45 @@ class EncoderService:
         call.made_by(_request_id(caller, context), caller.client_id or _host(context))
         call.traced(_trace_id(context))
         try:
-            self._admit(caller)
-            wanted = self._wanted(request, context)
-            grace_ms = min(request.grace_ms, self._edge.description.limits.max_grace_ms)
-            rows_of = (
-                rows_of_this_replica(self._encoder)
-                if request.local_only
-                else await rows_anywhere(self._encoder, wanted, grace_ms / 1000)
-            )
-            messages = fetch(
-                rows_of,
-                wanted,
-                call,
-                use_handles=self._may_share(request, context),
-                rows=self._edge.rows,
-            )
-            # A caller who left releases its pins now, not when memory is collected.
-            async with aclosing(messages):
-                async for message in messages:
-                    yield message
-        except EncoderError as error:
-            call.failed(error)
-            await wire.abort(context, error)
+            async with wire.Border(context, call.failed):
+                self._admit(caller)
+                # A caller who left releases its pins now, not when memory is collected.
+                async with aclosing(await self._fetching(request, call, context)) as messages:
+                    async for message in messages:
+                        yield message
         finally:
             call.close()
+
+    def _submitting(self, caller: pb.Caller, call: Call, context: Context) -> Submitting:
+        limits = self._edge.description.limits
+        return Submitting(
+            self._encoder,
+            self._uploads,
+            call,
+            new_claim=partial(_claim, caller, uuid4().hex, context),
+            salt=caller.tenant_salt,
+            tokens=self._edge.geometry.tokens,
+            max_images=limits.max_images_per_call,
+            max_image_bytes=limits.max_image_bytes,
+        )
+
+    async def _fetching(
+        self, request: pb.FetchRequest, call: Call, context: Context
+    ) -> AsyncGenerator[pb.FetchResponse | bytes]:
+        wanted = self._wanted(request, context)
+        grace_ms = min(request.grace_ms, self._edge.description.limits.max_grace_ms)
+        rows_of = (
+            rows_of_this_replica(self._encoder)
+            if request.local_only
+            else await rows_anywhere(self._encoder, wanted, grace_ms / 1000)
+        )
+        return fetch(
+            rows_of,
+            wanted,
+            call,
+            use_handles=self._may_share(request, context),
+            rows=self._edge.rows,
+        )
 
     async def _opened(self, requests: AsyncIterator[pb.SubmitRequest]) -> pb.Caller:
         async for first in requests:

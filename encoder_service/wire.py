@@ -1,6 +1,7 @@
 """Between messages and nouns: what the gRPC edge reads and writes, and where an error becomes a status."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import MAX_SALT_BYTES, ImageRef
 from encoder_service.encoder import Known
+from encoder_service.incidents import known_error
 
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
 MAX_PRIORITY = 8
@@ -83,7 +85,30 @@ def is_local(context: "grpc.aio.ServicerContext[Any, Any]") -> bool:
     return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
 
 
-async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: EncoderError) -> None:
-    """End the call with the status of `error`."""
-    metadata = (("retry-after-ms", str(error.retry_after_ms)),) if error.retry_after_ms else ()
-    await context.abort(_CODES[error.status], error.message, metadata)
+class Border:
+    """Ends a call with the status of whatever its handler raises; a bug of ours gets an id that is in the log.
+
+    `on_error` is told the error, which is of our family in any case.
+    """
+
+    def __init__(
+        self,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+        on_error: Callable[[EncoderError], None] = lambda _error: None,
+    ) -> None:
+        self._context = context
+        self._on_error = on_error
+
+    async def __aenter__(self) -> None:
+        """Begin."""
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Abort the call if `error` ended it; a call that was cancelled needs no status."""
+        if not isinstance(error, Exception):
+            return
+        known = known_error(error)
+        self._on_error(known)
+        metadata = (("retry-after-ms", str(known.retry_after_ms)),) if known.retry_after_ms else ()
+        await self._context.abort(_CODES[known.status], known.message, metadata)

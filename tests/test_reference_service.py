@@ -58,13 +58,17 @@ class Service:
 
 @asynccontextmanager
 async def serving(
-    client: EncoderClient, checkpoint: Path, limits: Limits, traces: TraceFolder | None = None
+    client: EncoderClient,
+    checkpoint: Path,
+    limits: Limits,
+    traces: TraceFolder | None = None,
+    urls: ImageUrls | None = None,
 ) -> AsyncIterator[Service]:
     language_model = load_language_model(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     engine, metrics = Engine(language_model, row_width=client.description.width), Metrics()
     chat = Chat(client, engine, tokenizer, chunk_tokens=50, prefixes=PrefixCache(10_000))
-    urls = ImageUrls([], max_bytes=1 << 20, timeout_s=1)
+    urls = urls or ImageUrls([], max_bytes=1 << 20, timeout_s=1)
     http = HttpService(chat, tokenizer, MODEL, image_urls=urls, metrics=metrics, limits=limits, traces=traces)
     server = uvicorn.Server(uvicorn.Config(http.app(), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -3,35 +3,37 @@
 import asyncio
 import base64
 import binascii
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Collection
-from http.client import HTTPException
-from urllib.parse import urlsplit
+import socket
+import ssl
+from collections.abc import AsyncIterator, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from urllib.parse import SplitResult, urlsplit
+
+import h11
 
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError, UnavailableError
 
-_PIECE_BYTES = 64 << 10  # read between two looks at the clock
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """An allowed host must not send us to one that is not."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
+_PIECE_BYTES = 64 << 10
+# At once from one host: more only share its line, and a host that drips holds up none but its own images.
+_DOWNLOADS = 16
+# Looking up a name blocks a thread for as long as the resolver likes; these are for nothing else.
+_RESOLVERS = 4
 
 
 class ImageUrls:
     """Loads the bytes behind image URLs, each within `max_bytes` and, over http, within `timeout_s`."""
 
     def __init__(self, allowed_hosts: Collection[str], *, max_bytes: int, timeout_s: float) -> None:
-        """`allowed_hosts` are host or host:port as they stand in URLs; none allows data URLs only."""
-        self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+        """`allowed_hosts` are host or host:port as they stand in URLs; none allows data URLs only.
+
+        `timeout_s` covers a download from its turn among those of its host to its last byte.
+        """
+        self._turns = {host.lower(): asyncio.Semaphore(_DOWNLOADS) for host in allowed_hosts}
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        # No proxies: what is fetched is what the allow-list names.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+        self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
+        self._tls = ssl.create_default_context()
 
     async def load(self, url: str) -> bytes:
         """Return the bytes.
@@ -47,9 +49,17 @@ class ImageUrls:
             raise InvalidImageError(f"not a URL: {error}") from error
         if parts.scheme not in ("http", "https"):
             raise InvalidImageError("an image URL is a data:, http: or https: URL")
-        if parts.netloc.lower() not in self._allowed_hosts:
+        if parts.netloc.lower() not in self._turns:
             raise ForbiddenError(f"images from {parts.netloc} are not allowed here")
-        return await asyncio.to_thread(self._download, url)
+        try:
+            async with asyncio.timeout(self._timeout_s), self._turns[parts.netloc.lower()]:
+                return await self._download(parts)
+        except TimeoutError as error:
+            raise UnavailableError(f"{url} took more than {self._timeout_s:g} s") from error
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise UnavailableError(f"{url}: {error}") from error
+        except (ValueError, h11.LocalProtocolError) as error:
+            raise InvalidImageError(f"not a URL: {error}") from error
 
     def _decode(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
@@ -62,19 +72,52 @@ class ImageUrls:
         except (binascii.Error, ValueError) as error:
             raise InvalidImageError(f"the data URL is not base64: {error}") from error
 
-    def _download(self, url: str) -> bytes:
-        deadline = time.monotonic() + self._timeout_s
+    async def _download(self, url: SplitResult) -> bytes:
+        """GET the URL: no proxy, no redirect, no connection that is used twice."""
+        http = h11.Connection(h11.CLIENT)
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        headers = [("Host", url.netloc), ("Accept", "image/*"), ("Connection", "close")]
+        request = http.send(h11.Request(method="GET", target=target.encode(), headers=headers))
+        assert request is not None
         data = bytearray()
-        try:
-            with self._opener.open(url, timeout=self._timeout_s) as response:
-                while piece := response.read1(_PIECE_BYTES):
-                    data += piece
+        async with self._connection(url) as (reader, writer):
+            writer.write(request + (http.send(h11.EndOfMessage()) or b""))
+            while not isinstance(event := http.next_event(), h11.EndOfMessage):
+                if event is h11.NEED_DATA:
+                    http.receive_data(await reader.read(_PIECE_BYTES))
+                elif isinstance(event, h11.Response) and event.status_code != 200:
+                    raise InvalidImageError(f"{url.geturl()} answered {event.status_code}")
+                elif isinstance(event, h11.Data):
+                    data += event.data
                     if len(data) > self._max_bytes:
-                        raise ImageLimitError(f"the image at {url} has more than {self._max_bytes} bytes")
-                    if time.monotonic() > deadline:
-                        raise UnavailableError(f"{url} took more than {self._timeout_s:g} s")
-        except urllib.error.HTTPError as error:
-            raise InvalidImageError(f"{url} answered {error.code}") from error
-        except (OSError, HTTPException, ValueError) as error:
-            raise UnavailableError(f"{url}: {error}") from error
+                        raise ImageLimitError(
+                            f"the image at {url.geturl()} has more than {self._max_bytes} bytes"
+                        )
         return bytes(data)
+
+    @asynccontextmanager
+    async def _connection(
+        self, url: SplitResult
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Connect to the first of the host's addresses that answers; the connection ends at once with the block."""
+        assert url.hostname is not None
+        tls = self._tls if url.scheme == "https" else None
+        port = url.port or (443 if tls else 80)
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._resolvers, lambda: socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
+        )
+        failure: OSError | None = None
+        for *_, address in found:
+            try:
+                reader, writer = await asyncio.open_connection(
+                    str(address[0]), port, ssl=tls, server_hostname=url.hostname if tls else None
+                )
+                break
+            except OSError as error:
+                failure = error
+        else:
+            raise failure or OSError("the name has no address")
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()

@@ -114,7 +114,7 @@ class Encoder:
         header, grid = self._intake.read(image, data, named.claimed_grid)
         self._sources.put(image.source_key, data)
         known = await self._take_on(address, data, header, grid, named.claim)
-        await self._fleet.share_source(image, data)
+        self._fleet.share_source(image, data)
         return known
 
     def withdraw(self, claim: Claim) -> None:

@@ -12,6 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.address import ImageRef
 from encoder_service.announcer import Announcer
 from encoder_service.index import Acquired, Index, IndexState, Location, Locations, Tier
+from encoder_service.sharing import Sharing
 from encoder_service.store import Pin
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 SHUN_S = 5.0
 # Transfers at a time: each holds an embedding in memory beside the store, and fewer fill a link.
 MAX_TRANSFERS = 8
+# What waits to be shared when this replica leaves has so long: a healthy Redis takes it within a second.
+LAST_SHARE_S = 2.0
 
 # (endpoint, image, address) -> grid and rows [tokens, width]; raises an EncoderError.
 FetchFromPeer = Callable[[str, ImageRef, bytes], Awaitable[tuple[Grid, Tensor]]]
@@ -38,6 +41,7 @@ class Fleet:
         self._bringing: dict[bytes, asyncio.Task[Pin | None]] = {}
         self._turns = asyncio.Semaphore(MAX_TRANSFERS)
         self._shunned: dict[str, float] = {}  # replica id -> until when, on the monotonic clock
+        self.sharing = Sharing(index.put_source)
         self._announcer = Announcer(
             publish=lambda grids: index.publish(grids, Tier.HOST),
             retract=index.retract,
@@ -52,9 +56,17 @@ class Fleet:
     def start(self) -> None:
         """Begin to tell the index what happens here."""
         self._announcer.start()
+        self.sharing.start()
+
+    async def leave(self) -> None:
+        """Share what waits to be shared, and leave the index."""
+        if self.joined:
+            await self.sharing.finish(LAST_SHARE_S)
+        await self._index.leave()
 
     async def stop(self) -> None:
         """Tell it what is left to tell."""
+        await self.sharing.stop()
         await self._announcer.stop()
 
     async def locate(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
@@ -115,10 +127,10 @@ class Fleet:
             task.add_done_callback(lambda _: self._bringing.pop(address, None))
         return await asyncio.shield(task)
 
-    async def share_source(self, image: ImageRef, data: bytes) -> None:
-        """Let any replica finish what this one begins."""
-        if self.joined:
-            await self._index.put_source(image.source_key, data)
+    def share_source(self, image: ImageRef, data: bytes) -> None:
+        """Let any replica finish what this one begins: soon, and unless the index is too slow for it."""
+        if self.joined and len(data) <= self._index.max_source_bytes:
+            self.sharing.offer(image.source_key, data)
 
     async def find_source(self, image: ImageRef) -> bytes | None:
         """Return bytes that another replica was given."""

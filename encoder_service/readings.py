@@ -11,6 +11,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.index import IndexState
 from encoder_service.metrics import DEMAND, Reading
 from encoder_service.scheduler import Limits, Snapshot, State
+from encoder_service.sharing import Sharing
 from encoder_service.sources import Sources
 from encoder_service.store.stats import StoreStats
 
@@ -66,11 +67,13 @@ def memory_readings(segment: Path, sources: Sources, upload_bytes: int) -> Itera
     yield Reading("upload_bytes", upload_bytes)
 
 
-def index_readings(state: IndexState, peers: int) -> Iterator[Reading]:
-    """Yield how this replica stands with its fleet."""
+def index_readings(state: IndexState, peers: int, sharing: Sharing) -> Iterator[Reading]:
+    """Yield how this replica stands with its fleet, and what it shares with it."""
     for each in IndexState:
         yield Reading("index_state", each is state, (each.value,))
     yield Reading("index_peers", peers)
+    yield Reading("sources_offered", sharing.shared, ("shared",))
+    yield Reading("sources_offered", sharing.dropped, ("dropped",))
 
 
 def identity_readings(

@@ -132,7 +132,7 @@ class Server:
         await hand_over(self._hot, self.store.contains, self.index, self._peers.offer, hand_over_s)
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
-        await self.index.leave()
+        await self._fleet.leave()
         await self._listener.stop(self._config.drain_s)
         await self.pipeline.stop()
         await self._fleet.stop()
@@ -288,7 +288,7 @@ class Server:
         yield from queue_readings(self.pipeline.snapshot(), self._limits)
         yield from store_readings(self.store.stats())
         yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)
-        yield from index_readings(self.index.state, len(self.index.peers()))
+        yield from index_readings(self.index.state, len(self.index.peers()), self._fleet.sharing)
 
     def banner(self) -> str:
         """Return the block that says what was chosen; its last line says where the server listens."""

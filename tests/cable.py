@@ -1,4 +1,4 @@
-"""A TCP cable that can be cut."""
+"""A TCP cable that can be cut, fall silent, or be slow."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,7 @@ class Cable:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cut = False
         self._is_silent = False
+        self._bytes_per_s = float("inf")
         self.port = 0
 
     async def lay(self) -> "Cable":
@@ -30,8 +31,13 @@ class Cable:
         """Lose what is sent from now on, in both directions, a goodbye too."""
         self._is_silent = True
 
+    def throttle(self, bytes_per_s: float) -> None:
+        """Carry no more than this from now on, each way of each connection."""
+        self._bytes_per_s = bytes_per_s
+
     def mend(self) -> None:
         self._is_cut = self._is_silent = False
+        self._bytes_per_s = float("inf")
 
     async def remove(self) -> None:
         self.cut()
@@ -53,6 +59,7 @@ class Cable:
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
+                await asyncio.sleep(len(data) / self._bytes_per_s)
                 if not self._is_silent:
                     sink.write(data)
                     await sink.drain()

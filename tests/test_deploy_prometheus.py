@@ -171,6 +171,7 @@ async def test_what_is_exported_is_shown_or_said_to_be_left_out(exported: Series
         "encsvc_queue_requests",
         "encsvc_queue_claims",
         "encsvc_queue_clients",
+        "encsvc_sources_offered_total",
         "encsvc_sources_size_bytes",
         "encsvc_sources_images",
         "encsvc_store_largest_free_bytes",

@@ -92,6 +92,7 @@ async def test_what_a_killed_replica_began_is_finished_from_the_shared_source(st
     a, b = await start(), await start()
     with a.gate.closed():
         (image,) = await a.client.submit([new_photo()])
+        await soon(lambda: a.server._fleet.sharing.shared == 1, within_s=10)
         await a.die()
         # B's caller knows nothing but the digest.
         finished = await b.fetch(image.digest)

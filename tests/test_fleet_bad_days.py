@@ -130,14 +130,26 @@ async def test_a_client_of_a_dead_replica_finds_what_it_began_by_its_digest_alon
     base, seed = photo(1280, 720, 2), next(seeds) << 32
     files = [marked(base, seed + n) for n in range(6)]
     async with await EncoderClient.connect(victim.endpoint, timeout_s=30) as sender:
+        shared = await _shared(victim)
         images = await sender.submit(files)
         assert [image.error for image in images] == [None] * len(files)
+        await soon(lambda: _shared_more(victim, shared + len(files)), within_s=30)
         victim.kill()
     async with (
         await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as reader,
         reader.fetch([RowRequest(i.digest) for i in images], timeout_s=60) as stream,
     ):
         assert [outcome.error async for outcome in stream] == [None] * len(files)
+
+
+async def _shared(replica: ReplicaProcess) -> int:
+    """Image files that it has shared."""
+    found = await asyncio.to_thread(replica.metrics)
+    return int(found.total("sources_offered_total", outcome="shared"))
+
+
+async def _shared_more(replica: ReplicaProcess, files: int) -> bool:
+    return await _shared(replica) >= files
 
 
 async def test_redis_killed_and_back_empty_costs_no_image_and_the_fleet_is_one_again(

@@ -24,7 +24,7 @@ FLOORS = [
     ["wire", "calls", "peers", "model"],
     ["encoder"],
     ["pipeline", "fleet", "hand_over"],
-    ["announcer", "stages"],
+    ["announcer", "sharing", "stages"],
     ["desk"],
     [
         "decode",

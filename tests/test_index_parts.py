@@ -43,6 +43,24 @@ def test_probes_come_more_and_more_seldom_and_never_all_at_once() -> None:
         assert delays[-1] == LAST_PROBE_S * share
 
 
+def test_a_breaker_that_opens_again_and_again_is_probed_as_seldom_as_one_that_stays_open() -> None:
+    now = 0.0
+    breaker = Breaker(clock=lambda: now, uniform=max)
+    delays = []
+    for _ in range(8):
+        breaker.close()
+        now += 1.0
+        assert breaker.failed(now, refused=True)
+        delays.append(breaker.probe_delay_s())
+        now += delays[-1]
+    assert delays == sorted(delays)
+    assert delays[-1] == LAST_PROBE_S * 1.5
+    breaker.close()
+    now += 60.0
+    breaker.failed(now, refused=True)
+    assert breaker.probe_delay_s() == delays[0]
+
+
 def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_for_ever() -> None:
     now = 0.0
     leases = Leases(renew_s=3.0, clock=lambda: now)

@@ -11,6 +11,8 @@ FAILURES_TO_OPEN = 3
 FIRST_PROBE_S = 0.25
 # Probes cost one connection each: often enough to be back within seconds of a long outage.
 LAST_PROBE_S = 3.0
+# One that was closed for less than this was not well: it goes on with longer delays where it was.
+WELL_S = 10.0
 
 
 class Breaker:
@@ -30,6 +32,7 @@ class Breaker:
         self._failures = 0
         self._last_failure = float("-inf")
         self._probes = 0
+        self._closed_at = float("-inf")
         self.is_open = True
 
     def failed(self, began: float, *, refused: bool = False) -> bool:
@@ -43,6 +46,8 @@ class Breaker:
             self._failures += 1
             self._last_failure = self._clock()
         self.is_open = refused or self._failures >= FAILURES_TO_OPEN
+        if self.is_open and self._clock() - self._closed_at > WELL_S:
+            self._probes = 0
         return self.is_open
 
     def succeeded(self) -> None:
@@ -58,4 +63,5 @@ class Breaker:
     def close(self) -> None:
         """The probe succeeded: ask again."""
         self.is_open = False
-        self._failures = self._probes = 0
+        self._failures = 0
+        self._closed_at = self._clock()

@@ -101,6 +101,10 @@ class Index(Protocol):
     def state(self) -> IndexState:
         """How this replica stands with its fleet now."""
 
+    @property
+    def max_source_bytes(self) -> int:
+        """The largest image that `put_source` takes; 0: this index shares none."""
+
     def peers(self) -> tuple[Peer, ...]:
         """Return the other live replicas, as of the last heartbeat; none while alone. No I/O."""
 

@@ -143,6 +143,12 @@ class Link:
             values: list[bytes | None] = await read(keys)
         return values
 
+    async def read_one(self, key: bytes, max_bytes: int) -> bytes | None:
+        """Return a value of at most `max_bytes`; None when there is none, or it is larger: then it is not read."""
+        with lost_connections():
+            value: bytes = await self._client.getrange(key, 0, max_bytes)
+        return value if 0 < len(value) <= max_bytes else None
+
     async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
         """Set a value with a time to live."""
         with lost_connections():

@@ -81,6 +81,11 @@ class MemoryIndex:
         self._replica: Replica | None = None
         self.state = IndexState.ALONE
 
+    @property
+    def max_source_bytes(self) -> int:
+        """The largest image that `put_source` takes."""
+        return self._fleet.max_source_bytes
+
     def peers(self) -> tuple[Peer, ...]:
         """Return the other replicas of the process."""
         if self.state is not IndexState.JOINED:

@@ -12,7 +12,7 @@ from encoder_service.index.link import Link, Script
 from encoder_service.index.membership import Membership
 from encoder_service.index.republish import Republisher
 from encoder_service.index.schema import Keys, holding, records
-from encoder_service.index.standing import Lane, RedisSettings, Standing, Watchers
+from encoder_service.index.standing import RedisSettings, Standing, Watchers
 from encoder_service.index.tasks import end
 from encoder_service.index.watch import Watch
 
@@ -40,6 +40,11 @@ class RedisIndex:
         self._republishing: asyncio.Task[None] | None = None
         self._standing = Standing(settings, load, watchers, self, self._keys.roll)
         self._hints: Hints | None = None
+
+    @property
+    def max_source_bytes(self) -> int:
+        """The largest image that `put_source` takes."""
+        return self._settings.max_source_bytes
 
     @property
     def state(self) -> IndexState:
@@ -136,12 +141,15 @@ class RedisIndex:
             await link.put(self._keys.source(key), image, self._settings.source_ttl_s * 1000)
             return True
 
-        return await self._standing.ask("put_source", put, self._standing.sources) is not None
+        return await self._standing.ask("put_source", put, self._standing.puts) is not None
 
     async def get_source(self, key: bytes) -> bytes | None:
         """Return the bytes that any replica shared under `key`, or None."""
-        values = await self._read("get_source", [self._keys.source(key)], self._standing.sources)
-        return values[0] if values else None
+
+        async def get(link: Link, _: Membership) -> bytes | None:
+            return await link.read_one(self._keys.source(key), self._settings.max_source_bytes)
+
+        return await self._standing.ask("get_source", get, self._standing.gets)
 
     def forgotten(self) -> None:
         """Redis is new to us, or lost what it knew of us."""
@@ -256,10 +264,8 @@ class RedisIndex:
     ) -> list[Any] | None:
         return await self._standing.ask(name, lambda link, _: link.run(script, keys, *arguments, each=each))
 
-    async def _read(
-        self, name: str, keys: Sequence[bytes], lane: Lane | None = None
-    ) -> list[bytes | None] | None:
-        return await self._standing.ask(name, lambda link, _: link.read(keys), lane)
+    async def _read(self, name: str, keys: Sequence[bytes]) -> list[bytes | None] | None:
+        return await self._standing.ask(name, lambda link, _: link.read(keys))
 
     def _pairs(self, addresses: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
         return [(self._keys.location(address), self._keys.lease(address)) for address in addresses]

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from encoder_contract.errors import ModelMismatchError
 from encoder_service.index.breaker import Breaker
 from encoder_service.index.contract import IndexState, Replica
+from encoder_service.index.lane import Lane
 from encoder_service.index.link import FAULTS, REFUSALS, Link, Target, lost_connections
 from encoder_service.index.membership import Membership
 from encoder_service.index.tasks import end
@@ -54,14 +55,6 @@ class Watchers:
     on_call: Callable[[str, float, bool], None] = lambda *_: None
 
 
-class Lane:
-    """Calls of one kind: how long one may take, and how many may be under way."""
-
-    def __init__(self, timeout_ms: int, max_calls: int) -> None:
-        self.timeout_s = timeout_ms / 1000
-        self.turns = asyncio.Semaphore(max_calls)
-
-
 class Follower(Protocol):
     """What follows from a change of standing."""
 
@@ -93,7 +86,9 @@ class Standing:
         self._follower = follower
         self._roll_key = roll_key
         self.calls = Lane(settings.call_timeout_ms, MAX_CALLS)
-        self.sources = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self.puts = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self.gets = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self._resting = (self.puts, self.gets)  # slow for megabytes is not slow for all
         self.beats = Lane(BEAT_TIMEOUT_MS, 1)
         self._breaker = Breaker()
         self._reason = ""
@@ -112,34 +107,34 @@ class Standing:
         self, name: str, call: Callable[[Link, Membership], Awaitable[Answer]], lane: Lane | None = None
     ) -> Answer | None:
         """Return the answer of `call`, or None, at once or after the bound, when there is none to be had."""
-        if self.state is not IndexState.JOINED:
-            return None
         lane = lane or self.calls
+        if self.state is not IndexState.JOINED or lane.rests:
+            return None
         try:
             async with asyncio.timeout(BOUNDS_TO_WAIT * lane.timeout_s):
                 await lane.turns.acquire()
         except TimeoutError:
             return None
         try:
-            return await self._ask_now(name, call, lane.timeout_s)
+            return await self._ask_now(name, call, lane)
         finally:
             lane.turns.release()
 
     async def _ask_now(
-        self, name: str, call: Callable[[Link, Membership], Awaitable[Answer]], timeout_s: float
+        self, name: str, call: Callable[[Link, Membership], Awaitable[Answer]], lane: Lane
     ) -> Answer | None:
-        if self.state is not IndexState.JOINED:
+        if self.state is not IndexState.JOINED or lane.rests:
             return None  # it was lost while we waited for our turn
         assert self._link is not None
         assert self.membership is not None
         began, ok = monotonic(), False
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(lane.timeout_s):
                 answer = await call(self._link, self.membership)
-            self._breaker.succeeded()
+            self._succeeded(began, lane)
             ok = True
         except FAULTS as fault:
-            self._failed(began, fault)
+            self._failed(began, fault, lane)
             return None
         finally:
             self._watchers.on_call(name, monotonic() - began, ok)
@@ -224,8 +219,19 @@ class Standing:
         except ModelMismatchError as refusal:
             self._go(IndexState.ALONE, refusal.message)
 
-    def _failed(self, began: float, fault: Exception) -> None:
-        if self._breaker.failed(began, refused=isinstance(fault, REFUSALS)):
+    def _succeeded(self, began: float, lane: Lane) -> None:
+        if lane in self._resting:
+            lane.succeeded()
+        elif (
+            monotonic() - began <= self.calls.timeout_s
+        ):  # one that only a heartbeat waits for is of no use to calls
+            self._breaker.succeeded()
+
+    def _failed(self, began: float, fault: Exception, lane: Lane) -> None:
+        refused = isinstance(fault, REFUSALS)
+        if lane in self._resting and not refused:
+            lane.failed(began)
+        elif self._breaker.failed(began, refused=refused):
             self._lose(_describe(fault))
 
     def _lose(self, reason: str) -> None:

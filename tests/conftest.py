@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ from prefill_client.client import EncoderClient
 from tests.index_replicas import LEASE_TTL_MS, MODEL, Join, as_replica, numbers, redis_settings
 
 torch.set_num_threads(2)
+# No example has a time limit: a machine that does something else for a quarter of a second breaks no promise of ours.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -111,11 +111,10 @@ class Desk:
             self._turn.notify_all()
             return self._jobs.pop(work.address, None)  # None: it ended when the desk closed
 
-    def finish(self, job: Job) -> None:
-        """Forget a job that has its outcome."""
+    def finish(self, job: Job) -> bool:
+        """Forget a job that has its outcome; False if that has happened: everyone had left it, or the desk closed."""
         with self._turn:
-            if self._jobs.get(job.address) is job:
-                del self._jobs[job.address]
+            return self._forget(job)
 
     def close(self) -> None:
         """Let no more work in or out; `take` and `take_batch` return nothing from here on."""
@@ -161,12 +160,22 @@ class Desk:
             self._scheduler.done(works, seconds)
             self._turn.notify_all()
 
-    def failed(self, jobs: Sequence[Job]) -> list[Job]:
-        """Say that a batch failed; return the jobs to blame, the others are tried again in smaller batches."""
+    def failed(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+        """Say that a batch failed; return the jobs to blame, and those forgotten because nobody wants them any more.
+
+        The others are tried again in smaller batches.
+        """
         with self._turn:
-            blamed = set(self._scheduler.failed([job.work for job in jobs]))
+            ended = set(self._scheduler.failed([job.work for job in jobs]))
             self._turn.notify_all()
-        return [job for job in jobs if job.work in blamed]
+            if len(jobs) == 1:
+                return list(jobs), []
+            abandoned = [job for job in jobs if job.work in ended]
+            for job in abandoned:
+                self._forget(
+                    job
+                )  # now: who comes for the image from here on shall not share a neighbour's failure
+        return [], abandoned
 
     def drop(self, job: Job) -> None:
         """Say that a job needs no encoding any more."""
@@ -178,7 +187,15 @@ class Desk:
         job = self._jobs.get(address)
         if job is not None and claim.work is None:
             self._scheduler.claim(claim, address, monotonic())
+            if claim.demanded:
+                self._turn.notify_all()  # what was a guess may be decoded now, however many guesses are ahead
         return job
+
+    def _forget(self, job: Job) -> bool:
+        if self._jobs.get(job.address) is not job:
+            return False
+        del self._jobs[job.address]
+        return True
 
     def _take(self, pick: Pick) -> list[Job]:
         while not self._closed:

@@ -135,13 +135,18 @@ class Pipeline:
         """End a claim. Work that nobody wants any more and that is in no batch yet is dropped."""
         job = self._desk.withdraw(claim)
         if job is not None:
-            abandoned = AbandonedError("everyone who wanted the image has left")
+            self._abandon(job)
+
+    def _abandon(self, job: Job) -> None:
+        abandoned = AbandonedError("everyone who wanted the image has left")
+        if not self.has(job.address):  # else someone has come for it since, and it has begun anew
             self._on_end(job.address, abandoned)
-            _fail_waiters(job, abandoned)
+        _fail_waiters(job, abandoned)
 
     def _finish(self, job: Job, outcome: Pin | EncoderError) -> None:
-        self._desk.finish(job)
         error = outcome if isinstance(outcome, EncoderError) else None
+        if not self._desk.finish(job) and error is not None:
+            return  # its end was told when its last caller left
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
         self._on_end(job.address, outcome)
         if isinstance(outcome, EncoderError):
@@ -232,8 +237,11 @@ class Pipeline:
             self._lose_device(jobs, error)
             return
         log.warning("a batch of %d images failed; smaller ones follow", len(jobs), exc_info=error)
-        for job in self._desk.failed(jobs):
+        blamed, abandoned = self._desk.failed(jobs)
+        for job in blamed:
             self._outcome(job, known_error(error))
+        for job in abandoned:
+            self._loop.call_soon_threadsafe(self._abandon, job)
 
     def _keep(self, batch: Batch, lane: Lane) -> None:
         try:

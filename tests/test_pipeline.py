@@ -20,9 +20,10 @@ from encoder_contract.header import read_header
 from encoder_service.model import Model
 from encoder_service.pipeline import Pipeline
 from encoder_service.preprocess import to_patches
-from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, Limits, Scheduler, State
 from encoder_service.stages import Stages
 from encoder_service.store import Pin, Store
+from tests.waiting import soon
 
 Encode = Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
 
@@ -133,18 +134,12 @@ async def test_the_next_image_is_decoded_while_the_vit_is_busy(model: Model) -> 
         waiting = [asyncio.create_task(bench.rows(photo(256, 256 + n, n), demanded())) for n in range(4)]
         await gate.reached(1)
         async with asyncio.timeout(20):
-            while sum(bench.pipeline.snapshot().images[state, True] for state in _prepared()) < 2:
+            while bench.pipeline.snapshot().images[State.PREPARED, True] < 2:
                 await asyncio.sleep(0.005)
         assert len(gate.batches) == 1, "the first batch is still in the tower"
         gate.open.set()
         for task in waiting:
             (await task).release()
-
-
-def _prepared() -> list[object]:
-    from encoder_service.scheduler import State
-
-    return [State.PREPARED]
 
 
 async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_them(model: Model) -> None:
@@ -272,3 +267,34 @@ async def test_sleeping_stages_leave_the_loop_its_turn_to_answer(model: Model) -
         assert not job.stage_ms  # type: ignore[attr-defined]
         (await bench.pipeline.wait(job, claim)).release()  # type: ignore[arg-type]
         assert job.stage_ms  # type: ignore[attr-defined]
+
+
+async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew(model: Model) -> None:
+    gate = Gate(model)
+    failing, fail = threading.Event(), threading.Event()
+
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        if len(grids) == 2:
+            failing.set()
+            assert fail.wait(20)
+            raise RuntimeError("this batch fails")
+        return gate.encode(patches, grids)
+
+    images = [photo(128, 128, 1), photo(128, 160, 2)]
+    async with running(model, encode) as bench:
+        blocker = asyncio.create_task(bench.rows(photo(64, 64, 0), demanded("blocker")))
+        await gate.reached(1)
+        left = [asyncio.create_task(bench.rows(image, demanded("left"))) for image in images]
+        await soon(lambda: bench.pipeline.snapshot().images[State.PREPARED, True] == 2, within_s=20)
+        gate.open.set()
+        assert await asyncio.to_thread(failing.wait, 20)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        fail.set()
+        (await blocker).release()
+        await soon(lambda: not bench.pipeline.queued_images, within_s=20)
+        for image in images:
+            assert isinstance(bench.ended[content_digest(image)], AbandonedError)
+            async with asyncio.timeout(20):
+                (await bench.rows(image, demanded("again"))).release()

@@ -160,11 +160,11 @@ class Schedule:
             for work in batch:
                 self.outcome(work, "encoded")
         else:
-            departed = [w for w in batch if not w.claims]
-            for work in self.scheduler.failed(batch):
+            departed = [work for work in batch if not work.claims]
+            ended = self.scheduler.failed(batch)
+            assert set(departed) <= set(ended), "who is not tried again has ended"
+            for work in ended:
                 self.outcome(work, "failed")
-            for work in departed:
-                self.outcomes.setdefault(id(work), "departed")
 
     def check(self) -> None:
         self.live = [claim for claim in self.live if claim.work]

@@ -147,24 +147,22 @@ class Scheduler:
             self._forget(work)
 
     def failed(self, batch: Batch) -> list[Work]:
-        """Say that a batch failed; return the works that are to blame.
+        """Say that a batch failed; return the works that end with it: forgotten, and without rows.
 
         A work that fails alone is to blame. A larger batch is split in two, to be tried again by the next
-        calls of `next_batch`: at most 2n - 1 runs for n images, and no neighbour of a culprit fails.
+        calls of `next_batch`: at most 2n - 1 runs for n images, and no neighbour of a culprit fails. Works
+        that nobody wants any more are not tried again; those are returned, without claims.
         """
-        wanted = []
-        for work in batch:
+        wanted = [work for work in batch if work.claims and len(batch) > 1]
+        ended = [work for work in batch if work not in wanted]
+        for work in ended:
             assert work.state is State.ENCODING, work
-            if not work.claims or len(batch) == 1:
-                self._forget(work)
-            else:
-                self._book.move(work, State.SPLIT, 0.0)
-                wanted.append(work)
-        if len(batch) == 1:
-            return list(batch)
+            self._forget(work)
+        for work in wanted:
+            self._book.move(work, State.SPLIT, 0.0)
         middle = (len(wanted) + 1) // 2
         self._split.extend(half for half in (wanted[:middle], wanted[middle:]) if half)
-        return []
+        return ended
 
     def drop(self, work: Work) -> None:
         """Forget a work that needs no encoding any more: it could not be decoded, or came from elsewhere."""

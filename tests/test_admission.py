@@ -86,6 +86,22 @@ def test_joining_costs_no_room_in_the_queue_until_the_claims_are_at_their_limit(
         scheduler.claim(Claim("r5", "c5"), b"same", 0.0)
 
 
+def test_one_client_with_any_number_of_calls_on_one_image_leaves_claims_for_others():
+    scheduler = make(claims=100)
+    assert scheduler.admit(Claim("r", "greedy"), b"same", 10, 100, 0.0)
+
+    def join_for_ever():
+        while True:
+            scheduler.claim(Claim("r", "greedy"), b"same", 0.0)
+
+    with pytest.raises(OverloadedError, match="this client") as refused:
+        join_for_ever()
+    assert refused.value.retry_after_ms > 0
+    assert scheduler.snapshot().claims == 75
+    assert scheduler.claim(Claim("other", "other"), b"same", 0.0)
+    assert scheduler.admit(Claim("new", "new"), b"another", 10, 100, 0.0)
+
+
 @pytest.mark.parametrize("share", [0.5, 0.75, 0.9])
 def test_one_client_alone_fills_its_share_and_no_more(share):
     scheduler = make(client_share=share)

@@ -22,7 +22,7 @@ class Limits:
     source_bytes: int
     # Claims cost memory but no device time, so joining is free until here.
     claims: int
-    # What one client alone may fill of each of the first three; with others there, each client may hold
+    # What one client alone may fill of each of these; with others there, each client may hold
     # share / (1 - share) times what is still free: the greedy end up equal, and a part stays free.
     client_share: float = 0.75
     # How long the queue may take to drain at the measured rate. The bound that keeps waits short whatever the
@@ -72,6 +72,14 @@ class Admission:
         patches = self.held.patches + asked.patches
         if self.held.images and patches_per_s and patches / patches_per_s > self.limits.seconds:
             raise self.refusal(f"the queue would take longer than {self.limits.seconds:g} s", patches_per_s)
+
+    def check_claim(self, mine: int, held: int, patches_per_s: float) -> None:
+        """Raise `OverloadedError` unless a client with `mine` of the `held` claims may have one more."""
+        free = self.limits.claims - held
+        if free < 1:
+            raise self.refusal("too many callers are waiting", patches_per_s)
+        if mine and mine + 1 > self._share(free - 1):
+            raise self.refusal("this client waits for too many images", patches_per_s)
 
     def release(self, work: Work) -> None:
         """Undo `admit`."""

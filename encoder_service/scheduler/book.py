@@ -1,5 +1,7 @@
 """The book of works, claims and requests: who wants what, where it stands, and in which order it comes."""
 
+from collections import Counter
+
 from encoder_service.scheduler.order import Order
 from encoder_service.scheduler.policy import Policy
 from encoder_service.scheduler.work import Amount, Claim, Request, State, Work
@@ -21,6 +23,7 @@ class Book:
         self.works: dict[bytes, Work] = {}
         self.requests: dict[str, Request] = {}
         self.claims = 0
+        self.claims_by: Counter[str] = Counter()  # client -> its claims
         self.clock_patches = 0
         self.amounts = {(state, demanded): Amount() for state in State for demanded in (False, True)}
         self.mean_request_patches = 0.0
@@ -57,7 +60,7 @@ class Book:
             request.mark, request.scale = self.clock_patches, 2 * self.mean_request_patches
             self._rekey(request)
         request.works[work] += 1
-        self.claims += 1
+        self._count_claim(claim, 1)
         work.claims[claim] = None
         self._count_demand(work, claim, 1)
         if work.state in self.orders:
@@ -72,7 +75,7 @@ class Book:
             self.orders[work.state].remove(claim)
         del work.claims[claim]
         self._count_demand(work, claim, -1)
-        self.claims -= 1
+        self._count_claim(claim, -1)
         claim.work = claim.request = None
         request.works[work] -= 1
         if request.works[work]:
@@ -110,6 +113,12 @@ class Book:
         del self.requests[request.request_id]
         self._ended = min(self._ended + 1, MEAN_OVER_REQUESTS)
         self.mean_request_patches += (request.named_patches - self.mean_request_patches) / self._ended
+
+    def _count_claim(self, claim: Claim, sign: int) -> None:
+        self.claims += sign
+        self.claims_by[claim.client_id] += sign
+        if not self.claims_by[claim.client_id]:
+            del self.claims_by[claim.client_id]
 
     def _count_demand(self, work: Work, claim: Claim, sign: int) -> None:
         self.amounts[work.state, work.demanded].add(work, -1)

@@ -80,8 +80,8 @@ class Scheduler:
 
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
         """Attach a claim to existing work; return False if there is none. Raises `OverloadedError`."""
-        if self._book.claims >= self._admission.limits.claims:
-            raise self._admission.refusal("too many callers are waiting", self._rate.patches_per_s)
+        mine = self._book.claims_by[claim.client_id]
+        self._admission.check_claim(mine, self._book.claims, self._rate.patches_per_s)
         work = self._book.works.get(address)
         if work is None:
             return False

@@ -135,7 +135,11 @@ async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
     addresses = new_addresses(700)
     assert len((await a.acquire(addresses)).granted) == 700
     await a.publish(grids(addresses), Tier.HOST)
-    assert len(await b.locate(addresses)) == 700
+
+    async def all_are_located() -> bool:  # a busy machine may have struck A off the roll for a moment
+        return len(await b.locate(addresses)) == 700
+
+    await soon(all_are_located, within_s=20)
 
 
 def test_a_replica_that_could_not_be_written_down_is_refused() -> None:

@@ -6,11 +6,15 @@
 local verb, id, epoch, fingerprint, load, endpoint, ttl_ms = unpack(ARGV)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local deadline_ms = string.format('%.0f', now_ms + ttl_ms)
 local was_present, others = 0, {}
 
 local roll = redis.call('HGETALL', KEYS[1])
 for i = 1, #roll, 2 do
   local deadline, its_epoch, its_fingerprint = string.match(roll[i + 1], '^(%d+) (%d+) (%S+) ')
+  if deadline and tonumber(deadline) > now_ms + ttl_ms then -- the clock was set back since: its time begins now
+    redis.call('HSET', KEYS[1], roll[i], (string.gsub(roll[i + 1], '^%d+', deadline_ms)))
+  end
   if not deadline or tonumber(deadline) <= now_ms then
     redis.call('HDEL', KEYS[1], roll[i])
   elseif roll[i] == id then
@@ -29,7 +33,7 @@ end
 if verb == 'leave' then
   redis.call('HDEL', KEYS[1], id)
 else
-  local record = { string.format('%.0f', now_ms + ttl_ms), epoch, fingerprint, load, endpoint }
+  local record = { deadline_ms, epoch, fingerprint, load, endpoint }
   redis.call('HSET', KEYS[1], id, table.concat(record, ' '))
   redis.call('PEXPIRE', KEYS[1], ttl_ms * 2)
 end

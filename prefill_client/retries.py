@@ -19,6 +19,8 @@ from encoder_contract.errors import (
 MAX_FAILURES = 6
 MAX_INTERNAL = 2
 PAUSE_S = 0.1  # after a server was found gone: the others may be finding out just now
+# A server that has said no so often says no for a while, whatever it hints: the pause doubles up to this.
+MAX_REFUSED_PAUSE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Attempts:
     failures: int = 0
     internal: int = 0
     resubmitted: int = 0
+    refused: int = 0
     refusal: OverloadedError | None = None
 
     def pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
@@ -39,8 +42,10 @@ class Attempts:
     def _pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
         if isinstance(error, OverloadedError):
             self.refusal = error
+            self.refused += 1
+            backed_off_s = min(PAUSE_S * 2.0 ** min(self.refused - 1, 10), MAX_REFUSED_PAUSE_S)
             # As often as the deadline allows. Spread, so that those refused together do not return together.
-            return error.retry_after_ms / 1000 * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
+            return max(error.retry_after_ms / 1000, backed_off_s) * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
         if isinstance(error, UnknownImageError) and can_resubmit:
             self.resubmitted += 1
             return 0.0 if self.resubmitted <= MAX_FAILURES else None

@@ -12,7 +12,7 @@ from encoder_contract.errors import (
     UnavailableError,
     UnknownImageError,
 )
-from prefill_client.retries import MAX_FAILURES, Attempts
+from prefill_client.retries import MAX_FAILURES, MAX_REFUSED_PAUSE_S, Attempts
 
 
 def attempts(left_s: float = 60.0) -> Attempts:
@@ -24,12 +24,20 @@ def test_what_a_retry_cannot_help_is_the_outcome(error) -> None:
     assert attempts().pause_s(error, can_resubmit=False) is None
 
 
-def test_a_refusal_is_waited_out_for_its_hint_as_often_as_the_deadline_allows() -> None:
-    tried = attempts()
-    for _ in range(50):
-        pause = tried.pause_s(OverloadedError("full", retry_after_ms=200), can_resubmit=False)
+@pytest.mark.parametrize("hint_ms", [0, 1, 200, 4000])
+def test_a_refusal_is_waited_out_for_its_hint_and_longer_each_time_as_often_as_the_deadline_allows(
+    hint_ms: int,
+) -> None:
+    tried = attempts(1e6)
+    pauses = []
+    for _ in range(2000):
+        pause = tried.pause_s(OverloadedError("full", retry_after_ms=hint_ms), can_resubmit=False)
         assert pause is not None
-        assert 0.2 <= pause <= 0.3
+        assert pause >= hint_ms / 1000
+        pauses.append(pause)
+    assert pauses[0] <= 1.5 * max(hint_ms / 1000, 0.1)
+    assert sum(pauses[:6]) > 3
+    assert max(pauses) <= 1.5 * max(hint_ms / 1000, MAX_REFUSED_PAUSE_S)
     assert attempts(0.1).pause_s(OverloadedError("full", retry_after_ms=200), can_resubmit=False) is None
 
 

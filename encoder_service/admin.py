@@ -1,23 +1,23 @@
 """The operator's calls: look into the store, drop entries. Only for the same user on the same host."""
 
+from functools import partial
 from hmac import compare_digest
-from typing import Any, TypeAlias
 
 import grpc
 
 from encoder_contract.errors import ForbiddenError
 from encoder_contract.v1 import admin_pb2 as pb
-from encoder_contract.v1.admin_pb2_grpc import AdminServiceServicer
 from encoder_service import wire
+from encoder_service.entrance import Entrance
 from encoder_service.pipeline import Pipeline
 from encoder_service.sources import Sources
 from encoder_service.store import Store
+from encoder_service.wire import Context
 
 SERVICE = "encoder_contract.v1.AdminService"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class AdminService(AdminServiceServicer):
+class AdminService:
     """Stats, Evict and Flush over the store of one server."""
 
     def __init__(self, store: Store, sources: Sources, pipeline: Pipeline) -> None:
@@ -25,24 +25,21 @@ class AdminService(AdminServiceServicer):
         self._sources = sources
         self._pipeline = pipeline
 
-    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: N802
+    async def stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         """Say what the store holds and has done."""
-        async with wire.Border(context):
-            self._guard(request.proof, context)
-            return self._stats()
+        self._guard(request.proof, context)
+        return self._stats()
 
-    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
+    async def evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
         """Drop one embedding."""
-        async with wire.Border(context):
-            self._guard(request.proof, context)
-            return pb.EvictResponse(evicted=self._store.evict(request.address))
+        self._guard(request.proof, context)
+        return pb.EvictResponse(evicted=self._store.evict(request.address))
 
-    async def Flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:  # noqa: N802
+    async def flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:
         """Drop every embedding that nobody uses, and the sources."""
-        async with wire.Border(context):
-            self._guard(request.proof, context)
-            self._sources.clear()
-            return pb.FlushResponse(entries=self._store.flush())
+        self._guard(request.proof, context)
+        self._sources.clear()
+        return pb.FlushResponse(entries=self._store.flush())
 
     def _guard(self, proof: bytes, context: Context) -> None:
         if not (wire.is_local(context) and compare_digest(proof, self._store.segment.segment_id)):
@@ -80,3 +77,15 @@ class AdminService(AdminServiceServicer):
             source_bytes=self._sources.held_bytes,
             queued_images=self._pipeline.queued_images,
         )
+
+
+def generic_handler(operator: AdminService, entrance: Entrance) -> grpc.GenericRpcHandler:
+    """Return the handler to add to a server."""
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Stats": entrance.unary(operator.stats, partial(wire.parse, pb.StatsRequest)),
+            "Evict": entrance.unary(operator.evict, partial(wire.parse, pb.EvictRequest)),
+            "Flush": entrance.unary(operator.flush, partial(wire.parse, pb.FlushRequest)),
+        },
+    )

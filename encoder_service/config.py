@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from encoder_contract.settings import ConfigError, Settings, flag, knob
 
@@ -77,12 +77,18 @@ class Config(Settings):
     max_image_bytes: int = knob(32 << 20, help="largest image file accepted")
     max_image_pixels: int = knob(100_000_000, help="largest width x height accepted, read from the header")
     max_images_per_call: int = knob(512, help="images in one Submit or Fetch call")
+    max_calls: int = knob(
+        1024, help="calls open at a time, three quarters of them from one host; over it RESOURCE_EXHAUSTED"
+    )
     max_queued_images: int = knob(4096, help="images waiting to be encoded; over it RESOURCE_EXHAUSTED")
     max_queued_patches: int = knob(
         16_000_000, help="patches waiting to be encoded; over it RESOURCE_EXHAUSTED"
     )
     max_queued_gib: float = knob(
         1.0, help="image bytes waiting to be encoded, GiB; over it RESOURCE_EXHAUSTED"
+    )
+    upload_idle_s: float = knob(
+        10.0, help="seconds after which an upload that brings nothing, or next to nothing, is given up"
     )
     max_queue_s: float = knob(
         30.0, help="seconds the queue may take at the measured rate; over it RESOURCE_EXHAUSTED"
@@ -111,10 +117,12 @@ class Config(Settings):
             "max_image_bytes",
             "max_image_pixels",
             "max_images_per_call",
+            "max_calls",
             "max_queued_images",
             "max_queued_patches",
             "max_queued_gib",
             "max_queue_s",
+            "upload_idle_s",
             "store_host_gib",
             "source_ttl_s",
         )
@@ -145,23 +153,7 @@ class Config(Settings):
     @property
     def index_for_people(self) -> str:
         """`index` without the password that its URL may hold: for messages."""
-        return without_password(self.index)
-
-
-def without_password(url: str) -> str:
-    """Return `url` without user, password, and the values of options that are passwords."""
-    scheme, mark, rest = url.partition("://")
-    place, question, options = rest.partition("?")
-    if not mark:
-        return "***" if {"@", "?"} & set(url) else url
-    if "@" in options and "@" not in place:  # a ? in the password, or an @ in that of an option: who knows
-        return f"{scheme}://***"
-    secret, at, host = place.rpartition("@")
-    shown = [
-        f"{name}=***" if "password" in unquote(name).lower() else f"{name}{equals}{value}"
-        for name, equals, value in (option.partition("=") for option in options.split("&"))
-    ]
-    return f"{scheme}://{'***' if at else secret}{at}{host}{question}{'&'.join(shown)}"
+        return re.sub(r"(?<=://).*@", "***@", self.index)
 
 
 def _is_redis(url: str) -> bool:

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
+from encoder_service import wire
 from encoder_service.config import Config
 from encoder_service.model import Model
-
-MAX_MESSAGE_BYTES = 4 << 20  # received; a client's pieces are 1 MiB
 
 
 def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeResponse:
@@ -34,7 +33,7 @@ def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeRespon
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             max_images_per_call=config.max_images_per_call,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=wire.PIECE_BYTES,
             max_grace_ms=config.max_grace_ms,
         ),
         replica_id=replica_id,

@@ -82,7 +82,7 @@ READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]]
     "sources_size_bytes": ("gauge", "Bytes that may be kept of them.", ()),
     "sources_images": ("gauge", "How many image files are kept.", ()),
     "sources_offered": ("counter", "Image files shared with the fleet, or dropped for that.", ("outcome",)),
-    "upload_bytes": ("gauge", "Bytes of images that have arrived in part.", ()),
+    "upload_bytes": ("gauge", "Bytes set aside for images on their way up.", ()),
     "index_state": ("gauge", "1 for the state this replica is in, 0 for the others.", ("state",)),
     "index_peers": ("gauge", "Other live replicas that this one sees.", ()),
 }

@@ -1,5 +1,7 @@
 """The composition root: builds the rooms from a `Config`, strings them together, serves, and drains."""
 
+# Over 300 lines because it is the one place that knows every room.
+
 import asyncio
 import logging
 import signal
@@ -105,7 +107,13 @@ class Server:
         """Listen, join the fleet, begin. Raises `ConfigError` when a port or the index cannot be had."""
         operator = AdminService(self.store, self._sources, self.pipeline)
         try:
-            self._listener = Listener(self._config.listen, self.service, operator)
+            self._listener = Listener(
+                self._config.listen,
+                self.service,
+                operator,
+                max_calls=self._config.max_calls,
+                max_images=self._config.max_images_per_call,
+            )
             self.endpoint = self._listener.endpoint
             self.watch = Watch(
                 self._config.metrics_listen,
@@ -128,19 +136,31 @@ class Server:
 
     async def drain(self) -> None:
         """Leave the index, refuse new calls, let running ones end (at most `drain_s`), give everything back."""
-        hand_over_s = self._config.hand_over_s
-        await hand_over(self._hot, self.store.contains, self.index, self._peers.offer, hand_over_s)
+        for step in (
+            self._hand_over,
+            self._refuse_new_calls,
+            self._fleet.leave,
+            partial(self._listener.stop, self._config.drain_s),
+            self.pipeline.stop,
+            self._fleet.stop,
+            self.index.close,
+            self._peers.close,
+            partial(asyncio.to_thread, self.watch.stop),
+            partial(asyncio.to_thread, self.store.close),
+        ):
+            try:
+                await step()
+            except Exception:  # a step that fails takes none of the others with it
+                log.exception("while draining")
+        log.info("drained")
+
+    async def _hand_over(self) -> None:
+        seconds = self._config.hand_over_s
+        await hand_over(self._hot, self.store.contains, self.index, self._peers.offer, seconds)
+
+    async def _refuse_new_calls(self) -> None:
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
-        await self._fleet.leave()
-        await self._listener.stop(self._config.drain_s)
-        await self.pipeline.stop()
-        await self._fleet.stop()
-        await self.index.close()
-        await self._peers.close()
-        await asyncio.to_thread(self.watch.stop)
-        self.store.close()
-        log.info("drained")
 
     # Building
 
@@ -228,6 +248,7 @@ class Server:
             segment=str(self.store.segment.path),
             segment_id=self.store.segment.segment_id,
             max_upload_bytes=int(config.max_queued_gib * GIB),
+            upload_idle_s=config.upload_idle_s,
         )
         return EncoderService(encoder, edge, self.metrics)
 

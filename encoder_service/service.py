@@ -1,12 +1,11 @@
 """The gRPC edge: Describe, Submit and Fetch over an `Encoder`. Nothing here blocks the event loop."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
 from time import monotonic
-from typing import Any, TypeAlias
 from uuid import uuid4
 
 import grpc
@@ -18,14 +17,16 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service import wire
 from encoder_service.calls import Call
 from encoder_service.encoder import Encoder
+from encoder_service.entrance import Entrance, Requests
 from encoder_service.fetching import RowFormat, Wanted, fetch, rows_anywhere, rows_of_this_replica
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim
+from encoder_service.shares import Shares
 from encoder_service.submitting import Submitting
-from encoder_service.uploads import UploadBudget
+from encoder_service.uploads import Uploads
+from encoder_service.wire import Context
 
 SERVICE = "encoder_contract.v1.EncoderService"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Edge:
     segment: str
     segment_id: bytes
     max_upload_bytes: int
+    upload_idle_s: float
 
 
 class EncoderService:
@@ -47,29 +49,28 @@ class EncoderService:
         self._encoder = encoder
         self._edge = edge
         self._metrics = metrics
-        self._uploads = UploadBudget(edge.max_upload_bytes)
+        self._upload_room = Shares(edge.max_upload_bytes, "uploads")
         self.draining = False
 
     @property
     def held_upload_bytes(self) -> int:
-        """Bytes of images that have arrived in part."""
-        return self._uploads.held_bytes
+        """Bytes set aside for images on their way up."""
+        return self._upload_room.held
 
     async def describe(self, _request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this server is."""
-        async with wire.Border(context):
-            description = pb.DescribeResponse()
-            description.CopyFrom(self._edge.description)
-            description.clock_s = monotonic()
-            description.transports.append(pb.TRANSPORT_INLINE)
-            if wire.is_local(context):
-                description.transports.insert(0, pb.TRANSPORT_SHM)
-                description.shm_segment = self._edge.segment
-            return description
+        description = pb.DescribeResponse()
+        description.CopyFrom(self._edge.description)
+        description.clock_s = monotonic()
+        description.transports.append(pb.TRANSPORT_INLINE)
+        if wire.is_local(context):
+            description.transports.insert(0, pb.TRANSPORT_SHM)
+            description.shm_segment = self._edge.segment
+        return description
 
     async def submit(
-        self, requests: AsyncIterator[pb.SubmitRequest], context: Context
-    ) -> AsyncIterator[pb.SubmitResponse]:
+        self, requests: Requests[pb.SubmitRequest], context: Context
+    ) -> AsyncGenerator[pb.SubmitResponse]:
         """Take images over; see the contract."""
         submitting: Submitting | None = None
         call = Call(self._metrics, "submit")
@@ -77,10 +78,13 @@ class EncoderService:
         try:
             async with wire.Border(context, call.failed):
                 caller = await self._opened(requests)
-                call.made_by(_request_id(caller, context), caller.client_id or _host(context))
+                call.made_by(_request_id(caller, context), caller.client_id or wire.host(context))
                 submitting = self._submitting(caller, call, context)
                 async for answer in submitting.answers(requests):
                     yield answer
+                # The requests of a call that was cancelled end as those of one that is complete do, a moment before
+                # anything else is heard of it. But only who is still there can be told something.
+                yield pb.SubmitResponse()
                 call.complete = True
         finally:
             if submitting is not None:
@@ -93,7 +97,7 @@ class EncoderService:
         """Stream rows; see the contract."""
         caller = request.caller
         call = Call(self._metrics, "fetch")
-        call.made_by(_request_id(caller, context), caller.client_id or _host(context))
+        call.made_by(_request_id(caller, context), caller.client_id or wire.host(context))
         call.traced(_trace_id(context))
         try:
             async with wire.Border(context, call.failed):
@@ -109,13 +113,12 @@ class EncoderService:
         limits = self._edge.description.limits
         return Submitting(
             self._encoder,
-            self._uploads,
+            self._uploads(caller, context),
             call,
             new_claim=partial(_claim, caller, uuid4().hex, context),
             salt=caller.tenant_salt,
             tokens=self._edge.geometry.tokens,
             max_images=limits.max_images_per_call,
-            max_image_bytes=limits.max_image_bytes,
         )
 
     async def _fetching(
@@ -136,13 +139,21 @@ class EncoderService:
             rows=self._edge.rows,
         )
 
-    async def _opened(self, requests: AsyncIterator[pb.SubmitRequest]) -> pb.Caller:
-        async for first in requests:
-            if first.WhichOneof("message") != "open":
-                break
-            self._admit(first.open)
-            return first.open
-        raise InvalidRequestError("the first message of a Submit call is `open`")
+    async def _opened(self, requests: Requests[pb.SubmitRequest]) -> pb.Caller:
+        first = await requests.first()
+        if first.WhichOneof("message") != "open":
+            raise InvalidRequestError("the first message of a Submit call is `open`")
+        self._admit(first.open)
+        return first.open
+
+    def _uploads(self, caller: pb.Caller, context: Context) -> Uploads:
+        host = wire.host(context)  # a name costs nothing: who invents many has the share of one host
+        return Uploads(
+            self._upload_room,
+            {f"client {caller.client_id or host}", f"host {host}"},
+            max_image_bytes=self._edge.description.limits.max_image_bytes,
+            idle_s=self._edge.upload_idle_s,
+        )
 
     def _admit(self, caller: pb.Caller) -> None:
         if self.draining:
@@ -196,7 +207,7 @@ def _claim(
     """Return a claim of a call: demanded when it says by when (a Fetch), else speculative (a Submit)."""
     return Claim(
         request_id=caller.request_id or call_id,
-        client_id=caller.client_id or _host(context),
+        client_id=caller.client_id or wire.host(context),
         priority=caller.priority,
         chunk=chunk,
         needed_at=needed_at,
@@ -217,29 +228,16 @@ def _trace_id(context: Context) -> str:
     return trace_id(str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, "")))
 
 
-def _host(context: Context) -> str:
-    peer: str = context.peer()
-    return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
-
-
-def _serialize(message: pb.FetchResponse | bytes) -> bytes:
-    """Rows are framed by hand: protobuf would copy every megabyte twice more."""
-    return message if isinstance(message, bytes) else message.SerializeToString()
-
-
-def generic_handler(service: EncoderService) -> grpc.GenericRpcHandler:
-    """Return the handler to add to a server."""
+def generic_handler(service: EncoderService, entrance: Entrance, max_images: int) -> grpc.GenericRpcHandler:
+    """Return the handler to add to a server whose calls name at most `max_images` images."""
     return grpc.method_handlers_generic_handler(
         SERVICE,
         {
-            "Describe": grpc.unary_unary_rpc_method_handler(
-                service.describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
-            ),
-            "Submit": grpc.stream_stream_rpc_method_handler(
-                service.submit, pb.SubmitRequest.FromString, pb.SubmitResponse.SerializeToString
-            ),
-            "Fetch": grpc.unary_stream_rpc_method_handler(
-                service.fetch, pb.FetchRequest.FromString, _serialize
+            "Describe": entrance.unary(service.describe, partial(wire.parse, pb.DescribeRequest)),
+            "Submit": entrance.stream(service.submit, partial(wire.parse_submit, max_images=max_images)),
+            "Fetch": entrance.one_request(
+                service.fetch,
+                partial(wire.parse, pb.FetchRequest, max_bytes=wire.names_bytes(max_images)),
             ),
         },
     )

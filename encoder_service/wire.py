@@ -1,10 +1,12 @@
 """Between messages and nouns: what the gRPC edge reads and writes, and where an error becomes a status."""
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.errors import EncoderError, InvalidRequestError, Status
@@ -14,11 +16,51 @@ from encoder_service.address import MAX_SALT_BYTES, ImageRef
 from encoder_service.encoder import Known
 from encoder_service.incidents import known_error
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+M = TypeVar("M", bound=Message)
+
+# Requests without a list hold names, proofs and addresses of tens of bytes, and a caller some hundreds.
+SMALL_BYTES = 2048
+# A name in a Submit or Fetch with every field at its largest, and the numbers before each field.
+NAME_BYTES = 128
+# An image travels in pieces of this size. A larger one is no faster, and what has arrived of a message is counted by
+# nobody until it is whole.
+PIECE_BYTES = 256 << 10
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
 MAX_PRIORITY = 8
+_PIECE_TAG = b"\x1a"  # SubmitRequest.bytes: field 3, length-delimited
 _CODES: Mapping[Status, grpc.StatusCode] = {
     s: c for s in Status for c in grpc.StatusCode if c.value[0] == s.value
 }
+
+
+def names_bytes(max_images: int) -> int:
+    """Return how large a request that names so many images may be."""
+    return SMALL_BYTES + NAME_BYTES * max_images
+
+
+def max_request_bytes(max_images: int) -> int:
+    """Return how large any request may be, where a call names so many images."""
+    return max(SMALL_BYTES + PIECE_BYTES, names_bytes(max_images))
+
+
+def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
+    """Return the message; raises `InvalidRequestError` for one that is none or is too large to be looked at.
+
+    Two bytes can be a sub-message that takes a hundred in memory: the size of a request bounds how many there are.
+    """
+    if len(raw) > max_bytes:
+        raise InvalidRequestError(f"this {kind.__name__} may have {max_bytes} bytes, and has {len(raw)}")
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the request is no {kind.__name__}") from error
+
+
+def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
+    """Return the message of a Submit, larger than its names may be only where it is one piece of an image."""
+    most = max_request_bytes(max_images) if _is_piece(raw) else names_bytes(max_images)
+    return parse(pb.SubmitRequest, raw, most)
 
 
 def check_caller(caller: pb.Caller) -> None:
@@ -80,7 +122,13 @@ def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
     )
 
 
-def is_local(context: "grpc.aio.ServicerContext[Any, Any]") -> bool:
+def host(context: Context) -> str:
+    """Return where the caller is: its address without the port; all of this host's Unix sockets are one."""
+    peer: str = context.peer()
+    return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
+
+
+def is_local(context: Context) -> bool:
     """Whether the caller is on this host."""
     return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
 
@@ -93,7 +141,7 @@ class Border:
 
     def __init__(
         self,
-        context: "grpc.aio.ServicerContext[Any, Any]",
+        context: Context,
         on_error: Callable[[EncoderError], None] = lambda _error: None,
     ) -> None:
         self._context = context
@@ -105,10 +153,20 @@ class Border:
     async def __aexit__(
         self, _: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        """Abort the call if `error` ended it; a call that was cancelled needs no status."""
-        if not isinstance(error, Exception):
+        """Abort the call if `error` ended it; a call that was cancelled, or has its status, needs none."""
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             return
         known = known_error(error)
         self._on_error(known)
         metadata = (("retry-after-ms", str(known.retry_after_ms)),) if known.retry_after_ms else ()
         await self._context.abort(_CODES[known.status], known.message, metadata)
+
+
+def _is_piece(raw: bytes) -> bool:
+    """Whether the message is one `bytes` field from end to end, so that there is no list in it."""
+    for length_bytes in range(1, 4):  # of a varint that holds less than 2 MiB
+        if raw[length_bytes : length_bytes + 1] < b"\x80":
+            digits = (byte & 0x7F for byte in raw[length_bytes:0:-1])
+            length = reduce(lambda high, digit: high << 7 | digit, digits, 0)
+            return raw[:1] == _PIECE_TAG and 1 + length_bytes + length == len(raw)
+    return False

@@ -11,11 +11,10 @@ from typing import Any, Self
 
 import grpc
 
-from encoder_contract.endpoint import is_local
 from encoder_contract.errors import DeadlineError, InternalError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
-from encoder_contract.segment_file import segment_proof
+from encoder_contract.handle import SEGMENT_ID_BYTES
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -28,7 +27,6 @@ NEARLY_S = 0.05
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 # Two disciplined clocks part by less than 0.1 ms in this time.
 CLOCK_S = 60.0
-PIECE_BYTES = 1 << 20  # of an image on its way up; larger is no faster and stalls the server's event loop
 
 # A silent peer is noticed within about two seconds: without ping_timeout_ms, keepalive_timeout_ms has no effect
 # and it takes a minute.
@@ -65,6 +63,7 @@ class Description:
     max_image_bytes: int
     max_image_pixels: int
     max_images_per_call: int
+    max_message_bytes: int
     max_grace_ms: int
     replica_id: str
     shm_segment: str
@@ -89,6 +88,7 @@ class Description:
             max_image_bytes=message.limits.max_image_bytes,
             max_image_pixels=message.limits.max_image_pixels,
             max_images_per_call=message.limits.max_images_per_call,
+            max_message_bytes=message.limits.max_message_bytes,
             max_grace_ms=message.limits.max_grace_ms,
             replica_id=message.replica_id,
             shm_segment=message.shm_segment if pb.TRANSPORT_SHM in message.transports else "",
@@ -112,7 +112,7 @@ class Connection:
             request_serializer=pb.FetchRequest.SerializeToString,
             response_deserializer=parse_fetch_response,
         )
-        self._shm_proof = segment_proof(endpoint, description.shm_segment)
+        self._shm_proof = _read_proof(description.shm_segment)
 
     @classmethod
     async def open(cls, endpoint: str, timeout_s: float = 10.0, *, wait: bool = True) -> Self:
@@ -120,9 +120,7 @@ class Connection:
 
         `wait` is for a server that is being started: who refuses the connection is tried again until `timeout_s`.
         """
-        # No proxy stands between a server of this host and us: it is told things that others are not.
-        direct = (("grpc.enable_http_proxy", 0),) if is_local(endpoint) else ()
-        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS + direct)
+        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         try:
             message = await EncoderServiceStub(channel).Describe(
                 pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait
@@ -152,7 +150,7 @@ class Connection:
         call = self._stub.Submit(timeout=timeout_s, metadata=_metadata())
         deadline = inf if timeout_s is None else monotonic() + timeout_s
         try:
-            return await _converse(call, images, caller)
+            return await _converse(call, images, caller, self.description.max_message_bytes)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             # A write to a call that has ended is told in one of several ways, none of which says why it ended.
             if monotonic() >= deadline - NEARLY_S:
@@ -172,10 +170,7 @@ class Connection:
         shm: bool = True,
         timeout_s: float | None = None,
     ) -> RowStream:
-        """Start a Fetch call; rows come by shared memory where both sides can and `shm` is not off.
-
-        `timeout_s` bounds the wait for the last outcome; the call itself has no deadline, because it holds rows.
-        """
+        """Start a Fetch call; rows come by shared memory where both sides can and `shm` is not off."""
         use_shm = shm and self._shm_proof != b""
         call = self._fetch(
             pb.FetchRequest(
@@ -185,11 +180,12 @@ class Connection:
                 grace_ms=grace_ms,
                 shm_proof=self._shm_proof if use_shm else b"",
             ),
+            timeout=timeout_s,
             metadata=_metadata(),
         )
         if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
             self._clock_task = asyncio.create_task(self._estimate_again(), name="clock")
-        return RowStream(call, requests, self.endpoint, self.clock, timeout_s)
+        return RowStream(call, requests, self.endpoint, self.clock)
 
     async def _estimate_again(self) -> None:
         with suppress(grpc.aio.AioRpcError):  # whoever fetches hears of it too
@@ -208,11 +204,16 @@ def _metadata() -> tuple[tuple[str, str], ...]:
     return ((TRACEPARENT, given),) if given else ()
 
 
-async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
+async def _converse(
+    call: Any, images: Sequence[Image], caller: pb.Caller, piece_bytes: int
+) -> list[Submitted]:
     await call.write(pb.SubmitRequest(open=caller))
     names = [
         pb.ImageName(
-            index=index, digest=image.digest, grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w)
+            index=index,
+            digest=image.digest,
+            grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w),
+            size_bytes=len(image.data),
         )
         for index, image in enumerate(images)
     ]
@@ -227,7 +228,7 @@ async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> li
         image = images[state.index]
         if state.state == pb.STATE_NEEDS_BYTES:
             sent_s[state.index] = monotonic()
-            await _send(call, state.index, image.data)
+            await _send(call, state.index, image.data, piece_bytes)
         else:
             began_s = sent_s.get(state.index)
             upload_s = (began_s, monotonic()) if began_s is not None else None
@@ -238,11 +239,11 @@ async def _converse(call: Any, images: Sequence[Image], caller: pb.Caller) -> li
     return [answers[index] for index in range(len(images))]
 
 
-async def _send(call: Any, index: int, data: bytes) -> None:
+async def _send(call: Any, index: int, data: bytes, piece_bytes: int) -> None:
     view = memoryview(data)
-    for begin in range(0, max(1, len(view)), PIECE_BYTES):
-        piece = bytes(view[begin : begin + PIECE_BYTES])
-        last = begin + PIECE_BYTES >= len(view)
+    for begin in range(0, max(1, len(view)), piece_bytes):
+        piece = bytes(view[begin : begin + piece_bytes])
+        last = begin + piece_bytes >= len(view)
         await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=piece, last=last)))
 
 
@@ -269,3 +270,14 @@ def _fetch_image(index: int, request: RowRequest) -> pb.FetchImage:
         chunk=request.chunk,
         needed_in_ms=request.needed_in_ms,
     )
+
+
+def _read_proof(segment: str) -> bytes:
+    """Return what shows the server that we can read its segment; empty when we cannot: then rows come inline."""
+    if not segment:
+        return b""
+    try:
+        with open(segment, "rb") as file:
+            return file.read(SEGMENT_ID_BYTES)
+    except OSError:
+        return b""

@@ -93,9 +93,9 @@ async def test_an_image_over_the_byte_limit_is_refused_naming_it(client: Encoder
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(pb.ImageName(index=1, digest=bytes(32))))
     assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
-    piece = bytes(1 << 20)
-    for n in range(34):
-        await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=piece, last=n == 33)))
+    piece = bytes(1 << 18)
+    for n in range(4 * 34):
+        await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=piece, last=n == 4 * 34 - 1)))
     state = (await call.read()).state
     assert (state.state, state.error.code) == (pb.STATE_FAILED, 3)
     assert "max_image_bytes" in state.error.message

@@ -238,7 +238,9 @@ class Limits(google.protobuf.message.Message):
     max_images_per_call: builtins.int
     """Images in one Submit or Fetch call."""
     max_message_bytes: builtins.int
-    """Payload of one ImageBytes or Rows message."""
+    """Payload of one ImageBytes message. Requests of every kind have bounds of their own, which what they may name fits
+    into; a larger one is refused, and so is a compressed one.
+    """
     max_grace_ms: builtins.int
     """Longest grace a Fetch may name."""
     def __init__(
@@ -388,9 +390,14 @@ class ImageName(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     VARIANT_FIELD_NUMBER: builtins.int
     GRID_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Chosen by the caller, unique in this call; the answer repeats it."""
     digest: builtins.bytes
+    size_bytes: builtins.int
+    """Size of the file. Room for it is set aside when the name is answered NEEDS_BYTES, and bytes beyond it are an error
+    of this image. 0: not said; then there must be room for the largest image that the server takes.
+    """
     @property
     def variant(self) -> Global___Variant: ...
     @property
@@ -404,9 +411,10 @@ class ImageName(google.protobuf.message.Message):
         digest: builtins.bytes = ...,
         variant: Global___Variant | None = ...,
         grid: Global___Grid | None = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "variant", b"variant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "size_bytes", b"size_bytes", "variant", b"variant"]) -> None: ...
 
 Global___ImageName: typing_extensions.TypeAlias = ImageName
 
@@ -440,7 +448,9 @@ class SubmitResponse(google.protobuf.message.Message):
 
     STATE_FIELD_NUMBER: builtins.int
     @property
-    def state(self) -> Global___ImageState: ...
+    def state(self) -> Global___ImageState:
+        """Unset in the last message of a call: all that it submitted stays submitted."""
+
     def __init__(
         self,
         *,

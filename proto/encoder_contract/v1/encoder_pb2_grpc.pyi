@@ -130,9 +130,12 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
     """Hands images over. The caller sends `open` first, then names images; each name is answered by exactly one
     `ImageState`, at once. Only a name answered NEEDS_BYTES is followed by its bytes, and those by one more
     `ImageState`: QUEUED or CACHED with the confirmed grid, or FAILED. Names and bytes of different images may
-    be interleaved. The stream ends when the caller half-closes and every answer is out; the images stay
-    submitted (speculative work until someone fetches them). Cancelling the call withdraws what it submitted
-    and nobody else wants.
+    be interleaved, but what a call has sent of images that are not complete is at most `max_image_bytes`. A name
+    for which there is no room to upload is answered FAILED with RESOURCE_EXHAUSTED, before its bytes travel; while
+    bytes are awaited and none come, or too few, the images of the call that lack them end in DEADLINE_EXCEEDED.
+    When the caller half-closes and every answer is out, the server sends one message without a state and ends the
+    stream; the images stay submitted (speculative work until someone fetches them). A call that is cancelled, or
+    whose caller is gone, withdraws what it submitted and nobody else wants.
     """
 
     Fetch: _EncoderServiceFetchType
@@ -178,9 +181,12 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         """Hands images over. The caller sends `open` first, then names images; each name is answered by exactly one
         `ImageState`, at once. Only a name answered NEEDS_BYTES is followed by its bytes, and those by one more
         `ImageState`: QUEUED or CACHED with the confirmed grid, or FAILED. Names and bytes of different images may
-        be interleaved. The stream ends when the caller half-closes and every answer is out; the images stay
-        submitted (speculative work until someone fetches them). Cancelling the call withdraws what it submitted
-        and nobody else wants.
+        be interleaved, but what a call has sent of images that are not complete is at most `max_image_bytes`. A name
+        for which there is no room to upload is answered FAILED with RESOURCE_EXHAUSTED, before its bytes travel; while
+        bytes are awaited and none come, or too few, the images of the call that lack them end in DEADLINE_EXCEEDED.
+        When the caller half-closes and every answer is out, the server sends one message without a state and ends the
+        stream; the images stay submitted (speculative work until someone fetches them). A call that is cancelled, or
+        whose caller is gone, withdraws what it submitted and nobody else wants.
         """
 
     @abc.abstractmethod

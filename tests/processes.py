@@ -16,7 +16,7 @@ def running(model: Path, **settings: object) -> AbstractContextManager[ServerPro
     return server_process.running(model, **{"store_host_gib": 0.25, "store_prefault": "no", **settings})
 
 
-def run(*command: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
     """Run one of the console commands and return what it printed."""
     return subprocess.run(
         [SCRIPTS / str(command[0]), *command[1:]],

@@ -96,6 +96,11 @@ class Config(Settings):
     max_client_share: float = knob(
         0.75, help="share of the queue that one client may fill while others exist"
     )
+    max_pinned_share: float = knob(
+        0.9,
+        help="share of the host store that running Fetches may keep pinned, three quarters of it for one client; "
+        "over it RESOURCE_EXHAUSTED",
+    )
     max_grace_ms: int = knob(30_000, help="longest time a Fetch may wait for an image nobody submitted yet")
     drain_s: float = knob(30.0, help="seconds that running work is given after SIGTERM")
     hand_over_s: float = knob(
@@ -136,6 +141,7 @@ class Config(Settings):
             "device_peak_tflops",
         )
         self._require(0 < self.max_client_share < 1, "max_client_share", "must lie between 0 and 1")
+        self._require(0 < self.max_pinned_share < 1, "max_pinned_share", "must lie between 0 and 1")
         self._require_endpoint("listen")
         if self.advertise:
             self._require_endpoint("advertise")

@@ -1,8 +1,8 @@
 """The path of an image: bytes → address → known? → decode → … → store → rows; on the event loop, no pixels."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from encoder_contract.errors import DigestMismatchError, EncoderError, UnknownImageError
@@ -10,7 +10,6 @@ from encoder_contract.geometry import Grid
 from encoder_contract.header import Header
 from encoder_service.address import ImageRef, Recipe
 from encoder_service.arrivals import Arrivals
-from encoder_service.desk import Job
 from encoder_service.fleet import Fleet
 from encoder_service.index import Locations
 from encoder_service.intake import Intake, confirm
@@ -49,11 +48,15 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Rows, pinned; where they were found, and the job that made them if they had to be waited for."""
+    """Rows, pinned; where they were found, and when each stage began and how long it took if they were waited for.
+
+    Nothing here keeps the job that made them, and its image file, for as long as a caller holds the rows.
+    """
 
     pin: Pin
     source: Literal["device", "host", "peer", "encoded"]
-    job: Job | None = None
+    stage_ms: Mapping[str, float] = field(default_factory=dict)
+    stage_began_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Encoder:
@@ -171,7 +174,8 @@ class Encoder:
         self._refusals.check(address)
         if (job := self._pipeline.join(address, claim)) is None:
             return None
-        return Found(await _on_host(await self._pipeline.wait(job, claim)), "encoded", job)
+        pin = await _on_host(await self._pipeline.wait(job, claim))
+        return Found(pin, "encoded", job.stage_ms, job.stage_began_s)
 
     # Inside
 

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, UnknownImageError
@@ -13,6 +14,7 @@ from encoder_service.address import ImageRef
 from encoder_service.calls import Call
 from encoder_service.encoder import Encoder, Found
 from encoder_service.incidents import known_error
+from encoder_service.pin_room import PinRoom
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 
@@ -22,6 +24,8 @@ SOURCES = {
     "peer": pb.SOURCE_PEER,
     "encoded": pb.SOURCE_ENCODED,
 }
+# Images of an inline call that are pinned at a time: the one being sent, and one that is ready when that is through.
+PINNED_AHEAD = 2
 CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
 
 
@@ -53,6 +57,7 @@ class _Outcome:
     wanted: Wanted
     found: Found | None = None
     error: EncoderError | None = None
+    hold: ExitStack = field(default_factory=ExitStack)  # closed, it lets go of the rows
 
 
 async def rows_anywhere(encoder: Encoder, images: Sequence[Wanted], grace_s: float) -> RowsOf:
@@ -80,14 +85,16 @@ async def fetch(
     *,
     use_handles: bool,
     rows: RowFormat,
+    pin_room: PinRoom,
 ) -> AsyncGenerator[pb.FetchResponse | bytes]:
     """Yield the messages of a Fetch call; rows come hand-framed, as bytes.
 
     With `use_handles` the rows stay in shared memory and the call stays open, holding them, until the caller ends
-    it. Whatever ends the call releases every pin and withdraws every claim.
+    it; else what is not about to be sent is not pinned, however long the caller takes. Whatever ends the call
+    releases every pin and withdraws every claim.
     """
-    pins: list[Pin] = []
-    tasks = {asyncio.create_task(_resolve(rows_of, wanted, pins, call)) for wanted in images}
+    holds = _Holds(rows_of, len(images) if use_handles else PINNED_AHEAD, pin_room, rows.row_bytes)
+    tasks = {asyncio.create_task(_resolve(rows_of, wanted, holds, call)) for wanted in images}
     try:
         for ready in asyncio.as_completed(tasks):
             outcome = await ready
@@ -102,34 +109,80 @@ async def fetch(
             else:
                 async for message in _inline(outcome, rows, call):
                     yield message
-                outcome.found.pin.release()
+                outcome.hold.close()
         call.complete = True
-        if use_handles and pins:
+        if use_handles and holds:
             await asyncio.Event().wait()  # until the caller cancels: it is reading
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for pin in pins:
+        holds.close()
+
+
+class _Holds:
+    """The rows that one call keeps pinned: `places` images at a time, each within its client's room for pins."""
+
+    def __init__(self, rows_of: RowsOf, places: int, room: PinRoom, row_bytes: int) -> None:
+        self._rows_of = rows_of
+        self._places = asyncio.Semaphore(places)
+        self._room = room
+        self._row_bytes = row_bytes
+        self._held: list[ExitStack] = []
+
+    async def keep(self, wanted: Wanted, pin: Pin) -> tuple[Pin, ExitStack]:
+        """Return a pin on rows that were found, and what lets go of them.
+
+        What has to wait for its place is not pinned meanwhile: evicted by then, it is found again, or made again.
+        """
+        counted = (wanted.claim.client_id, pin.address, pin.tokens * self._row_bytes)
+        at_once = not self._places.locked() and self._room.taken_at_once(*counted)
+        if not at_once:
             pin.release()
+        with ExitStack() as hold:
+            await self._places.acquire()
+            hold.callback(self._places.release)
+            if not at_once:
+                await self._room.take(*counted)
+            hold.callback(self._room.give_back, *counted)
+            if not at_once:
+                pin = (await self._rows_of(wanted)).pin
+            hold.push(pin)
+            kept = hold.pop_all()
+        self._held.append(kept)
+        return pin, kept
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for hold in self._held:
+            hold.close()
 
 
-async def _resolve(rows_of: RowsOf, wanted: Wanted, pins: list[Pin], call: Call) -> _Outcome:
+async def _resolve(rows_of: RowsOf, wanted: Wanted, holds: _Holds, call: Call) -> _Outcome:
     began = monotonic()
     try:
         found = await rows_of(wanted)
-        pin = found.pin
-        pins.append(pin)
-        if not (wanted.begin < (wanted.end or pin.tokens) <= pin.tokens):
-            raise InvalidRequestError(
-                f"row window [{wanted.begin}, {wanted.end}) is not inside the {pin.tokens} rows of the image"
-            )
+        wait_s = monotonic() - began
+        _check_window(wanted, found.pin)
+        pin, hold = await holds.keep(wanted, found.pin)
     except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
         known = known_error(error)
         call.fetched("failed", monotonic() - began, {}, known)
         return _Outcome(wanted, error=known)
-    call.fetched(found.source, monotonic() - began, found.job.stage_ms if found.job else {})
-    return _Outcome(wanted, found)
+    call.fetched(found.source, wait_s, found.stage_ms)
+    return _Outcome(wanted, replace(found, pin=pin), hold=hold)
+
+
+def _check_window(wanted: Wanted, pin: Pin) -> None:
+    if not (wanted.begin < (wanted.end or pin.tokens) <= pin.tokens):
+        tokens = pin.tokens
+        pin.release()
+        raise InvalidRequestError(
+            f"row window [{wanted.begin}, {wanted.end}) is not inside the {tokens} rows of the image"
+        )
 
 
 def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
@@ -148,9 +201,8 @@ def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
         row_bytes=(end - wanted.begin) * rows.row_bytes,
         source=SOURCES[found.source],
     )
-    if found.job is not None:
-        ready.stage_ms.update(found.job.stage_ms)
-        ready.stage_began_s.update(found.job.stage_began_s)
+    ready.stage_ms.update(found.stage_ms)
+    ready.stage_began_s.update(found.stage_began_s)
     return ready
 
 

@@ -168,6 +168,7 @@ class Pipeline:
         while jobs := self._desk.take_to_prepare(self._batch_patches, PREPARE_IMAGES):
             with lane.use():
                 self._prepare(jobs, lane)
+            del jobs  # a thread that sleeps holds no image
 
     def _encode_all(self) -> None:
         lane = Lane(self._device)
@@ -178,6 +179,7 @@ class Pipeline:
             self._metrics.starved(starved_s)
             with lane.use():
                 self._encode(jobs, lane)
+            del jobs
         self._copy_out.put(None)
 
     def _keep_all(self) -> None:
@@ -185,6 +187,7 @@ class Pipeline:
         while (batch := self._copy_out.get()) is not None:
             with lane.use():
                 self._keep(batch, lane)
+            del batch
 
     def _prepare(self, jobs: list[Job], lane: Lane) -> None:
         began = monotonic()

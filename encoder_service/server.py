@@ -249,6 +249,7 @@ class Server:
             segment_id=self.store.segment.segment_id,
             max_upload_bytes=int(config.max_queued_gib * GIB),
             upload_idle_s=config.upload_idle_s,
+            max_pinned_bytes=int(config.store_host_gib * GIB * config.max_pinned_share),
         )
         return EncoderService(encoder, edge, self.metrics)
 

@@ -20,6 +20,7 @@ from encoder_service.encoder import Encoder
 from encoder_service.entrance import Entrance, Requests
 from encoder_service.fetching import RowFormat, Wanted, fetch, rows_anywhere, rows_of_this_replica
 from encoder_service.metrics import Metrics
+from encoder_service.pin_room import PinRoom
 from encoder_service.scheduler import Claim
 from encoder_service.shares import Shares
 from encoder_service.submitting import Submitting
@@ -40,6 +41,7 @@ class Edge:
     segment_id: bytes
     max_upload_bytes: int
     upload_idle_s: float
+    max_pinned_bytes: int
 
 
 class EncoderService:
@@ -50,12 +52,18 @@ class EncoderService:
         self._edge = edge
         self._metrics = metrics
         self._upload_room = Shares(edge.max_upload_bytes, "uploads")
+        self._pin_room = PinRoom(edge.max_pinned_bytes)
         self.draining = False
 
     @property
     def held_upload_bytes(self) -> int:
         """Bytes set aside for images on their way up."""
         return self._upload_room.held
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of rows that running Fetches keep pinned, by what they have counted."""
+        return self._pin_room.held_bytes
 
     async def describe(self, _request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this server is."""
@@ -137,6 +145,7 @@ class EncoderService:
             call,
             use_handles=self._may_share(request, context),
             rows=self._edge.rows,
+            pin_room=self._pin_room,
         )
 
     async def _opened(self, requests: Requests[pb.SubmitRequest]) -> pb.Caller:

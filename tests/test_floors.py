@@ -38,6 +38,7 @@ FLOORS = [
         "refusals",
         "intake",
         "arrivals",
+        "pin_room",
         "uploads",
         "lanes",
         "ports",

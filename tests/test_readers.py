@@ -86,7 +86,7 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
             outcomes = await collect(other, await submitted(other, [image]), shm=True)
             assert outcomes[0].error is None
             pinned, size = host_bytes(small)
-            assert 0 < pinned < 0.75 * size
+            assert 0 < pinned <= 0.9 * size
         holding.cancel()
         await asyncio.gather(holding, return_exceptions=True)
         assert 0 < len(held) < len(requests)

@@ -48,10 +48,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Rows, pinned; where they were found, and when each stage began and how long it took if they were waited for.
-
-    Nothing here keeps the job that made them, and its image file, for as long as a caller holds the rows.
-    """
+    """Rows, pinned; where they were found; how long each stage took, and when it began, if they were waited for."""
 
     pin: Pin
     source: Literal["device", "host", "peer", "encoded"]
@@ -169,8 +166,7 @@ class Encoder:
         address = self._recipe.address(image)
         self._on_asked(address, image)
         if (pin := self._store.pin(address)) is not None:
-            tier = pin.tier
-            return Found(await _on_host(pin), tier)
+            return Found(source=pin.tier, pin=await _on_host(pin))
         self._refusals.check(address)
         if (job := self._pipeline.join(address, claim)) is None:
             return None

@@ -166,16 +166,16 @@ class Desk:
         The others are tried again in smaller batches.
         """
         with self._turn:
-            ended = set(self._scheduler.failed([job.work for job in jobs]))
+            ended = self._scheduler.failed([job.work for job in jobs])
             self._turn.notify_all()
-            if len(jobs) == 1:
-                return list(jobs), []
-            abandoned = [job for job in jobs if job.work in ended]
-            for job in abandoned:
-                self._forget(
-                    job
-                )  # now: who comes for the image from here on shall not share a neighbour's failure
-        return [], abandoned
+            return (list(jobs), []) if len(jobs) == 1 else ([], self._abandoned(jobs, ended))
+
+    def put_back(self, jobs: Sequence[Job]) -> list[Job]:
+        """Say that jobs of a batch have to wait for another; return those forgotten because nobody wants them."""
+        with self._turn:
+            ended = self._scheduler.put_back([job.work for job in jobs])
+            self._turn.notify_all()
+            return self._abandoned(jobs, ended)
 
     def drop(self, job: Job) -> None:
         """Say that a job needs no encoding any more."""
@@ -190,6 +190,12 @@ class Desk:
             if claim.demanded:
                 self._turn.notify_all()  # what was a guess may be decoded now, however many guesses are ahead
         return job
+
+    def _abandoned(self, jobs: Sequence[Job], ended: Sequence[Work]) -> list[Job]:
+        abandoned = [job for job in jobs if job.work in ended]
+        for job in abandoned:
+            self._forget(job)  # now: who comes for it from here on shall not share a neighbour's failure
+        return abandoned
 
     def _forget(self, job: Job) -> bool:
         if self._jobs.get(job.address) is not job:

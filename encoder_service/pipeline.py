@@ -13,11 +13,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from encoder_contract.errors import (
-    AbandonedError,
-    EncoderError,
-    UnavailableError,
-)
+from encoder_contract.errors import AbandonedError, EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.desk import Desk, Job
 from encoder_service.incidents import known_error
@@ -177,8 +173,9 @@ class Pipeline:
             if not jobs:
                 break
             self._metrics.starved(starved_s)
-            with lane.use():
-                self._encode(jobs, lane)
+            if jobs := self._with_room(jobs):
+                with lane.use():
+                    self._encode(jobs, lane)
             del jobs
         self._copy_out.put(None)
 
@@ -219,6 +216,20 @@ class Pipeline:
             job.stage("preprocess", decoded_at, patches_at)
         self._desk.prepared([(job, p) for (job, _), p in zip(good, patches, strict=True)], lane.mark())
 
+    def _with_room(self, jobs: list[Job]) -> list[Job]:
+        """Return those of a batch whose rows the store has room for: the tower does not work for nothing.
+
+        The others wait for another batch; an image for which no room comes in time is refused.
+        """
+        try:
+            count = self._stages.set_aside([job.grid for job in jobs])
+        except EncoderError as error:
+            self._drop(jobs.pop(0), error)
+            count = 0
+        for job in self._desk.put_back(jobs[count:]):
+            self._loop.call_soon_threadsafe(self._abandon, job)
+        return jobs[:count]
+
     def _encode(self, jobs: list[Job], lane: Lane) -> None:
         patches = [job.patches for job in jobs if job.patches is not None]
         assert len(patches) == len(jobs)
@@ -236,6 +247,8 @@ class Pipeline:
         self._copy_out.put(Batch(jobs, works, rows, began, monotonic(), begin, lane.mark()))
 
     def _encode_failed(self, jobs: list[Job], error: Exception) -> None:
+        for job in jobs:
+            self._stages.give_back(job.grid)
         if is_lost_device(error):
             self._lose_device(jobs, error)
             return
@@ -262,6 +275,7 @@ class Pipeline:
                 outcome: Pin | EncoderError = self._stages.put(job.address, rows, job.grid)
             except Exception as error:  # noqa: BLE001 - as above
                 outcome = known_error(error)
+            self._stages.give_back(job.grid)
             job.stage("copy_out", began, monotonic())
             self._outcome(job, outcome)
 

@@ -182,15 +182,18 @@ class Server:
 
     def _build_pipeline(self) -> Pipeline:
         model, budget = self._model, self._config.batch_patches
+        geometry = model.processor.geometry
         return Pipeline(
             # One batch that waits while the next is filled.
             Scheduler(self._limits, max_ahead_patches=2 * budget, max_ahead_images=MAX_AHEAD_IMAGES),
             Stages(
                 decode=model.decoder.decode,
-                to_patches=partial(to_patches, geometry=model.processor.geometry),
+                to_patches=partial(to_patches, geometry=geometry),
                 encode=model.tower.encode,
                 put=self.store.put,
                 pin=self.store.pin,
+                set_aside=lambda grids: self.store.set_aside(list(map(geometry.tokens, grids))),
+                give_back=lambda grid: self.store.give_back(geometry.tokens(grid)),
             ),
             loop=self._loop,
             batch_patches=budget,

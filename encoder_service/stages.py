@@ -19,7 +19,10 @@ class Stages:
 
     `decode` takes image files and returns uint8 pixels [H, W, 3] or an error for each. `to_patches` takes pixels and
     grids and returns uint8 patches. `encode` takes patches and grids and returns rows [tokens, width]. `put` keeps
-    the rows of an address and returns them pinned; `pin` (any thread) pins them again.
+    the rows of an address and returns them pinned; `pin` (any thread) pins them again. `set_aside` keeps room for as
+    many of these images, from the first on, as the store can take now, and returns how many; it raises an
+    `OverloadedError` when it cannot take the first within its time. `give_back` ends that for an image, once its rows
+    are kept or lost.
     """
 
     decode: Callable[[Sequence[bytes]], list[Tensor | EncoderError]]
@@ -27,6 +30,8 @@ class Stages:
     encode: Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
     put: Callable[[bytes, Tensor, Grid], Pin]
     pin: Callable[[bytes], Pin | None]
+    set_aside: Callable[[Sequence[Grid]], int]
+    give_back: Callable[[Grid], None]
 
 
 @dataclass(frozen=True, slots=True)

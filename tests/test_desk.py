@@ -101,6 +101,16 @@ class DeskMachine(RuleBasedStateMachine):
         for job in abandoned:
             self.end(job)
 
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject) -> None:
+        jobs = self.take(data, self.batches)
+        kept = data.draw(st.integers(0, len(jobs)))
+        for job in self.desk.put_back(jobs[kept:]):
+            self.end(job)
+        if jobs[:kept]:
+            self.batches.append(jobs[:kept])
+
     @precondition(lambda self: self.outcomes)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:

@@ -66,6 +66,7 @@ async def running(
     width = model.tower.spec.width
     options = {"host_bytes": 32 << 20, **store}
     kept = Store(width=width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
+    geometry = model.processor.geometry
     limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
     ended: dict[bytes, Pin | EncoderError] = {}
     pipeline = Pipeline(
@@ -76,6 +77,8 @@ async def running(
             encode=encode or model.tower.encode,
             put=kept.put,
             pin=kept.pin,
+            set_aside=lambda grids: kept.set_aside(list(map(geometry.tokens, grids))),
+            give_back=lambda grid: kept.give_back(geometry.tokens(grid)),
         ),
         loop=asyncio.get_running_loop(),
         batch_patches=batch_patches,
@@ -298,3 +301,48 @@ async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew
             assert isinstance(bench.ended[content_digest(image)], AbandonedError)
             async with asyncio.timeout(20):
                 (await bench.rows(image, demanded("again"))).release()
+
+
+async def test_an_image_for_which_the_store_has_no_room_is_refused_before_the_tower_works(
+    model: Model,
+) -> None:
+    gate = Gate(model)
+    gate.open.set()
+    async with running(model, gate.encode, host_bytes=600_000) as bench:
+        held: list[Pin] = []
+
+        async def hold_all() -> None:
+            for n in range(50):
+                held.append(await bench.rows(photo(256, 256, n), demanded(str(n))))
+
+        with pytest.raises(OverloadedError):
+            await hold_all()
+        encoded = len(gate.batches)
+        assert encoded == len(held)
+        began = time.monotonic()
+        for n in range(
+            60, 70
+        ):  # the store has been full for its time: those who come later do not wait again
+            with pytest.raises(OverloadedError) as refused:
+                await bench.rows(photo(256, 256, n), demanded(str(n)))
+            assert refused.value.retry_after_ms > 0
+        assert time.monotonic() - began < 5
+        assert len(gate.batches) == encoded
+        while held:
+            held.pop().release()
+        (await bench.rows(photo(256, 256, 99), demanded("again"))).release()
+
+
+async def test_a_batch_larger_than_the_store_is_encoded_in_parts(model: Model) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, host_bytes=600_000) as bench:
+
+        async def read(n: int) -> None:
+            (await bench.rows(photo(256, 256, n), demanded("one"))).release()
+
+        reading = [asyncio.create_task(read(n)) for n in range(20)]
+        await gate.reached(1)
+        await soon(lambda: bench.pipeline.snapshot().images[State.PREPARED, True] >= 15, within_s=20)
+        gate.open.set()
+        await asyncio.gather(*reading)
+    assert max(map(len, gate.batches)) < 15

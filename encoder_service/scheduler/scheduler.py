@@ -1,7 +1,7 @@
 """The scheduler: which images are decoded next, which make the next batch, and who is turned away."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from encoder_service.scheduler.admission import Admission, Limits
@@ -130,8 +130,8 @@ class Scheduler:
     def next_batch(self, now: float, budget_patches: int) -> list[Work]:
         """Take the next batch of prepared works: as many, in order, as fit the budget; one larger goes alone.
 
-        Halves of a failed batch come first. Speculative works never join demanded ones, which they would only
-        delay.
+        Halves of a failed batch, and what was put back, come first. Speculative works never join demanded
+        ones, which they would only delay.
         """
         while self._split:
             half = [work for work in self._split.popleft() if work.state is not State.GONE]
@@ -154,15 +154,19 @@ class Scheduler:
         that nobody wants any more are not tried again; those are returned, without claims.
         """
         wanted = [work for work in batch if work.claims and len(batch) > 1]
-        ended = [work for work in batch if work not in wanted]
-        for work in ended:
-            assert work.state is State.ENCODING, work
-            self._forget(work)
-        for work in wanted:
-            self._book.move(work, State.SPLIT, 0.0)
         middle = (len(wanted) + 1) // 2
-        self._split.extend(half for half in (wanted[:middle], wanted[middle:]) if half)
-        return ended
+        self._again(wanted[:middle])
+        self._again(wanted[middle:])
+        return self._end(work for work in batch if work not in wanted)
+
+    def put_back(self, works: Batch) -> list[Work]:
+        """Say that works of a batch have to wait: they come first in `next_batch`.
+
+        Those that nobody wants any more are forgotten; they are returned.
+        """
+        wanted = [work for work in works if work.claims]
+        self._again(wanted)
+        return self._end(work for work in works if work not in wanted)
 
     def drop(self, work: Work) -> None:
         """Forget a work that needs no encoding any more: it could not be decoded, or came from elsewhere."""
@@ -220,6 +224,19 @@ class Scheduler:
             self._book.move(work, State.ENCODING, now)
             self._book.clock_patches += work.patches
         return batch
+
+    def _again(self, batch: list[Work]) -> None:
+        for work in batch:
+            self._book.move(work, State.SPLIT, 0.0)
+        if batch:
+            self._split.append(batch)
+
+    def _end(self, batch: Iterable[Work]) -> list[Work]:
+        ended = list(batch)
+        for work in ended:
+            assert work.state is State.ENCODING, work
+            self._forget(work)
+        return ended
 
     def _has_room_ahead(self, work: Work) -> bool:
         """Whether decoding `work` now keeps what lies ahead of the device within bounds."""

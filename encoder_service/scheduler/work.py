@@ -15,7 +15,7 @@ class State(StrEnum):
     PREPARING = "preparing"  # taken to be decoded and preprocessed
     PREPARED = "prepared"  # its patches are ready for a batch
     ENCODING = "encoding"  # in a batch that has started
-    SPLIT = "split"  # its batch failed, and it waits for a smaller one
+    SPLIT = "split"  # its batch failed or was too large for the store, and it waits for a smaller one
     GONE = "gone"  # encoded, failed or dropped: the scheduler has forgotten it
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -32,6 +33,9 @@ class Ledger:
         self._turn = threading.Condition(threading.Lock())
         self._writing: set[bytes] = set()
         self._forgotten: deque[Slot] = deque()
+        self._promised_pages = 0
+        self._wanting_since: float | None = None  # since when there was no room for so many pages
+        self._wanting_pages = 0
 
     def lookup(self, address: bytes) -> Slot | None:
         """Return the best copy of an embedding, pinned and counted as a hit; another copy counts as used."""
@@ -111,6 +115,27 @@ class Ledger:
         finally:
             self.tell_dropped((address, tier.name) for address in dropped)
 
+    def promise(self, pages: Sequence[int], wait_s: float) -> int:
+        """Count pages of embeddings that are about to be written; return how many, from the first on, have room.
+
+        Waits while not even the first has, until room of that size has been wanting for `wait_s`, whoever wanted it:
+        then `OverloadedError`, at once for those who come after.
+        """
+        with self._turn:
+            while not (count := self._with_room(pages)):
+                if self._wanting_since is None or pages[0] < self._wanting_pages:
+                    self._wanting_since, self._wanting_pages = time.monotonic(), pages[0]
+                self._wait(self._wanting_since + wait_s)
+                self._settle()
+            self._promised_pages += sum(pages[:count])
+            return count
+
+    def unpromise(self, pages: int) -> None:
+        """Undo `promise` for one embedding."""
+        with self._turn:
+            self._promised_pages -= pages
+            self._released()
+
     def fill(self, slot: Slot, sources: Iterable[Tensor]) -> Slot:
         """Copy the embedding's bytes into reserved pages and let everyone see it; it stays pinned once."""
         try:
@@ -164,7 +189,7 @@ class Ledger:
         """Undo one pin."""
         with self._turn:
             slot.tier.unpin(slot)
-            self._turn.notify_all()
+            self._released()
 
     def unpin_later(self, slot: Slot) -> None:
         """Undo one pin at the next call of anyone. The garbage collector may call this, the lock held."""
@@ -228,6 +253,20 @@ class Ledger:
         if self._on_evict is not None:
             for address, name in dropped:
                 self._on_evict(address, name)
+
+    def _with_room(self, pages: Sequence[int]) -> int:
+        """How many of these embeddings, from the first on, fit where nothing is pinned, written or promised."""
+        room = (
+            sum(tier.arena.free_pages for tier in self.tiers)
+            + self.host.evictable_pages
+            - self._promised_pages
+        )
+        return sum(needed <= room for needed in accumulate(pages))
+
+    def _released(self) -> None:
+        if self._wanting_since is not None and self._with_room([self._wanting_pages]):
+            self._wanting_since = None
+        self._turn.notify_all()
 
     def _settle(self) -> None:
         """Undo the pins whose holders were garbage-collected."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 from pathlib import Path
 
@@ -92,11 +92,7 @@ class Store:
         assert rows.ndim == 2, rows.shape
         assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
         tokens = len(rows)
-        if self.layout.pages(tokens) > self._host.arena.pages:
-            raise ImageLimitError(
-                f"its embedding of {tokens * self.layout.row_bytes / GIB:.3f} GiB is larger than the whole "
-                f"host store of {self._host.memory.numel() / GIB:.3f} GiB (--store-host-gib)"
-            )
+        self._check_size(tokens)
         deadline = time.monotonic() + self._wait_s
         ledger = self._ledger
         slot = ledger.claim(address, ledger.tiers, deadline)
@@ -111,6 +107,19 @@ class Store:
             return Pin(ledger, self.segment, ledger.fill(slot, [source]))
         finally:
             ledger.unclaim(address)
+
+    def set_aside(self, tokens: Sequence[int]) -> int:
+        """Keep room for embeddings that are about to be made; return for how many, from the first on, there is some.
+
+        Waits while too much is pinned for the first. Raises as `put` does, which it spares the work of making rows
+        that it would not keep. Undo it with `give_back` for each, after `put` or instead of it.
+        """
+        self._check_size(tokens[0])
+        return self._ledger.promise([self.layout.pages(count) for count in tokens], self._wait_s)
+
+    def give_back(self, tokens: int) -> None:
+        """Undo `set_aside` for one embedding."""
+        self._ledger.unpromise(self.layout.pages(tokens))
 
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding now."""
@@ -164,6 +173,13 @@ class Store:
         if self._registered:
             pinned.unregister(self._host.memory)
         self.segment.close()
+
+    def _check_size(self, tokens: int) -> None:
+        if self.layout.pages(tokens) > self._host.arena.pages:
+            raise ImageLimitError(
+                f"its embedding of {tokens * self.layout.row_bytes / GIB:.3f} GiB is larger than the whole "
+                f"host store of {self._host.memory.numel() / GIB:.3f} GiB (--store-host-gib)"
+            )
 
     def _whole_pages(self, size_bytes: int, name: TierName) -> int:
         """Round a tier's size down to whole pages."""

@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from bench.bare_engine import patches_of
+from bench.budget import Budget
 from bench.checkpoints import write_checkpoint
 from bench.overlap import (
     CHUNK_TOKENS,
@@ -42,6 +43,7 @@ from prefill_client.plan import Chunk, plan
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import load_language_model
 
+BUDGET_S = 200.0
 DESIGNS = ("whole_set", "chunk_aware", "ours")
 
 
@@ -75,7 +77,7 @@ def _images_of(chunk: Chunk) -> Iterator[int]:
     return (window.image for window in chunk.windows)
 
 
-async def measure(folder: Path, rounds: int, images: int) -> dict[str, list[float]]:
+async def measure(folder: Path, rounds: int, images: int, budget: Budget) -> dict[str, list[float]]:
     """Alternate the designs, each with images of its own, and return the milliseconds of every round."""
     path = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     language_model = load_language_model(path, dtype=torch.float32)
@@ -86,13 +88,16 @@ async def measure(folder: Path, rounds: int, images: int) -> dict[str, list[floa
         async with await EncoderClient.connect(server.endpoint) as client:
             bench = Bench(client, language_model, tokenizer)
             alone = OneDevice(model, bench.engine)
-            for number in range(rounds + 1):
+            while len(spent["chunk_aware"]) <= rounds:
+                number, began = len(spent["chunk_aware"]), time.monotonic()
                 photos = [new_photos(3 * number + design, images) for design in range(len(DESIGNS))]
                 ours_ms, prefilled = await bench.overlap(photos[2])
                 layout = prefilled.layout
                 spent["ours"].append(ours_ms)
                 spent["whole_set"].append(alone.ttft_ms(photos[0], layout, whole_set=True))
                 spent["chunk_aware"].append(alone.ttft_ms(photos[1], layout, whole_set=False))
+                if number == 0:
+                    rounds = budget.count("rounds", rounds, time.monotonic() - began)
     return {design: times[1:] for design, times in spent.items()}  # the first warms up
 
 
@@ -110,17 +115,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
     parser.add_argument("--images", type=int, default=16, help="images of the prompt (default %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for all (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(HALF_THE_CORES)
+    budget = Budget(given.budget_s)
     with tempfile.TemporaryDirectory() as folder:
-        spent = asyncio.run(measure(Path(folder), given.rounds, given.images))
+        spent = asyncio.run(measure(Path(folder), given.rounds, given.images, budget))
     print(f"{given.images} images of {SIDE}x{SIDE}, chunks of {CHUNK_TOKENS} tokens, ms to the first token")
     for design, times in spent.items():
         print(f"{design:<14}" + "".join(f"{ms:9.0f}" for ms in times))
     if given.json:
-        print(json.dumps({name: round(value, 3) for name, value in summary(spent).items()}))
+        rounded = {name: round(value, 3) for name, value in summary(spent).items()}
+        print(json.dumps({**rounded, "left_out": budget.left_out}))
 
 
 if __name__ == "__main__":

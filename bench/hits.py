@@ -78,7 +78,8 @@ async def _fetch(client: EncoderClient, requests: Sequence[RowRequest], *, shm: 
             if rows.error is not None:
                 raise rows.error
             assert rows.transport == ("shm" if shm else "inline")
-            size_bytes += rows.array.nbytes
+            with rows.in_place() as readable:
+                size_bytes += readable.array.nbytes
     return size_bytes
 
 

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def caption(result: Result) -> str:
     parts = [f"**{result.hardware}**", result.measured_on, f"`{result.command}`"]
     parts += [f"{result.seconds:.0f} s"] if result.seconds else []
     parts += [f"on a busy machine (load {result.load:.1f} a core)"] if result.load > BUSY else []
+    if left_out := result.figures.get("left_out"):
+        parts.append(f"left out, no time: {', '.join(left_out)}")
     return " · ".join(parts)
 
 
@@ -67,10 +70,16 @@ def own_tables_of(question: Question, result: Result) -> str:
 def row_of(figure: Figure, figures: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Return what is measured, the value, the target and whether it was missed, and what others published."""
     value = looked_up(figure.key, figures)
-    target = figure.target.replace("<=", "≤").replace(">=", "≥")
-    if value is not None and target and not figure.met(value * figure.scale):
-        target += ", **missed**"
+    target = _shown_target(figure) + (_missed(value, figure) if value is not None else "")
     return figure.what, _shown(value, figure), target, figure.compare
+
+
+def _shown_target(figure: Figure) -> str:
+    return figure.target.replace("<=", "≤").replace(">=", "≥")
+
+
+def _missed(value: float, figure: Figure) -> str:
+    return ", **missed**" if figure.target and not figure.met(value * figure.scale) else ""
 
 
 def looked_up(key: str, figures: Mapping[str, Any]) -> float | None:
@@ -118,28 +127,34 @@ def _gpu_table(figures: Mapping[str, Any]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the README's table, for the machine that answers most of it."""
-    machines = {result.hardware for result in results}
-    tables = [_summary_of([r for r in results if r.hardware == machine]) for machine in sorted(machines)]
-    return max(tables, key=lambda table: table.count("\n"), default="Not measured yet.")
-
-
-def _summary_of(results: Sequence[Result]) -> str:
-    by_name = {result.benchmark: result for result in results}
+    """Return the README's table: a column for each machine that answers any of it, the one that answers most first."""
+    cells = {(result.hardware, *cell): shown for result in results for cell, shown in _cells(result)}
+    count = Counter(machine for machine, _, _ in cells)
+    machines = sorted(count, key=lambda machine: (-count[machine], machine))
+    if not machines:
+        return "Not measured yet."
     rows = []
     for name, key, says in SUMMARY:
-        result = by_name.get(name)
-        if result is None or result.status != "ok" or looked_up(key, result.figures) is None:
-            continue
-        figure = next(figure for figure in _BY_NAME[name].figures if figure.key == key)
-        rows.append(
-            (says, *row_of(figure, result.figures)[1:3], f"`python -m bench.{_BY_NAME[name].module}`")
-        )
-    days = sorted({result.measured_on for result in results})
-    says = (
-        f"{results[0].hardware}; {' to '.join(dict.fromkeys((days[0], days[-1])))}. `make bench` repeats it."
-    )
-    return f"{markdown(('', 'measured', 'target', 'command'), rows)}\n\n{says}"
+        values = [cells.get((machine, name, key), "") for machine in machines]
+        command = f"`python -m bench.{_BY_NAME[name].module}`"
+        rows += [(says, *values, _shown_target(_figure(name, key)), command)] if any(values) else []
+    days = {m: sorted({r.measured_on for r in results if r.hardware == m}) for m in machines}
+    whens = ". ".join(f"{m}; {' to '.join(dict.fromkeys((days[m][0], days[m][-1])))}" for m in machines)
+    heads = ("", *(machines if len(machines) > 1 else ["measured"]), "target", "command")
+    return f"{markdown(heads, rows)}\n\n{whens}. `make bench` repeats it."
+
+
+def _cells(result: Result) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield what a result has of the summary: (question, key), and the value with a word on a target it missed."""
+    for name, key, _ in SUMMARY:
+        value = looked_up(key, result.figures) if name == result.benchmark and result.status == "ok" else None
+        if value is not None:
+            figure = _figure(name, key)
+            yield (name, key), _shown(value, figure) + _missed(value, figure)
+
+
+def _figure(name: str, key: str) -> Figure:
+    return next(figure for figure in _BY_NAME[name].figures if figure.key == key)
 
 
 def rewrite(results: Sequence[Result], pages: Iterable[Path] = PAGES) -> list[Path]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from encoder_contract.settings import flag
 from encoder_service.scrape import Scrape, scrape
 
-START_S, DRAIN_S = 60.0, 40.0  # the server itself gives running calls 30 s
+# One that ends by itself is noticed at once; a busy machine takes its time. A server gives running calls 30 s.
+START_S, DRAIN_S = 110.0, 40.0
 # Whoever else works while the server does gets the other half of the cores. Two on one core would spend it spinning.
 HALF_THE_CORES = max(1, (os.cpu_count() or 2) // 2)
 

@@ -15,6 +15,7 @@ from statistics import median, quantiles
 import torch
 
 from bench.bare_engine import tower_seconds
+from bench.budget import Budget
 from bench.checkpoints import write_checkpoint
 from bench.images import photo
 from bench.server_process import ServerProcess, running
@@ -28,11 +29,14 @@ from prefill_client.images import RowRequest
 
 Figures = dict[str, float]
 
+BUDGET_S = 240.0
 SIDE = 256
 BATCH = 8  # images of SIDE x SIDE: what the ratio to the bare engine is taken on
 # A refusal whose hint lies beyond this is an outcome: the client would otherwise wait and ask again.
 REFUSED_S = 2.0
 THREADS = torch.get_num_threads()
+# Of the time there is: the rest is for the overload, whose length is given.
+SHARE_OF_OVERHEAD, SHARE_OF_LOAD, LEAST_ROUNDS = 0.4, 0.3, 2
 DEPTH = 27  # full: a shallow tower would flatter or blame the service, whichever is smaller
 
 
@@ -66,11 +70,16 @@ async def _ms(call: Awaitable[object]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-async def overhead_section(endpoint: str, model: Model, rounds: int) -> Figures:
+async def overhead_section(endpoint: str, model: Model, rounds: int, budget: Budget) -> Figures:
     """Alternate a batch of misses through the server with the same batch through the bare tower, and compare."""
-    served_s, bare_s = [], []
+    served_s: list[float] = []
+    bare_s: list[float] = []
     async with await EncoderClient.connect(endpoint) as client:
-        for number in range(rounds + 1):
+        while len(bare_s) <= rounds:
+            number = len(bare_s)
+            if number == 1:  # the first only warms up
+                round_s = served_s[0] + bare_s[0]
+                rounds = budget.count("rounds", rounds, round_s, share=SHARE_OF_OVERHEAD, least=LEAST_ROUNDS)
             files = [photo(SIDE, SIDE, 1000 + number * BATCH + n) for n in range(BATCH)]
             began = time.perf_counter()
             await client.submit(files)
@@ -83,6 +92,12 @@ async def overhead_section(endpoint: str, model: Model, rounds: int) -> Figures:
         "bare_batch_ms": median(bare_s[1:]) * 1e3,
         "overhead_ratio": median(ratios),
     }
+
+
+def images_of_load(wanted: int, batch_s: float, budget: Budget) -> int:
+    """Return how many images, in whole batches, the full load has time for."""
+    batches = budget.count("batches of the full load", wanted // BATCH, batch_s, share=SHARE_OF_LOAD, least=2)
+    return batches * BATCH
 
 
 async def load_section(server: ServerProcess, images: int) -> Figures:
@@ -213,10 +228,10 @@ def _p99(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=100)[98] if len(seconds) > 1 else float("nan")
 
 
-def server_section(rounds: int = 7, images: int = 96, overload_s: float = 60.0) -> Figures:
+def server_section(rounds: int, images: int, overload_s: float, budget: Budget) -> Figures:
     """Run everything here, print it as a table, and return the figures."""
     with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(measure(Path(folder), rounds=rounds, images=images, overload_s=overload_s))
+        figures = asyncio.run(measure(Path(folder), rounds, images, overload_s, budget))
     print(
         f"\nA real server on this machine ({torch.get_num_threads()} threads, {DEPTH} blocks, {SIDE}x{SIDE} images)"
     )
@@ -225,14 +240,15 @@ def server_section(rounds: int = 7, images: int = 96, overload_s: float = 60.0) 
     return figures
 
 
-async def measure(folder: Path, *, rounds: int, images: int, overload_s: float) -> Figures:
+async def measure(folder: Path, rounds: int, images: int, overload_s: float, budget: Budget) -> Figures:
     """Run all sections against one server process, the overload against one with a shallow tower."""
     path = checkpoint(folder)
     model = load_model(Config(model=path, device="cpu"))
     figures: Figures = {}
     settings = {"store_host_gib": 1, "torch_threads": THREADS, "batch_patches": BATCH * (SIDE // 16) ** 2}
     with running(path, **settings) as server:
-        figures |= await overhead_section(server.endpoint, model, rounds)
+        figures |= await overhead_section(server.endpoint, model, rounds, budget)
+        images = images_of_load(images, figures["served_batch_ms"] / 1e3, budget)
         figures |= await load_section(server, images)
     small = checkpoint(folder / "small", depth=4)
     with running(small, **settings) as server:
@@ -255,10 +271,15 @@ def main() -> None:
     parser.add_argument(
         "--overload-s", type=float, default=60.0, help="seconds of ten times overload; 0: none"
     )
-    arguments = parser.parse_args()
-    figures = server_section(arguments.rounds, arguments.images, arguments.overload_s)
-    if arguments.json:
-        print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+    parser.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, help="for all but the overload (default %(default)s)"
+    )
+    given = parser.parse_args()
+    budget = Budget(given.budget_s)
+    figures = server_section(given.rounds, given.images, given.overload_s, budget)
+    if given.json:
+        rounded = {name: round(value, 4) for name, value in figures.items()}
+        print(json.dumps({**rounded, "left_out": budget.left_out}))
 
 
 if __name__ == "__main__":

@@ -17,4 +17,6 @@ SUMMARY = (
     ),
     ("fleet", "encodes_per_image", "encodes per distinct image, 3 replicas, half of the images shared"),
     ("fleet", "failed_images", "images failed when one of three replicas is killed under load"),
+    ("hardened", "victim_p99_ratio", "p99 of a client beside the worst of ten attackers / with none"),
+    ("hardened", "victim_failed", "requests of that client that failed"),
 )

@@ -7,6 +7,8 @@ thousand calls that is several percent below any replay.) Our products carry the
 epilogue; the bare floor leaves those out, so what they cost shows there.
 """
 
+# Over 300 lines because all of it shares two towers and one measure of time.
+
 import argparse
 import ctypes
 import json
@@ -22,9 +24,11 @@ import torch
 from torch import Tensor
 
 from bench import vit_parts as parts
+from bench.budget import DEFAULT_S, Budget
 from bench.checkpoints import write_checkpoint
-from bench.floor import Calls, Floor, clock, seconds
+from bench.floor import Calls, Floor, best_of, clock, seconds
 from bench.reference_tower import ReferenceTower, random_patches, row_errors
+from bench.results import hardware
 from encoder_contract.geometry import Grid
 from encoder_service.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
@@ -41,6 +45,15 @@ CASES = {
     "20x960x1280": (960, 1280, 20),
 }
 QUICK = ("256", "8x256", "560", "720p", "960x1280")
+# What a slow machine measures first: the cases whose ratios have targets.
+WITH_TARGETS = ("720p", "8x256")
+PACE_CASE = "256"
+# Of the time that is left, for cases; the rest is for what the tower's choices rest on, and for its exactness.
+SHARE_OF_CASES = 0.5
+# A round in forwards: each tower's own, and their products and attention again, ours twice.
+OURS_IN_ROUND, THEIRS_IN_ROUND = 3, 2
+# Of a round: one forward of each under a profiler, and one of ours.
+STAGES_OF_A_ROUND, OURS_OF_A_ROUND = 1.0, 0.2
 
 HEADER = (
     f"{'case':>12} {'ours ms':>8} {'theirs':>8} {'ratio':>8} {'/floor':>8} {'luckiest':>8} {'/bare':>8}"
@@ -87,25 +100,66 @@ def main() -> None:
     if options.busy:
         options.threads, clock.now = 1, time.thread_time
     torch.set_num_threads(options.threads)
+    budget = Budget(options.budget_s)
     folder = full_checkpoint("qwen3_vl")
     tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
-    print(f"{options.threads} threads, torch {torch.__version__}, {tower.dtype}, attention {tower.attention}")
+    print(
+        f"{hardware()}: {options.threads} threads, torch {torch.__version__}, {tower.dtype}, {tower.attention}"
+    )
+    result: dict[str, Any] = {"threads": options.threads}
+    pace = pace_of(tower, reference)
+    result |= cases(tower, reference, options, budget, pace)
+    result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
+    result["tables"] = []
+    if budget.affords("time by stage", STAGES_OF_A_ROUND * pace * work(tower, "720p")):
+        result["tables"].append(stage_table(tower, reference, case_grids(tower, "720p")))
+    in_step_s = OURS_OF_A_ROUND * pace * work(tower, "8x256")
+    if budget.affords("one by one and in step", 2 * in_step_s):
+        rounds = budget.count("rounds in step", options.rounds, 2 * in_step_s, share=0.5)
+        result["in_step_ratio"] = in_step_ratio(tower, case_grids(tower, "8x256"), rounds)
+    del tower, reference
+    result |= error_ratios(budget)
+    if budget.affords("products and parts of a block", parts.LONGEST_S):
+        result["tables"] += parts.tables()
+    for table in result["tables"]:
+        parts.show(table)
+    result["left_out"] = budget.left_out
+    if budget.left_out:
+        print(f"\nleft out, no time: {'; '.join(budget.left_out)}")
+    print(json.dumps(result))
+
+
+def cases(
+    tower: Tower, reference: ReferenceTower, options: argparse.Namespace, budget: Budget, pace: float
+) -> dict[str, Any]:
+    """Measure the cases that there is time for, and print them."""
     peak = product_peak()
     print(f"best product: {peak / 1e12:.2f} TFLOP/s\n\n{HEADER}")
-    result: dict[str, Any] = {"product_tflops": peak / 1e12, "threads": options.threads, "cases": {}}
-    for name in options.cases:
-        timing = measure(tower, reference, case_grids(tower, name), options.rounds)
+    round_s = {name: pace * work(tower, name) for name in options.cases}
+    rounds, chosen = budget.choose(round_s, options.rounds, first=WITH_TARGETS, share=SHARE_OF_CASES)
+    result: dict[str, Any] = {"product_tflops": peak / 1e12, "rounds": rounds, "cases": {}}
+    for name in chosen:
+        timing = measure(tower, reference, case_grids(tower, name), rounds)
         print(timing.row(name, peak), flush=True)
         result |= {f"{key}_{name}": ratio for key, ratio in timing.ratios().items()}
         result["cases"][name] = vars(timing)
-    result["tables"] = [stage_table(tower, reference, case_grids(tower, "720p")), *parts.tables()]
-    for table in result["tables"]:
-        parts.show(table)
-    result["in_step_ratio"] = in_step_ratio(tower, case_grids(tower, "8x256"), options.rounds)
-    result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
-    del tower, reference
-    result |= error_ratios()
-    print(json.dumps(result))
+    return result
+
+
+def pace_of(tower: Tower, reference: ReferenceTower) -> float:
+    """Return the seconds for each FLOP of a round: what the smallest case takes, once both are warm."""
+    grids = case_grids(tower, PACE_CASE)
+    patches = random_patches(grids, tower.spec.patch_values)
+    pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
+    for _ in range(2):
+        ours_s = seconds(lambda: tower.encode(patches, grids))
+        theirs_s = seconds(lambda: reference.forward(pixels, shape))
+    return (OURS_IN_ROUND * ours_s + THEIRS_IN_ROUND * theirs_s) / work(tower, PACE_CASE)
+
+
+def work(tower: Tower, case: str) -> int:
+    """Return the FLOP of a forward of a case."""
+    return sum(flops(tower.spec, grid) for grid in case_grids(tower, case))
 
 
 def parse() -> argparse.Namespace:
@@ -116,6 +170,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="alternations; the best of each counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--budget-s", type=float, default=DEFAULT_S, help="for all of it (default %(default)s)"
+    )
     parser.add_argument(
         "--busy", action="store_true", help="for a machine others use: one thread, its own CPU time"
     )
@@ -205,7 +262,7 @@ def product_peak() -> float:
         x = torch.randn(rows, 1152).bfloat16()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
         product = torch.ops.mkldnn._linear_pointwise.default
-        fastest = min(seconds(lambda: product(x, packed, None, "none", [], "")) for _ in range(20))  # noqa: B023
+        fastest = best_of(20, lambda: product(x, packed, None, "none", [], ""))  # noqa: B023
         best = max(best, 2 * rows * weight.numel() / fastest)
     return best
 
@@ -248,13 +305,18 @@ def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
     return theirs / ours
 
 
-def error_ratios() -> dict[str, float]:
+def error_ratios(budget: Budget) -> dict[str, float]:
     """Relative row errors over float32 truth at full depth, ours and theirs, for every architecture."""
     heads = ("ours mean", "theirs", "ours max", "theirs", "mean ratio", "float32 max")
     print(f"\n{'bf16 error':>12} " + " ".join(f"{head:>11}" for head in heads))
     ratios = {}
+    slowest_s = 0.0
     for model_type in ("qwen3_vl", "qwen2_5_vl", "qwen3_5"):
+        if not budget.affords(f"exactness of {model_type}", slowest_s):
+            continue
+        began = time.monotonic()
         exact, ours, theirs = errors(full_checkpoint(model_type))
+        slowest_s = max(slowest_s, time.monotonic() - began)
         ratio = float(ours.mean() / theirs.mean())
         numbers = (*(float(each) for each in (ours.mean(), theirs.mean(), ours.max(), theirs.max())), ratio)
         print(f"{model_type:>12} " + " ".join(f"{number:11.5f}" for number in numbers) + f" {exact:11.1e}")

@@ -1,4 +1,4 @@
-"""The store address: what an embedding is kept under, made from everything that decides its bits."""
+"""The store address: what an embedding is kept under, made from everything that decides its bits; and a file's key."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class ImageRef:
     @property
     def source_key(self) -> bytes:
         """32 bytes that name the image's file; tenants must not learn what others sent, so the salt is in it."""
-        return blake3.blake3(self.digest + self.salt).digest() if self.salt else self.digest
+        return _hash(b"encoder-service source v1", self.digest, self.salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,8 @@ class Recipe:
     dtype: str
 
     def address(self, image: ImageRef) -> bytes:
-        """Return the 32-byte store address of `image`.
-
-        BLAKE3 over length-prefixed fields: no two different sets of fields share an encoding.
-        """
-        fields = (
+        """Return the 32-byte store address of `image`."""
+        return _hash(
             b"encoder-service address v1",
             image.digest,
             self.model,
@@ -54,8 +51,12 @@ class Recipe:
             self.dtype.encode(),
             image.salt,
         )
-        hasher = blake3.blake3()
-        for field in fields:
-            hasher.update(len(field).to_bytes(4, "little"))
-            hasher.update(field)
-        return hasher.digest()
+
+
+def _hash(purpose: bytes, *fields: bytes) -> bytes:
+    """Return BLAKE3 over length-prefixed fields: no two purposes, and no two sets of fields, share an encoding."""
+    hasher = blake3.blake3()
+    for field in (purpose, *fields):
+        hasher.update(len(field).to_bytes(4, "little"))
+        hasher.update(field)
+    return hasher.digest()

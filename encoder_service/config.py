@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from encoder_contract.settings import ConfigError, Settings, flag, knob
 
@@ -159,7 +159,23 @@ class Config(Settings):
     @property
     def index_for_people(self) -> str:
         """`index` without the password that its URL may hold: for messages."""
-        return re.sub(r"(?<=://).*@", "***@", self.index)
+        return without_password(self.index)
+
+
+def without_password(url: str) -> str:
+    """Return `url` without user, password, and the values of options that are passwords."""
+    scheme, mark, rest = url.partition("://")
+    place, question, options = rest.partition("?")
+    if not mark:
+        return "***" if {"@", "?"} & set(url) else url
+    if "@" in options and "@" not in place:  # a ? in the password, or an @ in that of an option: who knows
+        return f"{scheme}://***"
+    secret, at, host = place.rpartition("@")
+    shown = [
+        f"{name}=***" if "password" in unquote(name).lower() else f"{name}{equals}{value}"
+        for name, equals, value in (option.partition("=") for option in options.split("&"))
+    ]
+    return f"{scheme}://{'***' if at else secret}{at}{host}{question}{'&'.join(shown)}"
 
 
 def _is_redis(url: str) -> bool:

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from time import monotonic
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 SHUN_S = 5.0
 # Transfers at a time: each holds an embedding in memory beside the store, and fewer fill a link.
 MAX_TRANSFERS = 8
+MAX_OF_ONE_PEER = 4  # of them: a peer that dawdles leaves turns for the others
 # What waits to be shared when this replica leaves has so long: a healthy Redis takes it within a second.
 LAST_SHARE_S = 2.0
 
@@ -40,6 +43,8 @@ class Fleet:
         self._leased: set[bytes] = set()
         self._bringing: dict[bytes, asyncio.Task[Pin | None]] = {}
         self._turns = asyncio.Semaphore(MAX_TRANSFERS)
+        # A semaphore for each peer that someone asks or waits for.
+        self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._shunned: dict[str, float] = {}  # replica id -> until when, on the monotonic clock
         self.sharing = Sharing(index.put_source)
         self._announcer = Announcer(
@@ -137,19 +142,31 @@ class Fleet:
         return await self._index.get_source(image.source_key) if self.joined else None
 
     async def _bring(self, image: ImageRef, address: bytes, locations: Locations) -> Pin | None:
-        async with self._turns:
-            for location in locations:
-                if location.replica_id in self._shunned_now():
-                    continue  # it failed another while we waited for our turn
-                try:
-                    grid, rows = await self._fetch(location.endpoint, image, address)
-                except EncoderError as error:
-                    await self._distrust(location, address, error)
+        for location in locations:
+            async with self._turn(location.replica_id):
+                if (fetched := await self._try(location, image, address)) is None:
                     continue
+                grid, rows = fetched
                 pin = await asyncio.to_thread(self._put, address, rows, grid)
                 self.kept(address, grid)
                 return pin
         return None
+
+    async def _try(self, location: Location, image: ImageRef, address: bytes) -> tuple[Grid, Tensor] | None:
+        if location.replica_id in self._shunned_now():
+            return None  # it failed another while we waited for our turn
+        try:
+            return await self._fetch(location.endpoint, image, address)
+        except EncoderError as error:
+            await self._distrust(location, address, error)
+            return None
+
+    @asynccontextmanager
+    async def _turn(self, replica_id: str) -> AsyncIterator[None]:
+        # First the peer's own turn: who waits for a slow peer must not keep a turn from others.
+        of_one = self._turns_of.setdefault(replica_id, asyncio.Semaphore(MAX_OF_ONE_PEER))
+        async with of_one, self._turns:
+            yield
 
     async def _distrust(self, location: Location, address: bytes, error: EncoderError) -> None:
         """Take a stale location out of the index; shun a peer that fails: others may well be able to reach it."""

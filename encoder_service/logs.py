@@ -29,13 +29,22 @@ def _word(value: object) -> str:
     return text if text.isprintable() and " " not in text and "=" not in text else repr(text)
 
 
+def _line(text: str) -> str:
+    """Return `text` as one line: what a peer or Redis said must not look like an event of ours, or move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class ConsoleFormatter(logging.Formatter):
-    """Time, level, message, then the fields as key=value."""
+    """Time, level, message, then the fields as key=value; the lines of a traceback are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of `record`."""
+        """Return the line of `record`, and those of its traceback."""
+        record.message, record.asctime = record.getMessage(), self.formatTime(record)
         fields = "".join(f" {key}={_word(value)}" for key, value in getattr(record, "fields", {}).items())
-        return super().format(record) + fields
+        traceback = self.formatException(record.exc_info).split("\n") if record.exc_info else ()
+        return "\n".join(
+            [_line(self.formatMessage(record)) + fields, *(f"    {_line(x)}" for x in traceback)]
+        )
 
 
 def set_up_logging(level: str, style: str) -> None:

@@ -4,12 +4,13 @@ from typing import Any
 
 import grpc
 
-from encoder_contract.handle import SEGMENT_ID_BYTES
+from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import admin_pb2, encoder_pb2
 from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 
 TIMEOUT_S = 10.0
+OPTIONS = (("grpc.enable_http_proxy", 0),)  # the server is on this host, or takes no orders from here
 MIB = 1 << 20
 ADDRESS_BYTES = 32
 
@@ -22,8 +23,8 @@ def run(command: str, server: str, address: str = "") -> str:
     """Carry out one command and return what to print. Raises `OperatorError`."""
     try:
         wanted = _address(address) if command == "evict" else b""
-        with grpc.insecure_channel(server) as channel:
-            proof = _proof(channel)
+        with grpc.insecure_channel(server, OPTIONS) as channel:
+            proof = _proof(channel, server)
             stub: AdminServiceStub = AdminServiceStub(channel)
             if command == "stats":
                 return _table(stub.Stats(admin_pb2.StatsRequest(proof=proof), timeout=TIMEOUT_S))
@@ -37,15 +38,14 @@ def run(command: str, server: str, address: str = "") -> str:
         raise OperatorError(f"{server}: {_why(error)}") from error
 
 
-def _proof(channel: grpc.Channel) -> bytes:
+def _proof(channel: grpc.Channel, server: str) -> bytes:
     description = EncoderServiceStub(channel).Describe(encoder_pb2.DescribeRequest(), timeout=TIMEOUT_S)
-    try:
-        with open(description.shm_segment, "rb") as segment:
-            return segment.read(SEGMENT_ID_BYTES)
-    except OSError as error:
+    proof = segment_proof(server, description.shm_segment)
+    if not proof:
         raise OperatorError(
             "run this as the server's user on the server's host: its segment cannot be read here"
-        ) from error
+        )
+    return proof
 
 
 def _why(error: Any) -> str:

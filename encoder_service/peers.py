@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import torch
@@ -29,6 +29,9 @@ MAX_CHANNELS = 256  # peers talked to at a time; an idle channel costs a few hun
 CLOSE_S = 10.0  # that calls under way have when their channel makes room for another
 # A peer that is silent for so long counts as failed: encoding anew takes less.
 SILENCE_S = 2.0
+# Nor may rows come slower than this, over the whole transfer: a quarter of what each of the transfers under way gets on
+# a gigabit link.
+MIN_BYTES_PER_S = 4e6
 # Until it has been measured: what one gRPC stream carries on one core.
 ASSUMED_BYTES_PER_S = 1e9
 RATE_WEIGHT = 0.3  # of the newest transfer in the measured rate
@@ -76,8 +79,8 @@ class Peers:
     async def fetch(self, endpoint: str, image: ImageRef, address: bytes) -> tuple[Grid, Tensor]:
         """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds.
 
-        One attempt. Raises an `EncoderError` when the peer has not got it, fails, is silent, or sends what is not
-        the image's rows.
+        One attempt. Raises an `EncoderError` when the peer has not got it, fails, is silent or too slow, or sends what
+        is not the image's rows.
         """
         began, ok = monotonic(), False
         call = self._call(endpoint, self._request(image, local_only=True))
@@ -85,7 +88,7 @@ class Peers:
             grid, buffer = await self._receive(call, address)
             ok = True
         except TimeoutError as error:
-            raise UnavailableError(f"the peer {endpoint} was silent for {SILENCE_S:g} s") from error
+            raise UnavailableError(f"the peer {endpoint} was silent, or too slow") from error
         except grpc.aio.AioRpcError as error:
             raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
         finally:
@@ -141,27 +144,14 @@ class Peers:
         )
 
     async def _receive(self, call: Any, address: bytes) -> tuple[Grid, Tensor]:
-        ready: pb.ImageReady | None = None
-        buffer = torch.empty(0, dtype=torch.uint8)
-        filled = 0
-        while ready is None or filled < len(buffer):
-            async with asyncio.timeout(SILENCE_S):
-                message = await call.read()
-            if message is grpc.aio.EOF:
-                raise InternalError("the peer ended the call before the rows were complete")
-            if isinstance(message, tuple):
-                data = message[1]
-                if filled + len(data) > len(buffer):
-                    raise InternalError("the peer sent more bytes than it announced")
-                buffer.numpy().data[filled : filled + len(data)] = data
-                filled += len(data)
-            elif message.WhichOneof("message") == "error":
-                raise from_status(message.error.code, message.error.message)
-            else:
-                ready = message.ready
-                grid = self._believe(ready, address)
-                buffer = torch.empty(ready.row_bytes, dtype=torch.uint8)
-        await self._verify(buffer, ready.checksum)
+        ready = await _next(call)
+        if isinstance(ready, tuple):
+            raise InternalError("the peer sent rows before it said of what")
+        grid = self._believe(ready.ready, address)
+        buffer = torch.empty(ready.ready.row_bytes, dtype=torch.uint8)
+        async with asyncio.timeout(SILENCE_S + len(buffer) / MIN_BYTES_PER_S):
+            await _fill(call, buffer.numpy().data)
+        await self._verify(buffer, ready.ready.checksum)
         return grid, buffer
 
     def _believe(self, ready: pb.ImageReady, address: bytes) -> Grid:
@@ -196,3 +186,28 @@ class Peers:
                 asyncio.get_running_loop().create_task(oldest.close(CLOSE_S))
         self._channels.move_to_end(endpoint)
         return channel
+
+
+async def _next(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
+    """Return the next message of a Fetch call; raises the error that it carries, or `TimeoutError`."""
+    async with asyncio.timeout(SILENCE_S):
+        message = await call.read()
+    if message is grpc.aio.EOF:
+        raise InternalError("the peer ended the call before the rows were complete")
+    if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
+        raise from_status(message.error.code, message.error.message)
+    return cast("pb.FetchResponse | tuple[int, memoryview]", message)
+
+
+async def _fill(call: Any, buffer: memoryview) -> None:
+    """Read the rows of the one image asked for."""
+    filled = 0
+    while filled < len(buffer):
+        message = await _next(call)
+        if not isinstance(message, tuple):
+            raise InternalError("the peer announced rows again before the first were complete")
+        data = message[1]
+        if filled + len(data) > len(buffer):
+            raise InternalError("the peer sent more bytes than it announced")
+        buffer[filled : filled + len(data)] = data
+        filled += len(data)

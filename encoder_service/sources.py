@@ -8,7 +8,7 @@ from time import monotonic
 class Sources:
     """A bounded, least-recently-used map from a key to image bytes. Used from the event loop only.
 
-    The key is the content digest, followed by the tenant salt: one tenant must not learn what another sent.
+    The key is made of content digest and tenant salt: one tenant must not learn what another sent.
 
     An entry lives for `ttl_s` seconds after its last use, and less when `max_bytes` is reached: an image dropped
     here costs its sender one more upload, never a wrong answer.

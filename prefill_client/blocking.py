@@ -2,16 +2,17 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from encoder_contract.errors import UnavailableError
+from encoder_contract.errors import StaleHandleError, UnavailableError
 from prefill_client.client import DEFAULT_GRACE_MS, DEFAULT_TIMEOUT_S, EncoderClient
 from prefill_client.connection import Description
 from prefill_client.fetch_stream import FetchStream
 from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.reading import Use, again, use_in_place
 
 Result = TypeVar("Result")
 
@@ -93,7 +94,7 @@ class BlockingClient:
     ) -> "BlockingFetch":
         """Ask for rows; iterate it for one outcome per request, in the order of readiness.
 
-        Use it in `with`: rows that come by shared memory are views that hold until its end.
+        Use it in `with`: rows that come by shared memory are held until its end, however long after `timeout_s`.
         """
 
         async def begin() -> FetchStream:
@@ -127,13 +128,28 @@ class BlockingFetch:
         while (outcome := self._loop.run(self._next())) is not None:
             yield outcome
 
+    def read(self, rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
+        """Return `use(rows)`, called here with the rows in place, and again with those that were lost meanwhile.
+
+        As `prefill_client.reading.read`.
+        """
+        while True:
+            try:
+                return use_in_place(rows, use)
+            except StaleHandleError as error:
+                rows = self._loop.run(_gathered(again(rows, error)))
+
     def close(self) -> None:
-        """End the call and with it everything it held. Views from it must no longer be read."""
+        """End the call and with it everything it held."""
         with suppress(UnavailableError):  # the client was closed, and with it this
             self._loop.run(self._stream.__aexit__())
 
     async def _next(self) -> FetchedRows | None:
         return await anext(self._outcomes, None)
+
+
+async def _gathered(fetches: Sequence[Awaitable[FetchedRows]]) -> list[FetchedRows]:
+    return await asyncio.gather(*fetches)
 
 
 class _LoopThread:

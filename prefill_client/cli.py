@@ -146,7 +146,5 @@ def _print(path: Path, image: Submitted, rows: FetchedRows, fetch_ms: float) -> 
     stages = ", ".join(f"{name} {ms:.1f}" for name, ms in rows.stage_ms.items()) or "none: it was held"
     print(f"  address  {image.address.hex()}")
     print(f"  grid     {image.grid.t} x {image.grid.h} x {image.grid.w} patches, {image.tokens} tokens")
-    print(
-        f"  rows     {rows.array.shape[0]} x {rows.array.shape[1]} {rows.dtype}, {rows.source}, by {rows.transport}"
-    )
+    print(f"  rows     {rows.shape[0]} x {rows.shape[1]} {rows.dtype}, {rows.source}, by {rows.transport}")
     print(f"  ms       fetch {fetch_ms:.1f}; stages: {stages}")

@@ -124,8 +124,9 @@ class EncoderClient:
     ) -> FetchStream:
         """Ask for rows; iterate the stream for one outcome per request, in the order of readiness.
 
-        Use it with `async with`: rows that come by shared memory are views that hold until its end. An image that this
-        client submitted and a server has lost is submitted again without a word.
+        Use it with `async with`: rows that come by shared memory are held until its end, however long after
+        `timeout_s`, which bounds the wait for outcomes. An image that this client submitted and a server has lost is
+        submitted again without a word.
         """
         caller = self._caller(request_id, priority)
 

@@ -11,10 +11,11 @@ from typing import Any, Self
 
 import grpc
 
+from encoder_contract.endpoint import is_local
 from encoder_contract.errors import DeadlineError, InternalError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
-from encoder_contract.handle import SEGMENT_ID_BYTES
+from encoder_contract.segment_file import segment_proof
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -112,7 +113,7 @@ class Connection:
             request_serializer=pb.FetchRequest.SerializeToString,
             response_deserializer=parse_fetch_response,
         )
-        self._shm_proof = _read_proof(description.shm_segment)
+        self._shm_proof = segment_proof(endpoint, description.shm_segment)
 
     @classmethod
     async def open(cls, endpoint: str, timeout_s: float = 10.0, *, wait: bool = True) -> Self:
@@ -120,7 +121,9 @@ class Connection:
 
         `wait` is for a server that is being started: who refuses the connection is tried again until `timeout_s`.
         """
-        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        # No proxy stands between a server of this host and us: it is told things that others are not.
+        direct = (("grpc.enable_http_proxy", 0),) if is_local(endpoint) else ()
+        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS + direct)
         try:
             message = await EncoderServiceStub(channel).Describe(
                 pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait
@@ -170,7 +173,10 @@ class Connection:
         shm: bool = True,
         timeout_s: float | None = None,
     ) -> RowStream:
-        """Start a Fetch call; rows come by shared memory where both sides can and `shm` is not off."""
+        """Start a Fetch call; rows come by shared memory where both sides can and `shm` is not off.
+
+        `timeout_s` bounds the wait for the last outcome; the call itself has no deadline, because it holds rows.
+        """
         use_shm = shm and self._shm_proof != b""
         call = self._fetch(
             pb.FetchRequest(
@@ -180,12 +186,11 @@ class Connection:
                 grace_ms=grace_ms,
                 shm_proof=self._shm_proof if use_shm else b"",
             ),
-            timeout=timeout_s,
             metadata=_metadata(),
         )
         if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
             self._clock_task = asyncio.create_task(self._estimate_again(), name="clock")
-        return RowStream(call, requests, self.endpoint, self.clock)
+        return RowStream(call, requests, self.endpoint, self.clock, timeout_s)
 
     async def _estimate_again(self) -> None:
         with suppress(grpc.aio.AioRpcError):  # whoever fetches hears of it too
@@ -270,14 +275,3 @@ def _fetch_image(index: int, request: RowRequest) -> pb.FetchImage:
         chunk=request.chunk,
         needed_in_ms=request.needed_in_ms,
     )
-
-
-def _read_proof(segment: str) -> bytes:
-    """Return what shows the server that we can read its segment; empty when we cannot: then rows come inline."""
-    if not segment:
-        return b""
-    try:
-        with open(segment, "rb") as file:
-            return file.read(SEGMENT_ID_BYTES)
-    except OSError:
-        return b""

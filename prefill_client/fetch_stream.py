@@ -4,10 +4,17 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Self
 
-from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError, UnknownImageError
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    StaleHandleError,
+    UnavailableError,
+    UnknownImageError,
+)
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest, Submitted
 from prefill_client.pool import Pool
@@ -22,7 +29,9 @@ Submit = Callable[[Sequence[bytes], float], Awaitable[list[Submitted]]]
 class FetchStream:
     """Iterate it for the outcomes, one per request, in the order in which they become ready.
 
-    Rows that came by shared memory are views that hold until `close` (or the end of `async with`).
+    Rows that came by shared memory are held until `close` (or the end of `async with`), however long after `timeout_s`:
+    that bounds the wait for the outcomes. Those that are lost before are fetched again by whoever reads them with
+    `prefill_client.reading.read`.
     """
 
     def __init__(
@@ -44,6 +53,7 @@ class FetchStream:
         self._submit = submit
         self._grace_ms = grace_ms
         self._shm = shm
+        self._timeout_s = timeout_s
         deadline = monotonic() + timeout_s
         self._attempts = [Attempts(deadline) for _ in requests]
         # None: closed. An exception: a bug, which the caller must see rather than wait for ever.
@@ -52,7 +62,7 @@ class FetchStream:
         self._tasks: set[asyncio.Future[None]] = set()
 
     def close(self) -> None:
-        """End all calls and with them everything they held. Views from them must no longer be read."""
+        """End all calls and with them everything they held."""
         self._outcomes.put_nowait(None)
         for task in self._tasks:
             task.cancel()
@@ -100,7 +110,9 @@ class FetchStream:
 
     def _ended(self, task: "asyncio.Future[None]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        # Closing this cancels them, which nobody waits for; so does closing the client, for whoever still does.
+        gone = UnavailableError("the client was closed meanwhile")
+        if (error := gone if task.cancelled() else task.exception()) is not None:
             self._outcomes.put_nowait(error)
 
     async def _fetch_from(self, endpoint: str, indexes: list[int], grace_ms: int) -> None:
@@ -122,11 +134,12 @@ class FetchStream:
                 index = left.pop(outcome.index)
                 self._pool.router.end(endpoint)
                 if outcome.error is None:
-                    self._outcomes.put_nowait(replace(outcome, index=index))
+                    again = partial(self._fetch_again, index)
+                    self._outcomes.put_nowait(replace(outcome, index=index, again=again))
                 else:
                     self._start(self._again([index], outcome.error))
         except EncoderError as error:
-            if isinstance(error, UnavailableError):
+            if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
                 self._pool.router.mark_down(endpoint)
             self._start(self._again(list(left.values()), error))
         except TimeoutError:
@@ -134,6 +147,25 @@ class FetchStream:
             self._start(self._again(list(left.values()), late))
         finally:
             self._pool.router.end(endpoint, len(left))
+
+    async def _fetch_again(self, index: int) -> FetchedRows:
+        """Return rows anew that were lost: as bytes, which nobody can take away. Raises the error of the image."""
+        request = replace(self._requests[index], needed_in_ms=0)
+        stream = FetchStream(
+            self._pool,
+            self._recent,
+            [request],
+            self._caller,
+            submit=self._submit,
+            grace_ms=self._grace_ms,
+            shm=False,
+            timeout_s=self._timeout_s,
+        )
+        async with stream:
+            outcome = await anext(aiter(stream))
+        if outcome.error is not None:
+            raise outcome.error
+        return replace(outcome, index=index)
 
     async def _again(self, indexes: list[int], error: EncoderError) -> None:
         """Try images again that failed with `error`, if that can help; else the error is their outcome."""

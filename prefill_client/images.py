@@ -1,9 +1,9 @@
 """What is said about images on the client's side: before they are sent, when submitted, when their rows arrive."""
 
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +14,11 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.header import read_header
 from prefill_client.clock import ServerClock
+from prefill_client.elements import tensor_view
+from prefill_client.segment import SharedRows
 
 if TYPE_CHECKING:
     import torch
-
-# bfloat16 has no numpy type: its bits travel as uint16.
-_NUMPY_TYPES: "dict[str, np.dtype[Any]]" = {
-    "bfloat16": np.dtype(np.uint16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +67,11 @@ class RowRequest:
 class FetchedRows:
     """The outcome of one `RowRequest`: its rows, or its error.
 
-    `array` is [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Rows that came by
-    shared memory are a read-only view, valid until the fetch they came from is closed; `handle` names them to
-    other processes of this host.
+    Rows are [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Those that came by shared
+    memory lie at the server, which may give their place to another image once the fetch has ended: `array` and
+    `tensor()` copy them, `in_place` lends them without a copy, and all raise `StaleHandleError` rather than give
+    another image's. `prefill_client.reading` fetches rows again that were lost so, by `again`. `handle` names shared
+    rows to other processes of this host.
 
     `stage_ms` and `stage_began_s` say how long the server's stages took and when they began, on our
     `time.monotonic`; empty when nothing was encoded. `clock` is what the second is converted by.
@@ -82,7 +79,7 @@ class FetchedRows:
 
     index: int
     digest: bytes
-    array: NDArray[np.generic] = field(repr=False, default_factory=lambda: np.empty((0, 0), np.uint16))
+    own: NDArray[np.generic] = field(repr=False, default_factory=lambda: np.empty((0, 0), np.uint16))
     dtype: str = "bfloat16"
     grid: Grid | None = None
     address: bytes = b""
@@ -94,30 +91,45 @@ class FetchedRows:
     clock: ServerClock | None = None
     handle: Handle | None = None
     error: EncoderError | None = None
+    shared: SharedRows | None = field(repr=False, default=None)
+    again: "Callable[[], Awaitable[FetchedRows]] | None" = field(repr=False, default=None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, width)."""
+        return self.own.shape if self.shared is None else self.shared.shape
+
+    @property
+    def lost(self) -> bool:
+        """Whether the rows can no longer be read."""
+        return self.shared is not None and self.shared.lost
+
+    @property
+    def array(self) -> NDArray[np.generic]:
+        """The rows, to keep: a copy where they are shared. Raises `StaleHandleError`."""
+        return self.copy().own
 
     def tensor(self) -> "torch.Tensor":
-        """Return the rows as a torch tensor [rows, width] that shares their memory; raises the error if it failed."""
+        """Return `array` as a torch tensor over the same memory; raises the error if the image failed."""
         if self.error is not None:
             raise self.error
         return tensor_view(self.array, self.dtype)
 
+    def copy(self) -> "FetchedRows":
+        """Return the outcome with rows of its own, which outlive the fetch. Raises `StaleHandleError`."""
+        return self if self.shared is None else replace(self, own=self.shared.copy(), shared=None)
 
-def tensor_view(array: NDArray[np.generic], dtype: str) -> "torch.Tensor":
-    """Return a torch tensor over the same memory, of type `dtype` (bfloat16 comes as uint16).
+    @contextmanager
+    def in_place(self) -> "Iterator[FetchedRows]":
+        """Lend the outcome with its rows in place, read-only: what was read counts once the block is left.
 
-    A tensor has no read-only flag: writing to one that lies in a segment kills the process.
-    """
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensor = torch.from_numpy(array)
-    return tensor.view(getattr(torch, dtype))
-
-
-def element_type(dtype: str) -> "np.dtype[Any]":
-    """Return the numpy type that carries elements of `dtype`."""
-    return _NUMPY_TYPES[dtype]
+        Raises `StaleHandleError` on entering and on leaving; nothing that lies in place may be kept.
+        """
+        if self.shared is None:
+            yield self
+            return
+        with self.shared.reading() as array:
+            yield replace(self, own=array, shared=None)
 
 
 def read_images(files: Sequence[bytes], geometry: Geometry) -> list[Image | EncoderError]:

@@ -1,20 +1,25 @@
 """A Fetch call under way: outcomes as they arrive, and what keeps rows in shared memory in place."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from math import inf
+from time import monotonic
 from typing import Any, Self
 
 import grpc
 import numpy as np
 
-from encoder_contract.errors import EncoderError, InternalError, UnavailableError, from_status
+from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError, from_status
 from encoder_contract.framing import Checksum
 from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.buffers import Buffers
 from prefill_client.clock import ServerClock
-from prefill_client.images import FetchedRows, RowRequest, element_type
-from prefill_client.segment import map_rows
+from prefill_client.elements import element_type
+from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.segment import SharedRows
 
 _buffers = Buffers()
 # What grpc says, as if the server had, when it could not hand an operation to a call that was just ending.
@@ -32,20 +37,35 @@ _SOURCES = {
 class RowStream:
     """Iterate it for the outcomes, one per request, in the order in which they become ready.
 
-    Rows that came by shared memory are views that hold until `close` (or the end of `async with`): the open call is
-    what keeps them in place.
+    Rows that came by shared memory are there until `close` (or the end of `async with`): the open call is what keeps
+    them in place. It may have no deadline of its own, therefore: `timeout_s` bounds the wait for outcomes, here.
     """
 
-    def __init__(self, call: Any, requests: Sequence[RowRequest], endpoint: str, clock: ServerClock) -> None:
+    def __init__(
+        self,
+        call: Any,
+        requests: Sequence[RowRequest],
+        endpoint: str,
+        clock: ServerClock,
+        timeout_s: float | None = None,
+    ) -> None:
         self._call = call
+        self._deadline = inf if timeout_s is None else monotonic() + timeout_s
+        self._closed = False
+        self._holds = False
         self._requests = requests
         self._endpoint = endpoint
         self._clock = clock
         self._arriving: dict[int, _Arriving] = {}
 
     def close(self) -> None:
-        """End the call and with it everything it held. Views from it must no longer be read."""
+        """End the call and with it everything it held."""
+        self._closed = True
         self._call.cancel()
+
+    def is_open(self) -> bool:
+        """Whether the call is not known to have ended: a thread that asks hears what the event loop has heard."""
+        return not self._closed and not self._call.done()
 
     async def __aenter__(self) -> Self:
         return self
@@ -56,16 +76,31 @@ class RowStream:
     async def __aiter__(self) -> AsyncIterator[FetchedRows]:
         ended = 0
         while ended < len(self._requests):
-            try:
-                message = await self._call.read()
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc(error, self._endpoint) from error
+            message = await self._read()
             if message is grpc.aio.EOF:
                 raise await ended_early(self._call, self._endpoint)
             outcome = self._take(message)
             if outcome is not None:
                 ended += 1
                 yield outcome
+
+    async def _read(self) -> Any:
+        left_s = self._deadline - monotonic()
+        reading: Awaitable[Any] = self._call.read()
+        if self._holds:
+            # A read that is cancelled ends the call, and with it the hold on what has come.
+            reading = asyncio.ensure_future(reading)
+            reading.add_done_callback(_forget)
+            reading = asyncio.shield(reading)
+        try:
+            async with asyncio.timeout(None if left_s == inf else left_s):
+                return await reading
+        except TimeoutError:
+            if not self._holds:
+                self.close()
+            raise DeadlineError(f"{self._endpoint}: the deadline passed") from None
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._endpoint) from error
 
     def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
         """Return the outcome that `message` completes, if it does."""
@@ -78,9 +113,16 @@ class RowStream:
         else:
             index = message.ready.index
             self._arriving[index] = _Arriving(self._requests[index], message.ready)
+            self._holds |= message.ready.HasField("handle")
         if not self._arriving[index].complete:
             return None
-        return self._arriving.pop(index).finish(self._endpoint, self._clock)
+        return self._arriving.pop(index).finish(self._endpoint, self._clock, self.is_open)
+
+
+def _forget(reading: "asyncio.Future[Any]") -> None:
+    """Take note of how a read ended that nobody waits for any more."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 class _Arriving:
@@ -105,30 +147,29 @@ class _Arriving:
         self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
         self._filled = end
 
-    def finish(self, endpoint: str, clock: ServerClock) -> FetchedRows:
-        ready, handle = self._ready, None
-        if ready.HasField("handle"):
-            handle = Handle.from_message(ready.handle)
-            flat = map_rows(handle)
-        else:
-            flat = self._buffer
-            self._check()
-        element = element_type(ready.dtype)
-        return FetchedRows(
+    def finish(self, endpoint: str, clock: ServerClock, is_open: Callable[[], bool]) -> FetchedRows:
+        ready = self._ready
+        outcome = FetchedRows(
             index=ready.index,
             digest=self._request.digest,
-            array=flat.view(element).reshape(ready.row_end - ready.row_begin, ready.width),
             dtype=ready.dtype,
             grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
             address=ready.address,
             source=_SOURCES.get(ready.source, "unknown"),
-            transport="shm" if handle else "inline",
             stage_ms=dict(ready.stage_ms),
             stage_began_s={name: clock.ours(their_s) for name, their_s in ready.stage_began_s.items()},
             endpoint=endpoint,
             clock=clock,
-            handle=handle,
         )
+        if ready.HasField("handle"):
+            handle = Handle.from_message(ready.handle)
+            shared = SharedRows(handle, ready.width, ready.dtype, is_held=is_open)
+            return replace(outcome, transport="shm", handle=handle, shared=shared)
+        self._check()
+        own = self._buffer.view(element_type(ready.dtype)).reshape(
+            ready.row_end - ready.row_begin, ready.width
+        )
+        return replace(outcome, own=own)
 
     def _check(self) -> None:
         if self._checksum.value != self._ready.checksum:

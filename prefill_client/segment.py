@@ -2,21 +2,19 @@
 
 import mmap
 import os
-import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.errors import InternalError, StaleHandleError
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
-from prefill_client.images import element_type, tensor_view
-
-if TYPE_CHECKING:
-    import torch
+from encoder_contract.segment_file import open_segment
+from prefill_client.elements import element_type
 
 _MAPPED_SEGMENTS = 16
 """Replicas on one host that a process reads from; one more and the least recently used is unmapped."""
@@ -25,73 +23,54 @@ _MAPPED_SEGMENTS = 16
 class SharedRows:
     """Rows of a handle, where they lie. Holds the mapping, not the rows: the open Fetch stream does that.
 
-    Whoever reads in place after the stream may have ended calls `check` when done: if it passes, all that was
-    read was right.
+    There are two ways to them, and both check that they are still the handle's rows after they were read.
     """
 
-    def __init__(self, handle: Handle, width: int, dtype: str) -> None:
+    def __init__(
+        self, handle: Handle, width: int, dtype: str, *, is_held: Callable[[], bool] = lambda: True
+    ) -> None:
         """Map the handle's segment unless it is mapped. `width`, `dtype`: a row, as in `ImageReady`.
 
-        Raises `StaleHandleError` when the segment or the rows are gone, `InternalError` for a senseless handle.
+        `is_held` says whether the stream is known to be open. Raises `StaleHandleError` when the segment or the rows
+        are gone, `InternalError` for a senseless handle.
         """
-        self.dtype = dtype
         self._handle = handle
+        self._is_held = is_held
         self._segment = _mapped(handle)
-        self._row_shape = (-1, width)
-        self.check()
+        self._segment.check(handle)
+        self._element = element_type(dtype)
+        self.shape = (handle.row_bytes // (width * self._element.itemsize), width)
 
     @property
-    def arrays(self) -> list[NDArray[np.generic]]:
-        """One read-only view [rows, width] for each extent, in row order; bfloat16 as its bits in uint16."""
-        element = element_type(self.dtype)
-        return [piece.view(element).reshape(self._row_shape) for piece in self._segment.pieces(self._handle)]
+    def lost(self) -> bool:
+        """Whether the rows can no longer be read: their stream has ended, or others lie there."""
+        return not self._is_held() or not self._segment.holds(self._handle)
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether `array` needs no copy."""
-        return len(self._handle.extents) == 1
+    @contextmanager
+    def reading(self) -> Iterator[NDArray[np.generic]]:
+        """Lend all rows as one read-only array [rows, width]: in place when they lie in one extent, else a copy.
 
-    def array(self, *, gather: bool = False) -> NDArray[np.generic]:
-        """Return all rows as one array [rows, width]: a read-only view when they lie in one extent.
-
-        When they do not: a copy with `gather`, else `ValueError`. Raises `StaleHandleError`.
+        Raises `StaleHandleError` on entering, and on leaving: then what was read, and any error over it, is void.
         """
-        if self.contiguous:
-            return self.arrays[0]
-        if not gather:
-            raise ValueError(
-                f"the rows lie in {len(self._handle.extents)} extents: ask for a copy with gather"
-            )
-        return self.copy()
+        if not self._is_held():
+            raise StaleHandleError("the call that held the rows has ended")
+        self._segment.check(self._handle)
+        try:
+            yield self._array()
+        except Exception:
+            self._segment.check(self._handle)
+            raise
+        self._segment.check(self._handle)
 
     def copy(self) -> NDArray[np.generic]:
         """Return a copy [rows, width] that outlives the Fetch stream. Raises `StaleHandleError`."""
-        rows = np.concatenate(self.arrays)
-        self.check()
-        return rows
+        with self.reading() as array:
+            return array if array.flags.writeable else array.copy()
 
-    def tensor(self, *, gather: bool = False) -> "torch.Tensor":
-        """Return what `array` does as a torch tensor of the real type; a view must not be written to."""
-        return tensor_view(self.array(gather=gather), self.dtype)
-
-    def check(self) -> None:
-        """Raise `StaleHandleError` unless the rows are still those that the handle names."""
-        self._segment.check(self._handle)
-
-
-def map_rows(handle: Handle) -> NDArray[np.uint8]:
-    """Return the bytes of a handle's rows, flat: a read-only view when they lie in one extent, else a copy.
-
-    Raises `StaleHandleError` when the segment or the rows are gone.
-    """
-    segment = _mapped(handle)
-    segment.check(handle)
-    pieces = segment.pieces(handle)
-    if len(pieces) == 1:
-        return pieces[0]
-    copied = np.concatenate(pieces)
-    segment.check(handle)
-    return copied
+    def _array(self) -> NDArray[np.generic]:
+        pieces = self._segment.pieces(self._handle)
+        flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return flat.view(self._element).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +82,12 @@ class _MappedSegment:
     def pieces(self, handle: Handle) -> list[NDArray[np.uint8]]:
         return [self.content[offset : offset + length] for offset, length in handle.extents]
 
-    def check(self, handle: Handle) -> None:
+    def holds(self, handle: Handle) -> bool:
         at = handle.generation_offset
-        found = int(self.content[at : at + GENERATION_BYTES].view("<u8")[0])
-        if found != handle.generation:
+        return int(self.content[at : at + GENERATION_BYTES].view("<u8")[0]) == handle.generation
+
+    def check(self, handle: Handle) -> None:
+        if not self.holds(handle):
             raise StaleHandleError(f"the rows of a handle into {self.path} are no longer held")
 
 
@@ -140,13 +121,12 @@ def _unmap_dead() -> None:
 
 def _map(handle: Handle) -> _MappedSegment:
     try:
-        file = os.open(handle.segment, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = open_segment(handle.segment)
     except OSError as error:
         raise StaleHandleError(f"the segment {handle.segment} cannot be opened: {error.strerror}") from error
     try:
-        status = os.fstat(file)
         # A mapping beyond the end of its file is a SIGBUS at some later read.
-        if not stat.S_ISREG(status.st_mode) or not 0 < handle.segment_bytes <= status.st_size:
+        if not 0 < handle.segment_bytes <= os.fstat(file).st_size:
             raise InternalError(f"{handle.segment} is no segment of {handle.segment_bytes} bytes")
         content = np.frombuffer(
             mmap.mmap(file, handle.segment_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8
@@ -162,6 +142,10 @@ def _map(handle: Handle) -> _MappedSegment:
 
 
 def _check_bounds(handle: Handle, segment_bytes: int) -> None:
+    if not handle.generation:
+        raise InternalError(
+            f"a handle into {handle.segment} names no generation"
+        )  # none is what free pages have
     spans = (*handle.extents, (handle.generation_offset, GENERATION_BYTES))
     if not handle.extents or any(
         offset < SEGMENT_ID_BYTES or length <= 0 or offset + length > segment_bytes

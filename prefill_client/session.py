@@ -4,17 +4,21 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from encoder_contract.errors import EncoderError
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.plan import Chunk
+from prefill_client.reading import Use, read
+
+Result = TypeVar("Result")
 
 # One call for the rows of one chunk, as `EncoderClient.fetch` makes it: iterated for one outcome per request,
-# in any order; the rows stay valid until it is left.
+# in any order; the rows are held until it is left.
 Fetch = Callable[[Sequence[RowRequest]], AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
 
 # Twice what a large image takes (2560×1440 in Qwen3-VL-8B: 118 MB), so that the next is always on its way.
@@ -29,11 +33,18 @@ _SPEED_WEIGHT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReadyChunk:
-    """A chunk that can be prefilled: the rows of each window, valid until the next chunk is asked for."""
+    """A chunk that can be prefilled: the rows of each window, held until the next chunk is asked for."""
 
     chunk: Chunk
     rows: tuple[FetchedRows, ...]
     waited_ms: float
+
+    async def read(self, use: Use[Result], executor: Executor | None = None) -> Result:
+        """Return `use(rows)`, called in a worker thread with the rows in place, and again if they were lost meanwhile.
+
+        What `use` does before it returns must not matter when it is called again; see `prefill_client.reading`.
+        """
+        return await read(self.rows, use, executor)
 
 
 class PrefetchSession:
@@ -41,7 +52,8 @@ class PrefetchSession:
 
         async with PrefetchSession(client.fetch, chunks, images, row_bytes=row_bytes) as session:
             async for ready in session:
-                await asyncio.to_thread(prefill, ready.chunk, [rows.tensor() for rows in ready.rows])
+                inputs = await ready.read(lambda rows: embed(ready.chunk, [each.tensor() for each in rows]))
+                await asyncio.to_thread(prefill, ready.chunk, inputs)
 
     The time between two chunks is the caller's prefill time; from it every request says how soon it is
     needed. How far ahead rows are demanded adapts to how long they take to come and is bounded by

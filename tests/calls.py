@@ -16,7 +16,7 @@ async def collect(
     async with client.fetch(requests, timeout_s=60, **options) as stream:  # type: ignore[arg-type]
         async for outcome in stream:
             assert outcome.index not in outcomes, "an image has one outcome"
-            outcomes[outcome.index] = outcome
+            outcomes[outcome.index] = outcome.copy()
     return outcomes
 
 

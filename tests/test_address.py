@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from encoder_contract.digest import content_digest
 from encoder_service.address import ImageRef, Recipe
 
 RECIPE = Recipe(model=b"m" * 32, processor=b"p" * 32, dtype="bfloat16")
@@ -21,6 +22,28 @@ GOLDEN = {
 def test_golden_addresses_never_change() -> None:
     found = {fields: RECIPE.address(ImageRef(bytes(range(32)), **dict(fields))).hex() for fields in GOLDEN}
     assert found == GOLDEN
+
+
+SOURCE_KEYS = {
+    b"": "cfe3459d4ec81239239d6b07aed22a0d3716dad975f1ec415115f6c73201424c",
+    b"tenant": "f3c49c727be29605e3f61b420a8e284e8812e9c8d8db960ff68a76e20f1e8c17",
+}
+
+
+def test_golden_source_keys_never_change() -> None:
+    found = {salt: ImageRef(bytes(range(32)), salt=salt).source_key.hex() for salt in SOURCE_KEYS}
+    assert found == SOURCE_KEYS
+
+
+@given(st.binary(min_size=32, max_size=32), st.binary(max_size=64), st.binary(max_size=64))
+def test_no_digest_stands_for_the_file_of_a_tenant(digest: bytes, salt: bytes, other: bytes) -> None:
+    """Who names the key of a tenant's file as a digest of its own does not get at the file."""
+    key = ImageRef(digest, salt=salt).source_key
+    assert key != digest
+    assert ImageRef(key).source_key != key
+    plain = content_digest(digest + salt)  # what a caller without a salt can name
+    assert ImageRef(plain).source_key != key
+    assert (ImageRef(digest, salt=other).source_key == key) == (other == salt)
 
 
 digests = st.binary(min_size=32, max_size=32)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
+from bench.attackers import ATTACKS
 from bench.question import Figure, Question
-from bench.questions import SIZING
-from bench.report import PAGES, looked_up, markdown, rewrite, row_of, summary, table_of
+from bench.questions import HARDENED, SIZING
+from bench.report import PAGES, caption, looked_up, markdown, rewrite, row_of, summary, table_of
 from bench.results import NOT_RUN, Result, keep, newest, path_of
 from bench.runner import END_S, run
 
@@ -120,6 +121,23 @@ def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_pa
 def test_the_pages_are_what_the_results_say(page: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(page, tmp_path))
     assert rewrite(newest(), [copy]) == [], "run `python -m bench --pages-only`"
+
+
+def test_every_attacker_has_its_figures() -> None:
+    shown = {figure.key for figure in HARDENED.figures}
+    assert {f"{what}_{name}" for name in ATTACKS for what in ("p99_ratio", "failed")} <= shown
+
+
+def test_the_summary_has_a_column_for_each_machine_and_says_where_a_target_was_missed() -> None:
+    other = replace(GOOD, hardware="another, AMX", figures={"hit_shm_ms": 2.5, "inline_gbps": 1.0})
+    lines = summary([GOOD, other]).splitlines()
+    assert lines[0] == "|  | another, AMX | a machine | target | command |"
+    assert any("| 2.50 ms, **missed** | 1.25 ms | ≤ 2 |" in line for line in lines)
+    assert any("| 1 GB/s |  | ≥ 0.9 |" in line for line in lines)
+
+
+def test_what_there_was_no_time_for_stands_above_the_table() -> None:
+    assert "left out, no time: case 720p" in caption(replace(GOOD, figures={"left_out": ["case 720p"]}))
 
 
 def test_markdown_tables_have_a_head() -> None:

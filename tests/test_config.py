@@ -47,10 +47,30 @@ def test_the_attention_backends_that_can_be_named_are_those_there_are() -> None:
     assert get_args(get_type_hints(Config)["attention"]) == ("auto", *BACKENDS)
 
 
-def test_a_password_in_the_url_of_the_index_is_not_for_messages() -> None:
-    config = Config(model=Path("a"), index="rediss://user:p@ss@host:6379/0")
-    assert config.index_for_people == "rediss://***@host:6379/0"
-    assert Config(model=Path("a"), index="redis://host:6379").index_for_people == "redis://host:6379"
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:6379", "redis://host:6379"),
+        ("rediss://user:p@ss@host:6379/0", "rediss://***@host:6379/0"),
+        ("redis://host?password=p@ss", "redis://***"),
+        ("redis://host?password=pass&db=1", "redis://host?password=***&db=1"),
+        ("redis://host?cluster=true&p%61ssword=pass", "redis://host?cluster=true&p%61ssword=***"),
+        ("rediss://host?ssl_password=pass", "rediss://host?ssl_password=***"),
+        ("redis://u:pass@host?PASSWORD=pass", "redis://***@host?PASSWORD=***"),
+    ],
+)
+def test_a_password_in_the_url_of_the_index_is_not_for_messages(url: str, shown: str) -> None:
+    assert Config(model=Path("a"), index=url).index_for_people == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:p?pass@host", "redis:/:pass@host", "http://u:pass@host", "host?password=pass", "u:pass@host"],
+)
+def test_a_password_in_what_is_no_index_is_not_told_either(url: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Config(model=Path("a"), index=url)
+    assert "pass" not in str(refusal.value)
 
 
 def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:

@@ -13,6 +13,7 @@ from encoder_service.index.breaker import LAST_PROBE_S, Breaker
 from encoder_service.index.leases import Leases
 from encoder_service.index.link import Target
 from encoder_service.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
+from encoder_service.index.schema import Roll
 from tests.index_replicas import GRID, new_addresses
 from tests.waiting import soon
 
@@ -59,6 +60,27 @@ def test_a_breaker_that_opens_again_and_again_is_probed_as_seldom_as_one_that_st
     now += 60.0
     breaker.failed(now, refused=True)
     assert breaker.probe_delay_s() == delays[0]
+
+
+@pytest.mark.parametrize(
+    ("replica_id", "endpoint"),
+    [
+        ("b\nINFO all is well", "b:1"),
+        ("b\x1b[2K", "b:1"),
+        ("", "b:1"),
+        ("b" * 1000, "b:1"),
+        ("b", "b:1\n"),
+        ("b", "b\x1b:1"),
+        ("b", "b"),
+        ("b", "b:1/path"),
+        ("b", "é:1"),
+    ],
+)
+def test_a_replica_whose_names_are_none_is_not_on_the_roll(replica_id: str, endpoint: str) -> None:
+    record = f"9 1 m.p 0.5 {endpoint}"
+    entries = [b"a", b"9 1 m.p 0.5 a.example:50051", replica_id.encode(), record.encode()]
+    (peer,) = Roll.parse(1, entries).peers.values()
+    assert (peer.replica_id, peer.endpoint) == ("a", "a.example:50051")
 
 
 def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_for_ever() -> None:
@@ -112,7 +134,10 @@ def test_urls_of_a_server_and_of_a_cluster_are_told_apart() -> None:
         assert cluster.node_url("::1", 7) == "redis://:pw@[::1]:7"
 
 
-@pytest.mark.parametrize("url", ["", "redis", "http://redis:6379", "redis+sentinel://redis:1", "redis://"])
+@pytest.mark.parametrize(
+    "url", ["", "redis", "http://redis:6379", "redis+sentinel://:secret@redis:1", "redis://"]
+)
 def test_a_url_of_something_else_is_refused_at_once(url: str) -> None:
-    with pytest.raises(ConfigError, match="redis://"):
+    with pytest.raises(ConfigError, match="redis://") as refusal:
         Target(url)
+    assert "secret" not in str(refusal.value)

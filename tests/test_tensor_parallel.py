@@ -1,6 +1,7 @@
 """Rows on every rank: two real processes on gloo, one Fetch, handles through the broadcast."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from bench.images import photo
 from encoder_contract.errors import EncoderError
+from encoder_service import operator_client
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
@@ -73,9 +75,26 @@ def with_a_stale_handle(rank: int, endpoint: str) -> Report:
     def stale(outcomes: list[FetchedRows]) -> Report:
         assert outcomes[1].handle
         gone = replace(outcomes[1].handle, generation=outcomes[1].handle.generation + 1)
-        return entered([outcomes[0], replace(outcomes[1], handle=gone), outcomes[2]])
+        return entered([outcomes[0], replace(outcomes[1], handle=gone, shared=None), outcomes[2]])
 
     return entered(None) if rank else fetched(endpoint, stale, shm=True)
+
+
+def lost_in_the_block(rank: int, endpoint: str) -> Report:
+    """The call that holds the rows ends while the ranks read, and the server gives their place to others."""
+    if rank:
+        with rows_on_every_rank(None) as rows:
+            dist.barrier()
+            return {"read": len(rows)}
+    with BlockingClient.connect(endpoint) as client:
+        fetch = client.fetch([RowRequest(image.digest) for image in client.submit(IMAGES)])
+        with rows_on_every_rank(list(fetch)) as rows:
+            fetch.close()
+            while " 0 pins" not in operator_client.run("stats", endpoint):
+                time.sleep(0.05)
+            operator_client.run("flush", endpoint)
+            dist.barrier()
+            return {"read": len(rows)}
 
 
 def failing_in_the_block_on_rank_1(rank: int, endpoint: str) -> Report:
@@ -127,6 +146,7 @@ def every_case(rank: int, endpoint: str) -> Report:
         from_bytes,
         with_a_failed_image,
         with_a_stale_handle,
+        lost_in_the_block,
         failing_in_the_block_on_rank_1,
     ):
         try:
@@ -158,6 +178,10 @@ def test_an_image_that_failed_raises_its_error_on_every_rank(reports: dict[str, 
 
 def test_a_stale_handle_raises_on_every_rank(reports: dict[str, list[Report]]) -> None:
     assert [report["error"] for report in reports["with_a_stale_handle"]] == ["StaleHandleError"] * RANKS
+
+
+def test_rows_that_are_lost_in_the_block_raise_on_every_rank(reports: dict[str, list[Report]]) -> None:
+    assert [report["error"] for report in reports["lost_in_the_block"]] == ["StaleHandleError"] * RANKS
 
 
 def test_a_rank_that_fails_in_the_block_ends_it_for_all(reports: dict[str, list[Report]]) -> None:

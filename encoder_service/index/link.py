@@ -17,7 +17,7 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 
-from encoder_service.config import ConfigError
+from encoder_service.config import ConfigError, without_password
 
 # All that a call to Redis can end in, a reply that refuses included. EOFError: a reply cut short.
 FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, EOFError)
@@ -61,7 +61,9 @@ class Target:
         scheme, _, kind = parts.scheme.partition("+")
         query = dict(parse_qsl(parts.query))
         if scheme not in ("redis", "rediss") or kind not in ("", "cluster") or not parts.netloc:
-            raise ConfigError(f"{url}: an index is redis://, rediss:// or redis+cluster://host:port")
+            raise ConfigError(
+                f"{without_password(url)}: an index is redis://, rediss:// or redis+cluster://host:port"
+            )
         self.is_cluster = kind == "cluster" or query.pop("cluster", "false") == "true"
         credentials, at, hosts = parts.netloc.rpartition("@")
         path, options = parts.path, urlencode(query)

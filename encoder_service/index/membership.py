@@ -49,7 +49,7 @@ class Membership:
             self._ttl_ms,
         )
         if reply[0] == b"mismatch":
-            theirs = f"{reply[1].decode(errors='replace')} serves {reply[2].decode(errors='replace')}"
+            theirs = f"{schema.readable(reply[1])} serves {schema.readable(reply[2])}"
             raise ModelMismatchError(
                 f"the namespace of the index is taken by another model or processor: {theirs}, "
                 f"{ours.replica_id} serves {schema.fingerprint(ours)}"

@@ -1,5 +1,6 @@
 """The layout of the index in Redis: names of keys, and the records in them."""
 
+import re
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from encoder_contract.endpoint import Endpoint
 from encoder_contract.geometry import Grid
 from encoder_service.index.contract import Peer, Replica, Tier
 
@@ -91,6 +93,24 @@ def records(value: bytes | None) -> Iterator[Record]:
             yield Record(token, Tier(tier), Grid(1, h, w))
 
 
+# What a replica may be called: as in the log and on the status page, where it must not look like anything else.
+_NAME = re.compile(rb"[!-~]{1,128}")
+
+
+def readable(name: bytes) -> str:
+    """Return what a stranger wrote into Redis, for a message."""
+    return name.decode() if _NAME.fullmatch(name) else repr(name[:128])
+
+
+def _peer(replica_id: bytes, record: bytes) -> Peer:
+    """Read an entry of the roll. Raises `ValueError` for what is none."""
+    _, epoch, _, load, endpoint = record.decode("ascii").split(" ")
+    if not _NAME.fullmatch(replica_id) or not endpoint.isprintable():
+        raise ValueError("no name")
+    Endpoint.parse(endpoint)
+    return Peer(replica_id.decode(), int(epoch), endpoint, float(load))
+
+
 @dataclass(frozen=True, slots=True)
 class Roll:
     """The answer to a heartbeat: the other live replicas by token, and whether we were on the roll already."""
@@ -104,8 +124,7 @@ class Roll:
         peers: dict[bytes, Peer] = {}
         for replica_id, record in zip(entries[::2], entries[1::2], strict=False):
             try:
-                _, epoch, _, load, endpoint = record.decode().split(" ")
-                peer = Peer(replica_id.decode(), int(epoch), endpoint, float(load))
+                peer = _peer(replica_id, record)
             except ValueError:
                 continue
             peers[token(peer.replica_id, peer.epoch)] = peer

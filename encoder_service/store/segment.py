@@ -18,17 +18,18 @@ import logging
 import mmap
 import os
 import secrets
+import stat
 import threading
 import time
 from pathlib import Path
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
+from encoder_contract.segment_file import MAGIC
 from encoder_service.store.capacity import GIB, StoreSizeError, check_host
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "encoder-service-"
-_MAGIC = b"ENCROWS1"
 _HEADER_BYTES = 4096
 _PAGE_TABLE_BYTES = 4096
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -52,7 +53,7 @@ class Segment:
             self.close()
             raise
         self.segment_id = secrets.token_bytes(SEGMENT_ID_BYTES)
-        self._map[: SEGMENT_ID_BYTES + len(_MAGIC)] = self.segment_id + _MAGIC
+        self._map[: SEGMENT_ID_BYTES + len(MAGIC)] = self.segment_id + MAGIC
         self.view = memoryview(self._map)
         self.generations = self.view[_HEADER_BYTES:][: pages * GENERATION_BYTES].cast("Q")
         self._closed = threading.Event()
@@ -119,13 +120,15 @@ def _sweep(folder: Path) -> None:
     """Unlink the segments in `folder` whose owners are dead, so that a crash costs no memory for long."""
     for path in folder.glob(f"{_PREFIX}*.rows"):
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # Anyone may have put anything here: a FIFO would keep who opens it until someone writes.
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue  # another user's, or gone already
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            log.warning("store: removed %s, which a dead process left behind", path)
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+                log.warning("store: removed %s, which a dead process left behind", path)
         except OSError:
             pass  # its owner lives
         finally:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, ModelMismatchError
 from prefill_client.client import EncoderClient
-from prefill_client.images import Image, RowRequest, Submitted, element_type, read_images
+from prefill_client.elements import element_type
+from prefill_client.images import FetchedRows, Image, RowRequest, Submitted, read_images
 from prefill_client.layout import Layout, lay_out
 from prefill_client.plan import Chunk, plan
-from prefill_client.reference.engine import Choose, Engine, Prompt, greedy
+from prefill_client.reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_client.reference.prefix import PrefixCache
 from prefill_client.session import PrefetchSession, ReadyChunk, of_image
 from prefill_client.trace import Trace
@@ -124,7 +125,10 @@ class Chat:
         ) as session:
             async for ready in session:
                 ready_s = time.monotonic()
-                run, logits = await self._on_model(self._run, prompt, ready)
+                embed = partial(self._embed, prompt, ready.chunk)
+                run, logits = await self._on_model(
+                    self._run, prompt, ready, await ready.read(embed, self._model_thread)
+                )
                 lane = f"chunk {run.chunk.index}"
                 trace.add(lane, "wait", ready_s - run.waited_ms / 1000, ready_s)
                 trace.add(lane, "prefill", run.began_s, run.began_s + run.prefill_ms / 1000)
@@ -176,9 +180,12 @@ class Chat:
     async def _on_model(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._model_thread, function, *arguments)
 
-    def _run(self, prompt: Prompt, ready: ReadyChunk) -> tuple[ChunkRun, Tensor]:
+    def _embed(self, prompt: Prompt, chunk: Chunk, rows: Sequence[FetchedRows]) -> Embedded:
+        return self._engine.embed(prompt, chunk, [each.tensor() for each in rows])
+
+    def _run(self, prompt: Prompt, ready: ReadyChunk, embedded: Embedded) -> tuple[ChunkRun, Tensor]:
         began_s = time.monotonic()
-        logits = self._engine.prefill(prompt, ready.chunk, [rows.tensor() for rows in ready.rows])
+        logits = self._engine.run(prompt, ready.chunk, embedded)
         run = ChunkRun(
             chunk=ready.chunk,
             sources=tuple(rows.source for rows in ready.rows),

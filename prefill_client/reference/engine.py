@@ -47,6 +47,14 @@ class Prompt:
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
 
 
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """A chunk as the model takes it, in memory of its own: its embeddings [1, tokens, hidden], and DeepStack levels."""
+
+    embeddings: Tensor
+    levels: Levels | None
+
+
 class Engine:
     """Runs prompts through a language model chunk by chunk. Its methods block: not for the event loop."""
 
@@ -72,17 +80,26 @@ class Engine:
             done=prefix.tokens if prefix else 0,
         )
 
-    @torch.inference_mode()
     def prefill(self, prompt: Prompt, chunk: Chunk, rows: Sequence[Tensor]) -> Tensor:
         """Run one chunk, which begins where the last one ended; return its last token's logits [vocab].
 
-        `rows` holds [window.rows, width] for each window of the chunk, in order.
+        `rows` holds [window.rows, width] for each window of the chunk, in order. Those that lie in memory of others may
+        change while the chunk runs: `embed` copies them, so that they can be checked before `run`.
         """
-        assert chunk.begin == prompt.done, "chunks are run in order"
+        return self.run(prompt, chunk, self.embed(prompt, chunk, rows))
+
+    @torch.inference_mode()
+    def embed(self, prompt: Prompt, chunk: Chunk, rows: Sequence[Tensor]) -> Embedded:
+        """Return what goes into the model for a chunk: its text and, copied, its rows. The prompt stays as it is."""
         embeddings = self.language_model.embed(prompt.token_ids[:, chunk.begin : chunk.end])
-        levels = self._put_in(embeddings, chunk, rows) if chunk.windows else None
+        return Embedded(embeddings, self._put_in(embeddings, chunk, rows) if chunk.windows else None)
+
+    @torch.inference_mode()
+    def run(self, prompt: Prompt, chunk: Chunk, embedded: Embedded) -> Tensor:
+        """Run an embedded chunk, which begins where the last one ended; return its last token's logits [vocab]."""
+        assert chunk.begin == prompt.done, "chunks are run in order"
         positions = prompt.positions[:, :, chunk.begin : chunk.end]
-        logits = self.language_model.forward(embeddings, positions, prompt.cache, levels)
+        logits = self.language_model.forward(embedded.embeddings, positions, prompt.cache, embedded.levels)
         prompt.done = chunk.end
         return logits
 

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from encoder_contract.errors import UnavailableError
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.images import FetchedRows, element_type, tensor_view
+from prefill_client.elements import element_type, tensor_view
+from prefill_client.images import FetchedRows
 from prefill_client.row_stream import from_message
 from prefill_client.segment import SharedRows
 
@@ -29,25 +30,31 @@ def rows_on_every_rank(
     Every rank enters, rank 0 with `outcomes`, the others with None. Rank 0 keeps the Fetch that they came from open
     meanwhile: that holds the rows for all ranks. Handles name rows of this host and take a few hundred bytes an image;
     rows that came inline are broadcast themselves. All ranks leave together: what fails at one, in the block too,
-    raises at all. An image that failed raises its error; rows that a rank cannot map raise `StaleHandleError`
-    there and `UnavailableError` elsewhere.
+    raises at all. An image that failed raises its error; rows that a rank cannot map, or that turn out on leaving to
+    have been lost meanwhile, raise `StaleHandleError` there and `UnavailableError` elsewhere: what was computed from
+    them is void, and rank 0 fetches them again (`FetchedRows.again`).
     """
     messages = _parse(_broadcast(pack(outcomes) if outcomes is not None else None, group))
     for message in messages:
         if message.HasField("error"):
             raise from_message(message.error)
     sources = outcomes if outcomes is not None else [None] * len(messages)
-    with _together(group):
-        mapped = [SharedRows(_handle(m), m.ready.width, m.ready.dtype) for m in messages if _has_handle(m)]
-    views = iter(mapped)
-    rows = [
-        next(views).tensor(gather=True) if _has_handle(message) else _rows(message, source, group)
-        for message, source in zip(messages, sources, strict=True)
-    ]
-    with _together(group):
-        yield rows
-        for view in mapped:
-            view.check()
+    with ExitStack() as reading:
+        with _together(group):
+            shared = iter(
+                [
+                    _lent(m, source, reading)
+                    for m, source in zip(messages, sources, strict=True)
+                    if _has_handle(m)
+                ]
+            )
+        rows = [
+            next(shared) if _has_handle(message) else _rows(message, source, group)
+            for message, source in zip(messages, sources, strict=True)
+        ]
+        with _together(group):
+            yield rows
+            reading.close()  # together: whoever finds other rows than it was given tells all
 
 
 def pack(outcomes: Sequence[FetchedRows]) -> bytes:
@@ -62,8 +69,8 @@ def pack(outcomes: Sequence[FetchedRows]) -> bytes:
         else:
             ready = pb.ImageReady(
                 index=outcome.index,
-                row_end=outcome.array.shape[0],
-                width=outcome.array.shape[1],
+                row_end=outcome.shape[0],
+                width=outcome.shape[1],
                 dtype=outcome.dtype,
                 handle=outcome.handle.to_message() if outcome.handle else None,
             )
@@ -86,8 +93,14 @@ def _has_handle(message: pb.FetchResponse) -> bool:
     return message.ready.HasField("handle")
 
 
-def _handle(message: pb.FetchResponse) -> Handle:
-    return Handle.from_message(message.ready.handle)
+def _lent(message: pb.FetchResponse, source: FetchedRows | None, reading: ExitStack) -> Tensor:
+    """Return shared rows in place; `reading` checks them when it is closed."""
+    ready = message.ready
+    if source is None or source.shared is None:
+        shared = SharedRows(Handle.from_message(ready.handle), ready.width, ready.dtype)
+    else:
+        shared = source.shared  # which knows of the call that holds the rows
+    return tensor_view(reading.enter_context(shared.reading()), ready.dtype)
 
 
 def _broadcast(content: bytes | None, group: dist.ProcessGroup | None) -> bytes:

@@ -1,6 +1,7 @@
 """Endpoint: where a server listens or is found, `host:port`, `[ipv6]:port` or `unix:/path`."""
 
 import re
+from ipaddress import ip_address
 from typing import NamedTuple, Self
 
 MAX_PORT = 65535
@@ -28,3 +29,12 @@ class Endpoint(NamedTuple):
                 f"{text or 'nothing'} must be host:port, [ipv6]:port or unix:/path, port 0 to {MAX_PORT}"
             )
         return cls(found[1] or found[2], int(found[3]), "")
+
+
+def is_local(text: str) -> bool:
+    """Whether who connects here, through no proxy, is connected to this host, whatever a name server says."""
+    try:
+        endpoint = Endpoint.parse(text)
+        return endpoint.path != "" or endpoint.host == "localhost" or ip_address(endpoint.host).is_loopback
+    except ValueError:  # no endpoint, or a name
+        return False

@@ -3,7 +3,8 @@
 A segment is a file: its first 16 bytes are its random id; somewhere behind them lies a table of generations
 (uint64, little-endian), then the pages of rows. A generation is written when an entry is complete and zeroed
 before its pages are given to another, so a reader that finds the handle's generation **before and after** it
-used the bytes has used the right bytes. What keeps them in place is the Fetch stream that sent the handle.
+used the bytes has used the right bytes. What keeps them in place is the Fetch stream that sent the handle, and a
+stream may end unnoticed: both are checked.
 """
 
 from dataclasses import dataclass

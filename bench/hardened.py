@@ -1,0 +1,256 @@
+"""What a well-behaved client feels while others attack: its slowest calls beside each attacker, over those with none.
+
+A real server process with small bounds, so that an attacker reaches them soon; the victim asks for its description and
+health, submits two photos of which one is new, and fetches their rows, again and again. Rounds without an attacker
+alternate with rounds beside one, each attacker on a server of its own. Each request counts as a whole; one that fails,
+or takes longer than its patience, counts as failed and as slow as that. Beside the last attacker the server is also
+told to stop: the victim's own watcher must hear of it, and the server must end.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import numpy as np
+import transformers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.attackers import ATTACKS, Target, attacking
+from bench.checkpoints import write_checkpoint
+from bench.images import photo
+from bench.server_process import HALF_THE_CORES, ServerProcess
+from bench.tables import table
+from bench.traffic import marked
+from encoder_contract.digest import content_digest
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+
+BUDGET_S = 210.0
+WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
+PATIENCE_S = 5.0  # of a request of the victim's; many times what one takes
+DRAIN_S, HEARD_S = 3, 10.0
+SETTINGS: dict[str, object] = {
+    "store_host_gib": 0.05,
+    "store_prefault": "no",
+    "source_gib": 0.1,
+    "max_queued_gib": 0.0625,
+    "max_queued_images": 256,
+    "torch_threads": HALF_THE_CORES,
+    "drain_s": DRAIN_S,
+    "log_level": "error",
+}
+# Images of a quarter of a megapixel cost the tiny tower some milliseconds, whatever size a file claims.
+PREPROCESSOR = {"size": {"shortest_edge": 65536, "longest_edge": 262144}}
+
+
+@dataclass
+class Felt:
+    """What became of requests: seconds of each, and how those that failed did."""
+
+    seconds: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, other: "Felt") -> None:
+        """Count another round."""
+        self.seconds += other.seconds
+        self.failed += other.failed
+
+    @property
+    def p99_ms(self) -> float:
+        """The 99th percentile, milliseconds."""
+        return float(np.percentile(self.seconds, 99)) * 1e3
+
+
+class Victim:
+    """A client that does nothing unusual."""
+
+    def __init__(self, client: EncoderClient, channel: grpc.aio.Channel, health_url: str) -> None:
+        self._client = client
+        self._service = EncoderServiceStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._health_url = health_url
+        self._photo = photo(320, 240, 1)
+        self._known = photo(320, 240, 2)
+        self._numbers = itertools.count()
+
+    async def until(self, deadline: float) -> Felt:
+        """Make requests one after the other until then."""
+        felt = Felt()
+        while time.monotonic() < deadline:
+            felt.add(await self.request())
+        return felt
+
+    async def request(self) -> Felt:
+        """Make one request."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self._ask()
+        except TimeoutError:
+            return Felt([PATIENCE_S], ["it took too long"])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the request failed
+            return Felt(
+                [max(PATIENCE_S, time.monotonic() - began)], [f"{type(error).__name__}: {error}"[:200]]
+            )
+        return Felt([time.monotonic() - began])
+
+    async def _ask(self) -> None:
+        await self._service.Describe(pb.DescribeRequest())
+        await self._health.Check(health_pb2.HealthCheckRequest())
+        await asyncio.to_thread(lambda: urllib.request.urlopen(self._health_url, timeout=PATIENCE_S).read())
+        photos = [self._known, marked(self._photo, next(self._numbers))]
+        for submitted in await self._client.submit(photos, timeout_s=PATIENCE_S):
+            if submitted.error is not None:
+                raise submitted.error
+        requests = [RowRequest(content_digest(file)) for file in photos]
+        async with self._client.fetch(requests, timeout_s=PATIENCE_S) as stream:
+            async for rows in stream:
+                if rows.error is not None:
+                    raise rows.error
+
+    async def hear_of_the_end(self) -> None:
+        """Watch the server's health until it serves no more."""
+        with suppress(grpc.aio.AioRpcError):
+            async for answer in self._health.Watch(health_pb2.HealthCheckRequest()):
+                if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    return
+        raise AssertionError("its watch ended without a word")
+
+
+@dataclass
+class Beside:
+    """What a victim felt of one server: with nobody else there, then beside an attacker."""
+
+    calm: Felt
+    attacked: Felt
+
+
+async def beside(name: str, model: Path) -> Beside:
+    """Run a server, a victim, and after a while an attacker."""
+    server = ServerProcess(model, **SETTINGS)
+    try:
+        await asyncio.to_thread(server.wait_until_it_listens)
+        target = Target(server.endpoint, server.metrics_url.removeprefix("http://").partition("/")[0])
+        async with (
+            await EncoderClient.connect(server.endpoint) as client,
+            grpc.aio.insecure_channel(server.endpoint) as channel,
+        ):
+            victim = Victim(client, channel, f"http://{target.http}/healthz")
+            with attacking(name, target) as go:
+                await victim.until(time.monotonic() + WARM_S)
+                calm = await victim.until(time.monotonic() + CALM_S)
+                go()
+                attacked = await victim.until(time.monotonic() + ATTACK_S)
+                if name == "watchers":
+                    attacked.failed += await end_of(server, victim)
+            return Beside(calm, attacked)
+    finally:
+        server.kill()
+
+
+async def end_of(server: ServerProcess, victim: Victim) -> list[str]:
+    """Tell the server to stop; return what its victim and its operator have to complain of."""
+    hearing = asyncio.create_task(victim.hear_of_the_end())
+    await asyncio.sleep(0.5)  # until it watches
+    server.process.terminate()
+    complaints = []
+    try:
+        async with asyncio.timeout(HEARD_S):
+            await hearing
+    except (TimeoutError, AssertionError) as error:
+        complaints.append(f"its watcher was not told that the server stops ({type(error).__name__})")
+    try:
+        await asyncio.to_thread(server.process.wait, DRAIN_S + HEARD_S)
+    except subprocess.TimeoutExpired:
+        complaints.append("the drain did not end")
+    return complaints
+
+
+async def measure(names: Sequence[str], budget_s: float) -> tuple[dict[str, Beside], list[str]]:
+    """Go through attacks while there is time; return what was felt beside each, and those left out."""
+    found: dict[str, Beside] = {}
+    until, slowest_s = time.monotonic() + budget_s, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
+        for name in names:
+            if time.monotonic() + slowest_s > until:
+                break
+            began = time.monotonic()
+            found[name] = await beside(name, model)
+            slowest_s = max(slowest_s, time.monotonic() - began)
+            says = f"{len(found[name].attacked.failed)} of {len(found[name].attacked.seconds)} failed"
+            print(f"{name}: {time.monotonic() - began:.0f} s, {says}", flush=True)
+    return found, [name for name in names if name not in found]
+
+
+def report(found: dict[str, Beside], left_out: Sequence[str]) -> dict[str, Any]:
+    """Print the table; return the figures."""
+    calm = Felt()
+    for each in found.values():
+        calm.add(each.calm)
+    rows: list[list[str | float]] = [_row("no attacker", calm, calm)]
+    rows += [_row(name, each.attacked, calm) for name, each in found.items()]
+    rows += [[name, "left out: no time", "", "", "", ""] for name in left_out]
+    heads = ["attack", "requests", "failed", "p50 ms", "p99 ms", "p99 / calm"]
+    shown = table("One well-behaved client beside each attacker", heads, rows)
+    for name, each in found.items():
+        for complaint, times in Counter(each.attacked.failed).most_common(3):
+            print(f"{name}: {times} times: {complaint}")
+    ratios = {name: each.attacked.p99_ms / calm.p99_ms for name, each in found.items()}
+    return {
+        "victim_p99_ratio": max(ratios.values()),
+        "victim_failed": sum(len(each.attacked.failed) for each in found.values()),
+        "calm_failed": len(calm.failed),
+        "calm_p99_ms": calm.p99_ms,
+        "attacks": len(found),
+        "left_out": list(left_out),
+        **{f"p99_ratio_{name}": ratio for name, ratio in ratios.items()},
+        **{f"failed_{name}": len(each.attacked.failed) for name, each in found.items()},
+        "tables": [shown],
+    }
+
+
+def _row(name: str, felt: Felt, calm: Felt) -> list[str | float]:
+    p50_ms = median(felt.seconds) * 1e3
+    return [
+        name,
+        str(len(felt.seconds)),
+        str(len(felt.failed)),
+        p50_ms,
+        felt.p99_ms,
+        felt.p99_ms / calm.p99_ms,
+    ]
+
+
+def main() -> None:
+    """Measure, print the table, and as the last line one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
+    parser.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, help="for all attacks (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    given = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    figures = report(*asyncio.run(measure(given.attacks, given.budget_s)))
+    if given.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A gRPC caller that speaks HTTP/2 by hand: partial messages, closed windows, what no gRPC library would send."""
+
+import asyncio
+import struct
+from contextlib import suppress
+from typing import Self
+
+import h2.config
+import h2.connection
+import h2.events
+import h2.settings
+
+
+class RawConnection:
+    """One HTTP/2 connection. Answers to the server's settings and pings go out; windows are opened only on `open`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, window: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        self._h2.local_settings = h2.settings.Settings(
+            client=True, initial_values={h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
+        )
+        self._h2.initiate_connection()
+        self.trailers: dict[int, dict[str, str]] = {}
+        self.reset: set[int] = set()
+        self.closed = asyncio.Event()
+        self._moved = asyncio.Event()
+
+    @classmethod
+    async def open(cls, endpoint: str, window: int = 65535) -> Self:
+        """Connect; `window` is what the server may send on each stream before it is told of more room."""
+        host, _, port = endpoint.rpartition(":")
+        connection = cls(*await asyncio.open_connection(host, int(port)), window)
+        connection._flush()
+        connection._task = asyncio.create_task(connection._listen())
+        return connection
+
+    async def call(
+        self, path: str, message: bytes | None = None, *, headers: tuple[tuple[str, str], ...] = ()
+    ) -> int:
+        """Begin a call, with a whole message if one is given, and return its stream."""
+        stream = self._h2.get_next_available_stream_id()
+        pairs = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "localhost"),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+            *headers,
+        ]
+        self._h2.send_headers(stream, pairs)
+        if message is not None:
+            await self.send(stream, framed(message), end=True)
+        self._flush()
+        await self._writer.drain()
+        return stream
+
+    async def send(self, stream: int, data: bytes, *, end: bool = False) -> int:
+        """Send bytes as far as the server's windows allow within a second; return how many went out."""
+        sent = 0
+        while sent < len(data) or (end and not data):
+            room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
+            if room <= 0:
+                self._moved.clear()
+                try:
+                    await asyncio.wait_for(self._moved.wait(), 1)
+                except TimeoutError:
+                    return sent
+                continue
+            part = data[sent : sent + room]
+            sent += len(part)
+            self._h2.send_data(stream, part, end_stream=end and sent == len(data))
+            self._flush()
+            await self._writer.drain()
+        return sent
+
+    def reset_stream(self, stream: int) -> None:
+        """Cancel a call."""
+        self._h2.reset_stream(stream, 8)
+        self._flush()
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._task.cancel()
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _listen(self) -> None:
+        with suppress(OSError):
+            while data := await self._reader.read(1 << 16):
+                for event in self._h2.receive_data(data):
+                    self._note(event)
+                self._flush()
+                self._moved.set()
+        self.closed.set()
+
+    def _note(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
+            self.trailers.setdefault(event.stream_id, {}).update(dict(event.headers))  # type: ignore[arg-type]
+        elif isinstance(event, h2.events.StreamReset):
+            self.reset.add(event.stream_id)
+
+    def _flush(self) -> None:
+        self._writer.write(self._h2.data_to_send())
+
+
+def framed(message: bytes, *, compressed: bool = False) -> bytes:
+    """Return the message with gRPC's five bytes before it."""
+    return struct.pack(">BI", compressed, len(message)) + message

@@ -1,0 +1,80 @@
+"""Who opens which file that others named: the client a segment of its own user, the server what a dead one left."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from encoder_contract.errors import InternalError
+from encoder_contract.segment_file import open_segment, segment_proof
+from encoder_service.store import Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=str(tmp_path))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def files(tmp_path, store):
+    """Files that a server might name, by what is wrong with them."""
+    segment = store.segment.path
+    named = {what: tmp_path / what for what in ("fifo", "link", "other", "folder", "gone")}
+    os.mkfifo(named["fifo"])
+    named["link"].symlink_to(segment)
+    named["other"].write_bytes(b"-----BEGIN PRIVATE KEY-----")
+    named["folder"].mkdir()
+    return {what: str(path) for what, path in named.items()}
+
+
+@pytest.mark.parametrize("what", ["fifo", "link", "other", "folder", "gone"])
+def test_only_a_segment_is_opened_and_nobody_waits_for_it(files, what):
+    assert segment_proof("127.0.0.1:1", files[what]) == b""
+    with pytest.raises((OSError, InternalError)):
+        open_segment(files[what])
+
+
+def test_the_segment_of_another_user_is_none(store, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InternalError, match="no segment of this user"):
+        open_segment(str(store.segment.path))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "told"),
+    [
+        ("127.0.0.1:50051", True),
+        ("127.8.0.1:50051", True),
+        ("[::1]:50051", True),
+        ("localhost:50051", True),
+        ("unix:/run/encoder.sock", True),
+        ("10.0.0.7:50051", False),
+        ("[fe80::1]:50051", False),
+        ("encoder:50051", False),
+        ("localhost.example.com:50051", False),
+        ("dns:///localhost:50051", False),
+        ("127.0.0.1.example.com:50051", False),
+    ],
+)
+def test_only_a_server_of_this_host_is_told_what_a_file_holds(store, endpoint, told):
+    assert segment_proof(endpoint, str(store.segment.path)) == (store.segment.segment_id if told else b"")
+
+
+def test_a_start_removes_dead_segments_past_whatever_else_lies_in_the_folder(tmp_path):
+    dead = tmp_path / "encoder-service-1-aa.rows"
+    dead.write_bytes(b"left behind")
+    fifo, folder = tmp_path / "encoder-service-1-bb.rows", tmp_path / "encoder-service-1-cc.rows"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    script = (
+        "import sys, torch; from encoder_service.store import Store; "
+        "Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=sys.argv[1]).close()"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
+    assert not dead.exists()
+    assert fifo.exists()
+    assert folder.exists()

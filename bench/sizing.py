@@ -12,6 +12,8 @@ from pathlib import Path
 
 from bench.checkpoints import vision_config
 from encoder_contract.geometry import Geometry, Grid
+from encoder_service.config import Config
+from encoder_service.decode import BATCHED_BYTES_PER_PIXEL, PILLOW_BYTES_PER_PIXEL
 from encoder_service.processor import ProcessorSettings
 from encoder_service.vision import TowerSpec, family_of, flops, read_spec
 
@@ -82,6 +84,14 @@ def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_bi
     print("both at the same utilisation, prompts of images only (text and cache hits lower it):")
     for c in costs:
         print(f"{c.size:>6} {c.tflop / prefill_tflop(c.tokens, llm_billions):>7.2f}")
+    decoding_gib = decoding_bytes(Config.decode_pixels, Config.max_image_pixels) / GIB
+    print(f"\ndecoding, as the server is set unless told otherwise: at most {decoding_gib:.1f} GiB")
+
+
+def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:
+    """Return the most memory that sources take while they are decoded and resized, one by one and in a batch."""
+    largest = max(decode_pixels, max_image_pixels)
+    return PILLOW_BYTES_PER_PIXEL * largest + BATCHED_BYTES_PER_PIXEL * decode_pixels
 
 
 def prefill_tflop(tokens: int, billions: float) -> float:

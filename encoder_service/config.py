@@ -58,7 +58,13 @@ class Config(Settings):
     decoder: Literal["auto", "dali", "pillow"] = knob(
         "auto", help="image decoder; auto takes DALI where installed"
     )
-    decode_threads: int = knob(2, help="threads that decode and preprocess (DALI's own pool has as many)")
+    decode_threads: int = knob(
+        2, help="threads that decode and preprocess images one by one (DALI's own pool has as many)"
+    )
+    decode_pixels: int = knob(
+        50_000_000,
+        help="source pixels decoded at a time, once in a batch and once one by one; a larger image goes alone",
+    )
     torch_threads: int = knob(0, help="threads of a matrix product on the CPU; 0 leaves torch's choice")
     batch_patches: int = knob(
         16384, help="patches in one batch of the vision tower; a larger image runs alone"
@@ -118,6 +124,7 @@ class Config(Settings):
         self._require_positive(
             "index_timeout_ms",
             "decode_threads",
+            "decode_pixels",
             "batch_patches",
             "max_image_bytes",
             "max_image_pixels",

@@ -1,7 +1,8 @@
 """Decoding: image files to upright RGB pixels, with NVIDIA DALI on the CPU or the GPU, and with Pillow.
 
 DALI takes the JPEGs, a batch at a time. Pillow takes the other formats, where DALI would drop transparency and
-has no GPU path, and every JPEG that DALI refuses; without DALI it takes all. One bad image fails alone.
+has no GPU path, and every JPEG that DALI refuses, one image at a time; without DALI it takes all. One bad image
+fails alone.
 """
 
 import io
@@ -10,13 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
 import PIL
 import torch
 import torch.utils.dlpack
+from numpy.typing import NDArray
 from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -26,9 +27,10 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, InvalidImageError
-from encoder_contract.header import Header, check_limits, read_header
+from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
+from encoder_contract.header import Header, check_limits, png_chunks, read_header
 from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
+from encoder_service.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +46,36 @@ _READERS: dict[str, type[ImageFile]] = {
 _END_OF_JPEG = b"\xff\xd9"
 # Some writers pad a JPEG with a few bytes behind its end.
 _JPEG_PADDING_BYTES = 64
+# Batches on the CPU hold no image that takes a core much longer than a fifth of a second, or its neighbours wait.
+_MAX_BATCHED_PIXELS = 16_777_216
+
+# The most memory that a source's pixel takes until it is resized, bytes (tests/test_decode_memory.py): 3 are the
+# result's; Pillow keeps 4, for a WebP 12 or more, and a progressive JPEG has 2 a channel of coefficients.
+PILLOW_BYTES_PER_PIXEL, BATCHED_BYTES_PER_PIXEL = 20, 12
+
+# Pillow's picture is converted in bands of so many pixels, so that the steps between exist for a band only.
+_BAND_PIXELS = 1 << 18
+# Chunks of a PNG that decide its pixels. Pillow would inflate profiles and texts as well, and as often as they come.
+_PNG_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT")
+# What makes Pillow parse a JPEG's metadata, in Python, and what is put in its place.
+_JPEG_METADATA = ((b"Exif\0\0", b"Past\0\0"), (b"Photoshop 3.0\0", b"Past here    \0"))
+# Memory is short for as long as others' images are decoded.
+_SHORT_RETRY_MS = 500
 
 
 class Decoder:
     """Decodes images into pixels on one device. Safe to call from several threads; DALI serves one at a time.
 
-    `device` is "cpu", "gpu" (the current CUDA device) or "gpu:N": nvJPEG, through DALI. `threads` bounds the
-    decoding threads. `backend` "auto" takes DALI where it is installed; naming one that is not there is a
-    `ValueError`, and so is a GPU that is not there.
-    `max_image_pixels` bounds the memory of one image (3 bytes a pixel, a few times that while Pillow works).
-    `name` says what was chosen.
+    `device` is "cpu", "gpu" (the current CUDA device) or "gpu:N": nvJPEG, through DALI. `threads` bounds DALI's
+    threads; Pillow decodes in the caller's. `backend` "auto" takes DALI where it is installed; naming one that is not
+    there is a `ValueError`, and so is a GPU that is not there. `name` says what was chosen.
+
+    `decode` does it all; those who must not wait for the slowest of several call `decode_batch` for what `batches`
+    and `decode_one` for the rest. `max_image_pixels` holds for `decode`: sources have been checked.
+
+    Pixels are uint8 [H, W, 3] RGB on the decoder's device, upright (EXIF applied), transparency laid over white, the
+    first frame of an animation; their memory lives as long as they do. On CUDA they are written by the caller's
+    current stream.
     """
 
     def __init__(
@@ -80,74 +102,116 @@ class Decoder:
             except ImportError as error:
                 if backend == "dali":
                     raise ValueError(f"the DALI decoder is not installed: {error}") from error
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         pillow = f"Pillow {PIL.__version__}"
         self.name = f"{self._jpegs.name}, {pillow}" if self._jpegs else pillow
 
     def decode(self, images: Sequence[bytes]) -> list[Tensor | EncoderError]:
-        """Return, in order, the pixels of each image or the error of that image alone.
+        """Return, in order, the pixels of each file or the error of that file alone."""
+        sources = [self._source(image) for image in images]
+        chosen = [source for source in sources if isinstance(source, Source) and self.batches(source)]
+        batched = iter(self.decode_batch(chosen))
+        outcomes: list[Tensor | EncoderError] = []
+        for source in sources:
+            if isinstance(source, EncoderError):
+                outcomes.append(source)
+            else:
+                found = next(batched) if self.batches(source) else None
+                outcomes.append(self.decode_one(source) if found is None else found)
+        return outcomes
 
-        Pixels are uint8 [H, W, 3] RGB on the decoder's device, upright (EXIF applied), transparency laid over
-        white, the first frame of an animation; their memory lives as long as they do.
+    def batches(self, source: Source) -> bool:
+        """Whether `decode_batch` may read it: a whole JPEG that is not CMYK, and on the CPU not a huge one.
+
+        Half an image must not get an embedding. libjpeg refuses a truncated file, a GPU decoder may fill it with
+        grey; so one that does not end as a JPEG does is left to Pillow.
         """
-        outcomes: list[Tensor | EncoderError | None] = [None] * len(images)
-        headers: dict[int, Header] = {}
-        for index, image in enumerate(images):
-            try:
-                headers[index] = self._header(image)
-            except InvalidImageError as error:
-                outcomes[index] = error
-        for index, pixels in self._by_dali(images, headers).items():
-            outcomes[index] = pixels
-        rest = [index for index in headers if outcomes[index] is None]
-        done = self._threads.map(lambda index: self._by_pillow(images[index], headers[index]), rest)
-        for index, outcome in zip(rest, done, strict=True):
-            outcomes[index] = outcome
-        return [outcome for outcome in outcomes if outcome is not None]
+        header = source.header
+        if self._jpegs is None or header.format != "JPEG" or header.channels == 4:
+            return False
+        small = self._torch_device.type != "cpu" or header.pixels <= _MAX_BATCHED_PIXELS
+        return small and _END_OF_JPEG in source.data[-_JPEG_PADDING_BYTES:]
 
-    def close(self) -> None:
-        """Stop the decoding threads."""
-        self._threads.shutdown()
-
-    def _header(self, image: bytes) -> Header:
-        header = read_header(image)
-        check_limits(header, len(image), max_image_bytes=sys.maxsize, max_image_pixels=self._max_image_pixels)
-        return header
-
-    def _by_dali(self, images: Sequence[bytes], headers: dict[int, Header]) -> dict[int, Tensor]:
-        """Return the pixels of the images that DALI reads, by index."""
-        if self._jpegs is None:
-            return {}
-        chosen = [index for index, header in headers.items() if _is_for_dali(images[index], header)]
-        found: dict[int, Tensor] = {}
+    def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
+        """Return the pixels of each, decoded by DALI; None for what is left to `decode_one`."""
+        found: list[Tensor | None] = [None] * len(sources)
         # A batch fails as a whole, so one that does is tried again image by image.
-        for batch in _batch_then_singles(chosen):
-            if found.keys() >= set(batch):
+        for batch in _batch_then_singles(len(sources)):
+            if self._jpegs is None or all(found[index] is not None for index in batch):
                 continue
             try:
-                stored = self._jpegs.decode([images[index] for index in batch])
+                stored = self._jpegs.decode([sources[index].data for index in batch])
             except RuntimeError as error:
                 log.debug("DALI refused a batch of %d: %s", len(batch), error)
                 continue
             for index, pixels in zip(batch, stored, strict=True):
-                header = headers[index]
+                header = sources[index].header
                 if pixels.shape == (header.height, header.width, 3):
                     found[index] = upright(pixels, header.orientation)
         return found
 
-    def _by_pillow(self, image: bytes, header: Header) -> Tensor | EncoderError:
-        if header.format == "JPEG":
-            # Pillow parses EXIF when it opens a JPEG, at a cost the file decides; its word is in the header.
-            image = image.replace(b"Exif\0\0", b"Past\0\0")
+    def decode_one(self, source: Source) -> Tensor | EncoderError:
+        """Return the pixels of an image or its error, decoded by Pillow in this thread."""
+        header = source.header
         try:
-            with _READERS[header.format](io.BytesIO(image)) as picture:
+            data = _without_metadata(source)
+            with _READERS[header.format](io.BytesIO(data)) as picture:
                 if picture.size != (header.width, header.height):
                     return InvalidImageError(f"damaged {header.format}: its parts differ in size")
-                stored = torch.from_numpy(np.array(_rgb(picture)))
+                stored = torch.from_numpy(_rgb(picture))
+            # Turned before it is copied: this stream is the one that goes on with it.
+            return upright(stored, header.orientation).to(self._torch_device)
         # Pillow's readers let any kind of exception out when they stumble over damaged data.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            if is_shortage(error) or not _has_room(header):
+                log.warning("short of memory or files while decoding %s", header, exc_info=error)
+                return OverloadedError(
+                    f"decoding {header.pixels} pixels ran short of memory or files",
+                    retry_after_ms=_SHORT_RETRY_MS,
+                )
             return InvalidImageError(f"damaged or truncated {header.format}: {error}")
-        return upright(stored.to(self._torch_device), header.orientation)
+
+    def _source(self, image: bytes) -> Source | EncoderError:
+        try:
+            header = read_header(image)
+            check_limits(
+                header, len(image), max_image_bytes=sys.maxsize, max_image_pixels=self._max_image_pixels
+            )
+        except InvalidImageError as error:
+            return error
+        return Source(b"", image, header)
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether an exception says what this process lacks, and nothing of the image that it was at."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # Errors of the system have a number, Pillow's about files have none, but for its word on its own memory.
+    return isinstance(error, OSError) and (error.errno is not None or "out of memory" in str(error))
+
+
+def _has_room(header: Header) -> bool:
+    """Whether the memory that decoding takes could be had now: libwebp does not say why it failed."""
+    try:
+        np.empty(PILLOW_BYTES_PER_PIXEL * header.pixels, np.uint8)
+    except MemoryError:
+        return False
+    return True
+
+
+def _without_metadata(source: Source) -> bytes:
+    """Return the file without what Pillow would parse at a cost that the file decides; the header has what counts."""
+    data = source.data
+    if source.header.format == "JPEG":
+        for name, other in _JPEG_METADATA:
+            data = data.replace(name, other)
+    if source.header.format == "PNG":
+        pieces, end = [data[:8]], 8
+        for kind, begin, end_of_payload in png_chunks(data):
+            end = end_of_payload + 4
+            if kind in _PNG_PIXEL_CHUNKS:
+                pieces.append(data[begin - 8 : end])
+        return b"".join([*pieces, data[end:]])
+    return data
 
 
 # Steps along rows and columns, taken before orientations 5 to 8 are transposed.
@@ -168,28 +232,28 @@ def upright(pixels: Tensor, orientation: int) -> Tensor:
     return torch.from_numpy(turned.view(np.uint8).reshape(*turned.shape, 3))
 
 
-def _is_for_dali(image: bytes, header: Header) -> bool:
-    """Whether DALI may read it: a JPEG, not CMYK, and whole.
-
-    Half an image must not get an embedding. libjpeg refuses a truncated file, a GPU decoder may fill it with
-    grey; so one that does not end as a JPEG does is left to Pillow.
-    """
-    whole = _END_OF_JPEG in image[-_JPEG_PADDING_BYTES:]
-    return header.format == "JPEG" and header.channels != 4 and whole
+def _batch_then_singles(count: int) -> list[list[int]]:
+    singles = [[index] for index in range(count)]
+    return [list(range(count)), *singles] if count > 1 else singles
 
 
-def _batch_then_singles(indices: list[int]) -> list[list[int]]:
-    singles = [[index] for index in indices]
-    return [indices, *singles] if len(indices) > 1 else singles
+def _rgb(picture: Image.Image) -> NDArray[np.uint8]:
+    """Return the pixels [H, W, 3], transparency over white, as the Hugging Face processors convert them."""
+    transparent = "A" in picture.getbands() or picture.info.get("transparency") is not None
+    picture.load()
+    width, height = picture.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        band = picture.crop((0, top, width, min(top + rows, height)))
+        pixels[top : top + rows] = np.asarray(_over_white(band) if transparent else band.convert("RGB"))
+    return pixels
 
 
-def _rgb(picture: Image.Image) -> Image.Image:
-    """Return the picture in RGB, transparency over white, as the Hugging Face processors convert it."""
-    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
-        picture = picture.convert("RGBA")
-        white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-        picture = Image.alpha_composite(white, picture)
-    return picture.convert("RGB")
+def _over_white(picture: Image.Image) -> Image.Image:
+    picture = picture.convert("RGBA")
+    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, picture).convert("RGB")
 
 
 class _Dali:
@@ -197,7 +261,7 @@ class _Dali:
 
     def __init__(self, device: str, threads: int) -> None:
         # Errors only on the standard error stream, where DALI would add warnings about odd images; they cannot
-        # be turned off. Ordinary bad files do not get this far (see `_is_for_dali`).
+        # be turned off. Ordinary bad files do not get this far (see `batches`).
         os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "1")
         import nvidia.dali as dali
         import nvidia.dali.experimental.dynamic as dynamic

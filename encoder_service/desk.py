@@ -4,6 +4,7 @@ The event loop hands jobs in, the threads of the pipeline take them out; nobody 
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 from encoder_contract.errors import UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.scheduler import Claim, Scheduler, Snapshot, Work
+from encoder_service.source import Source
 from encoder_service.store import Pin
 
 Pick = Callable[[Scheduler, float], Sequence[Work]]
@@ -25,8 +27,7 @@ class Job:
     """One image on its way to its rows, and who awaits them."""
 
     address: bytes
-    image: bytes
-    size: tuple[int, int]  # width and height, upright, as the header has them
+    source: Source
     grid: Grid
     work: Work
     queued_at: float
@@ -52,6 +53,7 @@ class Desk:
         self._closed = False
         self._device_waits = False
         self._idle_since: float | None = None
+        self._apart_pixels = 0  # being decoded apart, whether or not anybody still wants them
 
     def __len__(self) -> int:
         """Images on their way, in whatever stage."""
@@ -75,17 +77,21 @@ class Desk:
         with self._turn:
             self._scheduler.check_room(client_id, patches)
 
-    def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
-        """Queue an image, or join its job; `wake` tells the stages. Raises `OverloadedError` when the queue is full."""
+    def submit(self, address: bytes, source: Source, grid: Grid, claim: Claim, *, apart: bool) -> Job:
+        """Queue an image, to be decoded in a batch or `apart`, or join its job; `wake` tells the stages.
+
+        Raises `OverloadedError` when the queue is full.
+        """
         with self._turn:
             if (job := self._join(address, claim)) is not None:
                 return job
             if self._closed:
                 raise UnavailableError("the server is shutting down: use another one")
             now = monotonic()
-            self._scheduler.admit(claim, address, grid.patches, len(image), now)
+            size, pixels = len(source.data), source.header.pixels
+            self._scheduler.admit(claim, address, grid.patches, size, now, source_pixels=pixels, apart=apart)
             assert claim.work is not None
-            job = self._jobs[address] = Job(address, image, size, grid, claim.work, now)
+            job = self._jobs[address] = Job(address, source, grid, claim.work, now)
             if self._device_waits and self._idle_since is None:
                 self._idle_since = now
         return job
@@ -127,14 +133,42 @@ class Desk:
         with self._turn:
             return list(self._jobs.values())
 
-    def take_to_prepare(self, max_patches: int, max_images: int) -> list[Job]:
-        """Wait for images to decode and return them; one alone while the device waits. None when closed."""
+    def take_to_prepare(self, max_patches: int, max_images: int, max_pixels: int) -> list[Job]:
+        """Wait for images to decode together and return them; one alone while the device waits. None when closed."""
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Work]:
-            return scheduler.next_to_prepare(now, max_patches, 1 if self._device_waits else max_images)
+            most = 1 if self._device_waits else max_images
+            return scheduler.next_to_prepare(now, max_patches, most, max_pixels)
 
         with self._turn:
             return self._take(pick)
+
+    def take_apart(self, max_pixels: int) -> list[Job]:
+        """Wait for an image to decode by itself and return it; none when closed. `taken_apart` gives its room back.
+
+        At most `max_pixels` are out at a time, or one image that is larger.
+        """
+
+        def pick(scheduler: Scheduler, now: float) -> Sequence[Work]:
+            room = max_pixels - self._apart_pixels if self._apart_pixels else math.inf
+            works = scheduler.next_apart(now, room)
+            self._apart_pixels += sum(work.source_pixels for work in works)
+            return works
+
+        with self._turn:
+            return self._take(pick)
+
+    def taken_apart(self, job: Job) -> None:
+        """Say that a job from `take_apart` needs no pixels any more."""
+        with self._turn:
+            self._apart_pixels -= job.work.source_pixels
+            self._turn.notify_all()
+
+    def put_apart(self, job: Job) -> None:
+        """Say that the batch decoder could not read a job's image: it is to be decoded by itself."""
+        with self._turn:
+            self._scheduler.put_apart(job.work, monotonic())
+            self._turn.notify_all()
 
     def prepared(self, jobs: Sequence[tuple[Job, Tensor]], ready: "torch.cuda.Event | None") -> None:
         """Say that the patches of these jobs are there, on CUDA once `ready` passes."""

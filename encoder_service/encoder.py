@@ -7,7 +7,6 @@ from typing import Literal
 
 from encoder_contract.errors import DigestMismatchError, EncoderError, UnknownImageError
 from encoder_contract.geometry import Grid
-from encoder_contract.header import Header
 from encoder_service.address import ImageRef, Recipe
 from encoder_service.arrivals import Arrivals
 from encoder_service.fleet import Fleet
@@ -16,6 +15,7 @@ from encoder_service.intake import Intake, confirm
 from encoder_service.pipeline import Pipeline
 from encoder_service.refusals import Refusals
 from encoder_service.scheduler import Claim
+from encoder_service.source import Source
 from encoder_service.sources import Sources
 from encoder_service.store import Pin, Store
 
@@ -109,11 +109,10 @@ class Encoder:
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
         image = named.image
-        await self._intake.check_digest(image, data)
-        address = self._recipe.address(image)
-        header, grid = self._intake.read(image, data, named.claimed_grid)
-        self._sources.put(image.source_key, data)
-        known = await self._take_on(address, data, header, grid, named.claim)
+        source = await self._intake.take(image, data)
+        grid = self._intake.grid(image, source, named.claimed_grid)
+        self._sources.put(source)
+        known = await self._take_on(self._recipe.address(image), source, grid, named.claim)
         self._fleet.share_source(image, data)
         return known
 
@@ -167,7 +166,7 @@ class Encoder:
         self._on_asked(address, image)
         if (pin := self._store.pin(address)) is not None:
             return Found(source=pin.tier, pin=await _on_host(pin))
-        self._refusals.check(address)
+        self._refusals.check(image.source_key)
         if (job := self._pipeline.join(address, claim)) is None:
             return None
         pin = await _on_host(await self._pipeline.wait(job, claim))
@@ -178,7 +177,7 @@ class Encoder:
     def _known_here(self, named: Named, address: bytes) -> Known | EncoderError | None:
         try:
             self._intake.check_name(named.image, named.claimed_grid)
-            self._refusals.check(address)
+            self._refusals.check(named.image.source_key)
             if (pin := self._store.pin(address)) is not None:
                 with pin:
                     return Known(address, confirm(Grid(*pin.grid), named.claimed_grid), cached=True)
@@ -192,8 +191,8 @@ class Encoder:
         """Answer a name that peers hold, or are at; with the bytes here, we go on where that ends should it die."""
         grid = self._intake.agreed((location.grid for location in locations), named.claimed_grid)
         try:
-            if grid is None and (data := self._sources.get(named.image.source_key)) is not None:
-                _, grid = self._intake.read(named.image, data, named.claimed_grid)
+            if grid is None and (source := self._sources.get(named.image.source_key)) is not None:
+                grid = self._intake.grid(named.image, source, named.claimed_grid)
         except EncoderError as error:
             return error
         return Known(address, grid, cached=bool(locations))
@@ -206,21 +205,21 @@ class Encoder:
         return known
 
     def _begun_from_source(self, named: Named, address: bytes) -> Known | EncoderError:
-        data = self._sources.get(named.image.source_key)
+        source = self._sources.get(named.image.source_key)
         try:
-            if data is None:
+            if source is None:
                 if named.claimed_grid is not None:  # a full queue says no before bytes travel
                     self._pipeline.check_room(named.claim.client_id, named.claimed_grid.patches)
                 asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.image)
                 return Known(address, None)
-            header, grid = self._intake.read(named.image, data, named.claimed_grid)
-            self._submit(address, data, header, grid, named.claim)
+            grid = self._intake.grid(named.image, source, named.claimed_grid)
+            self._submit(address, source, grid, named.claim)
         except EncoderError as error:
             self._fleet.gave_up(address)
             return error
         return Known(address, grid)
 
-    async def _take_on(self, address: bytes, data: bytes, header: Header, grid: Grid, claim: Claim) -> Known:
+    async def _take_on(self, address: bytes, source: Source, grid: Grid, claim: Claim) -> Known:
         """Queue an image whose bytes have come, unless it is held by now or a peer is at it."""
         if not self._pipeline.has(address) and not self._store.contains(address):
             # Mostly ours already; it is not when another caller gave it up, or the bytes took too long.
@@ -228,7 +227,7 @@ class Encoder:
             if address not in acquired.granted:
                 self._arrivals.wake(address)
                 return Known(address, grid, cached=address in acquired.located)
-        return Known(address, grid, cached=not self._submit(address, data, header, grid, claim))
+        return Known(address, grid, cached=not self._submit(address, source, grid, claim))
 
     async def _begin(
         self, image: ImageRef, address: bytes, claim: Claim, deadline: float, failed: set[str]
@@ -237,15 +236,14 @@ class Encoder:
 
         The replicas in `failed` do not count as holding it.
         """
-        data = self._sources.get(image.source_key) or await self._source_elsewhere(image)
-        if data is None:
+        source = self._sources.get(image.source_key) or await self._source_elsewhere(image)
+        if source is None:
             await self._submitted(address, image, deadline)
             return False
         acquired = await self._fleet.acquire([address], failed)
         if address in acquired.granted:
             try:
-                header, grid = self._intake.read(image, data)
-                self._submit(address, data, header, grid, claim)
+                self._submit(address, source, self._intake.grid(image, source), claim)
             except EncoderError:
                 self.forget(image)
                 raise
@@ -254,34 +252,34 @@ class Encoder:
             await self._fleet.wait_elsewhere(address, LEASE_WAIT_S)
         return False
 
-    def _submit(self, address: bytes, data: bytes, header: Header, grid: Grid, claim: Claim) -> bool:
+    def _submit(self, address: bytes, source: Source, grid: Grid, claim: Claim) -> bool:
         """Queue an image; False when it is held by now: it came to be so while the index was asked."""
         if held := self._store.contains(address):
             self._fleet.gave_up(address)
         else:
-            self._pipeline.submit(address, data, header.upright, grid, claim)
+            self._pipeline.submit(address, source, grid, claim)
         self._arrivals.wake(address)
         return not held
 
-    async def _source_elsewhere(self, image: ImageRef) -> bytes | None:
+    async def _source_elsewhere(self, image: ImageRef) -> Source | None:
         if (data := await self._fleet.find_source(image)) is None:
             return None
         try:
-            await self._intake.check_digest(image, data)
+            source = await self._intake.take(image, data)
         except DigestMismatchError:
             return None  # whoever wrote them to the index does not thereby choose our embedding
-        self._sources.put(image.source_key, data)
-        return data
+        self._sources.put(source)
+        return source
 
     def _begun_as_cheaper(self, image: ImageRef, address: bytes, claim: Claim) -> bool:
         """Encode bytes at hand, without a lease, where that should take less time than rows from a peer."""
-        if (data := self._sources.get(image.source_key)) is None:
+        if (source := self._sources.get(image.source_key)) is None:
             return False
-        header, grid = self._intake.read(image, data)
+        grid = self._intake.grid(image, source)
         encode_s = self._pipeline.encode_s(grid.patches)
         if not 0 < encode_s < self._transfer_s(self._intake.geometry.tokens(grid)):
             return False
-        self._submit(address, data, header, grid, claim)
+        self._submit(address, source, grid, claim)
         return True
 
     async def _submitted(self, address: bytes, image: ImageRef, deadline: float) -> None:

@@ -2,16 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError, InvalidRequestError
 from encoder_contract.geometry import Geometry, Grid
-from encoder_contract.header import Header, check_limits, read_header
+from encoder_contract.header import check_limits, read_header
 from encoder_service.address import ImageRef
+from encoder_service.source import Source
 
-# Hashing this much takes about 75 µs; more goes to a worker thread, so that the loop's lag stays small.
-HASH_ON_LOOP_BYTES = 512 << 10
+# Hashing this much and reading its header cost less than the way to a thread, whatever it holds but a text that
+# inflates, and that takes under a millisecond. More goes to a worker thread.
+ON_LOOP_BYTES = 4 << 10
+# Two: hashing lets others run and reading a header does not, so more threads would only take turns. Of its own, so
+# that no other blocking work of the process can keep images waiting at the door.
+THREADS = 2
 
 
 class Intake:
@@ -30,18 +36,31 @@ class Intake:
         self._max_image_bytes = max_image_bytes
         self._max_image_pixels = max_image_pixels
         self._on_hash = on_hash
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="intake")
 
-    async def check_digest(self, image: ImageRef, data: bytes) -> None:
-        """Raise `DigestMismatchError` unless `data` is what the name says."""
+    async def take(self, image: ImageRef, data: bytes) -> Source:
+        """Return the source that `data` are, once they are found to be what the name says and within the limits.
+
+        Raises `DigestMismatchError`, `InvalidImageError` or `ImageLimitError`.
+        """
+        if len(data) <= ON_LOOP_BYTES:
+            return self._take(image, data)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._take, image, data)
+
+    def _take(self, image: ImageRef, data: bytes) -> Source:
         began = monotonic()
-        digest = (
-            content_digest(data)
-            if len(data) <= HASH_ON_LOOP_BYTES
-            else await asyncio.to_thread(content_digest, data)
-        )
+        digest = content_digest(data)
         self._on_hash(monotonic() - began)
         if digest != image.digest:
             raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
+        header = read_header(data)
+        check_limits(
+            header,
+            len(data),
+            max_image_bytes=self._max_image_bytes,
+            max_image_pixels=self._max_image_pixels,
+        )
+        return Source(image.source_key, data, header)
 
     def check_name(self, image: ImageRef, claimed: Grid | None) -> None:
         """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
@@ -56,20 +75,13 @@ class Intake:
         """
         return next((grid for grid in said if self.geometry.has(grid) and claimed in (None, grid)), None)
 
-    def read(self, image: ImageRef, data: bytes, claimed: Grid | None = None) -> tuple[Header, Grid]:
-        """Return header and grid of an image.
+    def grid(self, image: ImageRef, source: Source, claimed: Grid | None = None) -> Grid:
+        """Return the grid of an image, whose source this is, in the variant that its name asks for.
 
-        Raises `InvalidImageError`, `ImageLimitError`, or `InvalidRequestError` when the caller computed another grid.
+        Raises `ImageLimitError`, or `InvalidRequestError` when the caller computed another grid.
         """
-        header = read_header(data)
-        check_limits(
-            header,
-            len(data),
-            max_image_bytes=self._max_image_bytes,
-            max_image_pixels=self._max_image_pixels,
-        )
         geometry = self.geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
-        return header, confirm(geometry.grid(*header.upright), claimed)
+        return confirm(geometry.grid(*source.header.upright), claimed)
 
 
 def confirm(grid: Grid, claimed: Grid | None) -> Grid:

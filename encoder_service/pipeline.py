@@ -4,10 +4,12 @@ The event loop hands images in and awaits their rows; it never runs a stage. A s
 goes on; a device that is lost ends the process.
 """
 
+# Over 300 lines because the threads and what passes between them are judged together.
+
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Queue
 from time import monotonic
 
@@ -20,6 +22,7 @@ from encoder_service.incidents import known_error
 from encoder_service.lanes import Lane
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim, Scheduler, Snapshot
+from encoder_service.source import Source
 from encoder_service.stages import Batch, Stages, device_s, is_lost_device, wrong_size
 from encoder_service.store import Pin
 
@@ -46,16 +49,22 @@ class Pipeline:
         *,
         loop: asyncio.AbstractEventLoop,
         batch_patches: int,
+        decode_threads: int = 2,
+        decode_pixels: int = 50_000_000,
         device: str = "cpu",
         metrics: Metrics | None = None,
-        on_end: Callable[[bytes, Pin | EncoderError], None] = lambda _address, _outcome: None,
+        on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
         on_lost_device: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end` is told, on the event loop, the end of every job; `on_lost_device` that no other will succeed."""
+        """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one.
+
+        `on_end` is told, on the event loop, the end of every job; `on_lost_device` that no other will succeed.
+        """
         self._desk = Desk(scheduler)
         self._stages = stages
         self._loop = loop
         self._batch_patches = batch_patches
+        self._decode_pixels = decode_pixels
         self._device = device
         self._metrics = metrics or Metrics()
         self._on_end = on_end
@@ -65,6 +74,7 @@ class Pipeline:
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in (
                 ("prepare", self._prepare_all),
+                *[("prepare-apart", self._prepare_apart)] * decode_threads,
                 ("vit", self._encode_all),
                 ("copy-out", self._keep_all),
             )
@@ -107,9 +117,9 @@ class Pipeline:
         """Raise `OverloadedError` if an image of so many patches would be refused now: no need for its bytes then."""
         self._desk.check_room(client_id, patches)
 
-    def submit(self, address: bytes, image: bytes, size: tuple[int, int], grid: Grid, claim: Claim) -> Job:
-        """Queue an image of `size` (width, height), or join its job. Raises `OverloadedError` if the queue is full."""
-        job = self._desk.submit(address, image, size, grid, claim)
+    def submit(self, address: bytes, source: Source, grid: Grid, claim: Claim) -> Job:
+        """Queue an image, or join its job. Raises `OverloadedError` if the queue is full."""
+        job = self._desk.submit(address, source, grid, claim, apart=not self._stages.batches(source))
         self._loop.call_later(ANSWER_FIRST_S, self._desk.wake)
         return job
 
@@ -136,7 +146,7 @@ class Pipeline:
     def _abandon(self, job: Job) -> None:
         abandoned = AbandonedError("everyone who wanted the image has left")
         if not self.has(job.address):  # else someone has come for it since, and it has begun anew
-            self._on_end(job.address, abandoned)
+            self._on_end(job, abandoned)
         _fail_waiters(job, abandoned)
 
     def _finish(self, job: Job, outcome: Pin | EncoderError) -> None:
@@ -144,7 +154,7 @@ class Pipeline:
         if not self._desk.finish(job) and error is not None:
             return  # its end was told when its last caller left
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
-        self._on_end(job.address, outcome)
+        self._on_end(job, outcome)
         if isinstance(outcome, EncoderError):
             _fail_waiters(job, outcome)
             return
@@ -161,10 +171,19 @@ class Pipeline:
 
     def _prepare_all(self) -> None:
         lane = Lane(self._device)
-        while jobs := self._desk.take_to_prepare(self._batch_patches, PREPARE_IMAGES):
+        while jobs := self._desk.take_to_prepare(self._batch_patches, PREPARE_IMAGES, self._decode_pixels):
             with lane.use():
                 self._prepare(jobs, lane)
             del jobs  # a thread that sleeps holds no image
+
+    def _prepare_apart(self) -> None:
+        """Decode one by one what has a cost of its own, while batches go on: nobody waits for a slow one."""
+        lane = Lane(self._device)
+        while jobs := self._desk.take_apart(self._decode_pixels):
+            with lane.use():
+                self._prepare_one(jobs[0], lane)
+            self._desk.taken_apart(jobs[0])
+            del jobs
 
     def _encode_all(self) -> None:
         lane = Lane(self._device)
@@ -188,32 +207,57 @@ class Pipeline:
 
     def _prepare(self, jobs: list[Job], lane: Lane) -> None:
         began = monotonic()
-        for job in jobs:
-            job.stage("queue", job.queued_at, began)
-            self._metrics.queued(began - job.queued_at, demanded=job.work.demanded)
+        decoded: Sequence[Tensor | None]
         try:
-            decoded = self._stages.decode([job.image for job in jobs])
-        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
-            decoded = [known_error(error)] * len(jobs)
-        decoded_at = monotonic()
+            decoded = self._stages.decode_batch([job.source for job in jobs])
+        except Exception:
+            log.exception("a batch of %d images was not decoded; they follow one by one", len(jobs))
+            decoded = [None] * len(jobs)
         good: list[tuple[Job, Tensor]] = []
         for job, pixels in zip(jobs, decoded, strict=True):
-            job.stage("decode", began, decoded_at)
-            if isinstance(pixels, EncoderError):
-                self._drop(job, pixels)
-            elif (wrong := wrong_size(pixels, job.size)) is not None:
-                self._drop(job, wrong)
-            else:
+            if pixels is None:
+                self._desk.put_apart(job)
+            elif self._decoded(job, pixels, began):
                 good.append((job, pixels))
+        self._cut(good, lane)
+
+    def _prepare_one(self, job: Job, lane: Lane) -> None:
+        began = monotonic()
+        try:
+            pixels = self._stages.decode_one(job.source)
+        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+            pixels = known_error(error)
+        if self._decoded(job, pixels, began) and not isinstance(pixels, EncoderError):
+            self._cut([(job, pixels)], lane)
+
+    def _decoded(self, job: Job, pixels: Tensor | EncoderError, began: float) -> bool:
+        """Note how long a job's decoding took; drop one whose pixels are an error, or not what its header says."""
+        job.stage("queue", job.queued_at, began)
+        self._metrics.queued(began - job.queued_at, demanded=job.work.demanded)
+        job.stage("decode", began, monotonic())
+        wrong = pixels if isinstance(pixels, EncoderError) else wrong_size(pixels, job.source.header.upright)
+        if wrong is not None:
+            self._drop(job, wrong)
+        return wrong is None
+
+    def _cut(self, good: list[tuple[Job, Tensor]], lane: Lane) -> None:
+        """Cut the patches of decoded images; if that fails, image by image, so that each fails by itself."""
+        if not good:
+            return
+        began = monotonic()
         try:
             patches = self._stages.to_patches([p for _, p in good], [job.grid for job, _ in good])
-        except Exception as error:  # noqa: BLE001 - as above
-            for job, _ in good:
-                self._drop(job, known_error(error))
+        except Exception as error:
+            if len(good) == 1:
+                self._drop(good[0][0], known_error(error))
+                return
+            log.warning("patches of %d images failed; they follow one by one", len(good), exc_info=error)
+            for one in good:
+                self._cut([one], lane)
             return
-        patches_at = monotonic()
+        ended = monotonic()
         for job, _ in good:
-            job.stage("preprocess", decoded_at, patches_at)
+            job.stage("preprocess", began, ended)
         self._desk.prepared([(job, p) for (job, _), p in zip(good, patches, strict=True)], lane.mark())
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:

@@ -18,6 +18,7 @@ from encoder_contract.version import __version__
 from encoder_service.admin import AdminService
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.description import banner, describe, facts, reachable
+from encoder_service.desk import Job
 from encoder_service.encoder import Encoder
 from encoder_service.fetching import RowFormat
 from encoder_service.fleet import Fleet
@@ -187,7 +188,9 @@ class Server:
             # One batch that waits while the next is filled.
             Scheduler(self._limits, max_ahead_patches=2 * budget, max_ahead_images=MAX_AHEAD_IMAGES),
             Stages(
-                decode=model.decoder.decode,
+                batches=model.decoder.batches,
+                decode_batch=model.decoder.decode_batch,
+                decode_one=model.decoder.decode_one,
                 to_patches=partial(to_patches, geometry=geometry),
                 encode=model.tower.encode,
                 put=self.store.put,
@@ -197,6 +200,8 @@ class Server:
             ),
             loop=self._loop,
             batch_patches=budget,
+            decode_threads=self._config.decode_threads,
+            decode_pixels=self._config.decode_pixels,
             device=model.device,
             metrics=self.metrics,
             on_end=self._ended,
@@ -273,12 +278,13 @@ class Server:
 
     # What rooms tell each other through the root
 
-    def _ended(self, address: bytes, outcome: Pin | EncoderError) -> None:
+    def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
         if isinstance(outcome, EncoderError):
-            self._refusals.note(address, outcome)
-            self._fleet.gave_up(address)
+            if self._refusals.note(job.source.key, outcome):
+                self._sources.drop(job.source.key)  # it takes no room from those that can be encoded
+            self._fleet.gave_up(job.address)
         else:
-            self._fleet.kept(address, Grid(*outcome.grid))
+            self._fleet.kept(job.address, Grid(*outcome.grid))
 
     def _on_evict(self, address: bytes, _tier: TierName) -> None:
         """Pass the word on to the event loop, from whichever thread made room."""

@@ -1,12 +1,14 @@
-"""Submitted image bytes, kept for a while, so that an evicted embedding can be made again without the client."""
+"""Submitted images' files, kept for a while, so that an evicted embedding can be made again without the client."""
 
 from collections import OrderedDict
 from collections.abc import Callable
 from time import monotonic
 
+from encoder_service.source import Source
+
 
 class Sources:
-    """A bounded, least-recently-used map from a key to image bytes. Used from the event loop only.
+    """A bounded, least-recently-used map from a key to its source. Used from the event loop only.
 
     The key is made of content digest and tenant salt: one tenant must not learn what another sent.
 
@@ -18,25 +20,25 @@ class Sources:
         self.max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._images: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
+        self._images: OrderedDict[bytes, tuple[float, Source]] = OrderedDict()
         self.held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def put(self, key: bytes, image: bytes) -> None:
-        """Keep `image`; the least recently used make room. An image larger than the whole bound is not kept."""
-        self._discard(key)
-        if len(image) > self.max_bytes:
+    def put(self, source: Source) -> None:
+        """Keep `source`; the least recently used make room. One larger than the whole bound is not kept."""
+        self.drop(source.key)
+        if len(source.data) > self.max_bytes:
             return
-        self._images[key] = (self._clock() + self._ttl_s, image)
-        self.held_bytes += len(image)
+        self._images[source.key] = (self._clock() + self._ttl_s, source)
+        self.held_bytes += len(source.data)
         self._expire()
         while self.held_bytes > self.max_bytes:
-            self._discard(next(iter(self._images)))
+            self.drop(next(iter(self._images)))
 
-    def get(self, key: bytes) -> bytes | None:
-        """Return the bytes kept under `key` and renew their time, or None."""
+    def get(self, key: bytes) -> Source | None:
+        """Return the source kept under `key` and renew its time, or None."""
         self._expire()
         entry = self._images.get(key)
         if entry is None:
@@ -44,6 +46,12 @@ class Sources:
         self._images[key] = (self._clock() + self._ttl_s, entry[1])
         self._images.move_to_end(key)
         return entry[1]
+
+    def drop(self, key: bytes) -> None:
+        """Forget what is kept under `key`, if anything is."""
+        entry = self._images.pop(key, None)
+        if entry is not None:
+            self.held_bytes -= len(entry[1].data)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -57,9 +65,4 @@ class Sources:
             key, (expires, _) = next(iter(self._images.items()))
             if expires > now:
                 return
-            self._discard(key)
-
-    def _discard(self, key: bytes) -> None:
-        entry = self._images.pop(key, None)
-        if entry is not None:
-            self.held_bytes -= len(entry[1])
+            self.drop(key)

@@ -10,6 +10,7 @@ from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_contract.geometry import Grid
 from encoder_service.desk import Job
 from encoder_service.scheduler import Work
+from encoder_service.source import Source
 from encoder_service.store import Pin
 
 
@@ -17,15 +18,18 @@ from encoder_service.store import Pin
 class Stages:
     """What the pipeline strings together; each function runs on a thread of the pipeline's own.
 
-    `decode` takes image files and returns uint8 pixels [H, W, 3] or an error for each. `to_patches` takes pixels and
-    grids and returns uint8 patches. `encode` takes patches and grids and returns rows [tokens, width]. `put` keeps
+    `decode_batch` takes sources that `batches` is true of and returns uint8 pixels [H, W, 3], or None for one that is
+    left to `decode_one`, which returns pixels or an error. `to_patches` takes pixels and grids and returns uint8
+    patches. `encode` takes patches and grids and returns rows [tokens, width]. `put` keeps
     the rows of an address and returns them pinned; `pin` (any thread) pins them again. `set_aside` keeps room for as
     many of these images, from the first on, as the store can take now, and returns how many; it raises an
     `OverloadedError` when it cannot take the first within its time. `give_back` ends that for an image, once its rows
     are kept or lost.
     """
 
-    decode: Callable[[Sequence[bytes]], list[Tensor | EncoderError]]
+    batches: Callable[[Source], bool]
+    decode_batch: Callable[[Sequence[Source]], list[Tensor | None]]
+    decode_one: Callable[[Source], Tensor | EncoderError]
     to_patches: Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
     encode: Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
     put: Callable[[bytes, Tensor, Grid], Pin]

@@ -20,6 +20,7 @@ from encoder_service.decode import Decoder
 from encoder_service.index import Fleet, Index, MemoryIndex, RedisIndex, namespace
 from encoder_service.model import Model, load_model
 from encoder_service.server import Server
+from encoder_service.source import Source
 from prefill_client.client import EncoderClient
 from tests.index_replicas import LEASE_TTL_MS, MODEL, Join, as_replica, numbers, redis_settings
 
@@ -67,10 +68,19 @@ class Gate:
         self._open.set()
         self.name = decoder.name
 
-    def decode(self, images: Sequence[bytes]) -> list[Tensor | EncoderError]:
+    def batches(self, source: Source) -> bool:
+        """Say what the decoder says."""
+        return self._decoder.batches(source)
+
+    def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Wait for the gate, then decode."""
         assert self._open.wait(30), "nobody opened the gate"
-        return self._decoder.decode(images)
+        return self._decoder.decode_batch(sources)
+
+    def decode_one(self, source: Source) -> Tensor | EncoderError:
+        """Wait for the gate, then decode."""
+        assert self._open.wait(30), "nobody opened the gate"
+        return self._decoder.decode_one(source)
 
     @contextmanager
     def closed(self) -> Iterator[None]:

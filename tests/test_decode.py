@@ -28,9 +28,7 @@ MODES = [
 def decoder(request):
     if request.param == "dali":
         pytest.importorskip("nvidia.dali")
-    decoder = Decoder(threads=2, backend=request.param)
-    yield decoder
-    decoder.close()
+    return Decoder(threads=2, backend=request.param)
 
 
 def expected(image: bytes) -> torch.Tensor:
@@ -217,7 +215,6 @@ def test_without_dali_pillow_decodes_and_asking_for_dali_is_an_error(monkeypatch
     assert decoder.name.startswith("Pillow")
     image = photo(50, 40, 1)
     assert difference(decoder.decode([image])[0], image) == 0
-    decoder.close()
     with pytest.raises(ValueError, match="DALI decoder is not installed"):
         Decoder(threads=1, backend="dali")
 
@@ -252,4 +249,3 @@ def test_the_gpu_decodes_to_the_same_pixels_within_rounding():
         assert (apart <= 2).mean() >= 0.999
     outcomes = decoder.decode([images[0], *BAD.values(), images[1]])
     assert [isinstance(outcome, EncoderError) for outcome in outcomes] == [False, *[True] * len(BAD), False]
-    decoder.close()

@@ -46,6 +46,7 @@ FLOORS = [
     [
         "processor",
         "address",
+        "source",
         "config",
         "logs",
         "metrics",

@@ -21,11 +21,13 @@ from encoder_service.model import Model
 from encoder_service.pipeline import Pipeline
 from encoder_service.preprocess import to_patches
 from encoder_service.scheduler import Claim, Limits, Scheduler, State
+from encoder_service.source import Source
 from encoder_service.stages import Stages
 from encoder_service.store import Pin, Store
 from tests.waiting import soon
 
 Encode = Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
+Cut = Callable[..., list[Tensor]]
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Bench:
         header = read_header(image)
         grid = self.model.processor.geometry.grid(*header.upright)
         address = content_digest(image)
-        return address, self.pipeline.submit(address, image, header.upright, grid, claim)
+        return address, self.pipeline.submit(address, Source(address, image, header), grid, claim)
 
     async def rows(self, image: bytes, claim: Claim) -> Pin:
         """Queue an image and wait for it."""
@@ -60,7 +62,10 @@ async def running(
     encode: Encode | None = None,
     *,
     batch_patches: int = 4096,
+    decode_pixels: int = 50_000_000,
     limits: Limits | None = None,
+    decode_one: Callable[[Source], Tensor | EncoderError] | None = None,
+    cut: Cut = to_patches,
     **store: int,
 ) -> AsyncIterator[Bench]:
     width = model.tower.spec.width
@@ -72,8 +77,10 @@ async def running(
     pipeline = Pipeline(
         Scheduler(limits, max_ahead_patches=2 * batch_patches, max_ahead_images=64),
         Stages(
-            decode=model.decoder.decode,
-            to_patches=partial(to_patches, geometry=model.processor.geometry),
+            batches=model.decoder.batches,
+            decode_batch=model.decoder.decode_batch,
+            decode_one=decode_one or model.decoder.decode_one,
+            to_patches=partial(cut, geometry=model.processor.geometry),
             encode=encode or model.tower.encode,
             put=kept.put,
             pin=kept.pin,
@@ -82,7 +89,8 @@ async def running(
         ),
         loop=asyncio.get_running_loop(),
         batch_patches=batch_patches,
-        on_end=ended.__setitem__,
+        decode_pixels=decode_pixels,
+        on_end=lambda job, outcome: ended.__setitem__(job.address, outcome),
     )
     pipeline.start()
     try:
@@ -129,20 +137,6 @@ async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:
         )
     assert isinstance(results[3], InternalError)
     assert all(isinstance(result, Pin) for n, result in enumerate(results) if n != 3)
-
-
-async def test_the_next_image_is_decoded_while_the_vit_is_busy(model: Model) -> None:
-    gate = Gate(model)
-    async with running(model, gate.encode, batch_patches=300) as bench:
-        waiting = [asyncio.create_task(bench.rows(photo(256, 256 + n, n), demanded())) for n in range(4)]
-        await gate.reached(1)
-        async with asyncio.timeout(20):
-            while bench.pipeline.snapshot().images[State.PREPARED, True] < 2:
-                await asyncio.sleep(0.005)
-        assert len(gate.batches) == 1, "the first batch is still in the tower"
-        gate.open.set()
-        for task in waiting:
-            (await task).release()
 
 
 async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_them(model: Model) -> None:

@@ -1,6 +1,7 @@
 """Every way in which an image or a call is refused: alone, by name, and with an error of the family."""
 
 import asyncio
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -15,6 +16,7 @@ from encoder_contract.errors import (
     InvalidImageError,
     ModelMismatchError,
 )
+from encoder_contract.header import Header, read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.config import Config
 from encoder_service.decode import Decoder
@@ -216,3 +218,63 @@ async def test_a_full_queue_says_no_to_a_name_before_its_bytes_travel(
                 assert server.service.held_upload_bytes == before
     finally:
         await server.drain()
+
+
+async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(
+    server: Server, client: EncoderClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_on: list[int] = []
+
+    def read(data: bytes) -> Header:
+        read_on.append(threading.get_ident())
+        return read_header(data)
+
+    monkeypatch.setattr("encoder_service.intake.read_header", read)
+    image = photo(400, 300, 901)
+    (first,) = await client.submit([image])
+    assert first.error is None
+    call = (await stub(client)).Submit(timeout=20)
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    most = client.description.geometry.max_pixels
+    names = [
+        pb.ImageName(index=n, digest=first.digest, variant=pb.Variant(max_pixels=most - n)) for n in range(64)
+    ]
+    await call.write(naming(*names))
+    states = [(await call.read()).state.state for _ in names]
+    await call.done_writing()
+    assert set(states) <= {pb.STATE_QUEUED, pb.STATE_CACHED}
+    assert len(read_on) == 1
+    assert read_on[0] != threading.get_ident()
+
+
+async def test_what_is_refused_takes_no_room_from_the_files_of_others(
+    server: Server, client: EncoderClient
+) -> None:
+    sources = server._sources
+    bad = [
+        b"no image at all" * 300,
+        png_header(60_000, 60_000),
+        photo(2010, 10, 902),
+        photo(640, 480, 903)[:9000],
+    ]
+    states = await raw_submit(client, [named(n, image) for n, image in enumerate(bad)])
+    assert [states[n][-1].state == pb.STATE_FAILED for n in range(4)] == [True, True, True, False]
+    outcome = (await collect(client, [RowRequest(content_digest(bad[3]))]))[0]
+    assert isinstance(outcome.error, InvalidImageError)
+    assert (len(sources), sources.held_bytes) == (0, 0)
+    (good,) = await client.submit([photo(64, 64, 904)])
+    assert good.error is None
+    assert len(sources) == 1
+
+
+async def test_a_file_that_cannot_be_decoded_is_refused_in_every_variant(client: EncoderClient) -> None:
+    truncated = photo(640, 480, 905)[:9000]
+    await client.submit([truncated])
+    outcome = (await collect(client, [RowRequest(content_digest(truncated))]))[0]
+    assert isinstance(outcome.error, InvalidImageError)
+    variant = pb.Variant(max_pixels=client.description.geometry.max_pixels // 2)
+    call = (await stub(client)).Submit(timeout=20)
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    await call.write(naming(pb.ImageName(index=1, digest=content_digest(truncated), variant=variant)))
+    state = (await call.read()).state
+    assert (state.state, state.error.code) == (pb.STATE_FAILED, 3)

@@ -19,7 +19,7 @@ class Book:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.orders = {State.WAITING: Order(policy), State.PREPARED: Order(policy)}
+        self.orders = {state: Order(policy) for state in (State.WAITING, State.APART, State.PREPARED)}
         self.works: dict[bytes, Work] = {}
         self.requests: dict[str, Request] = {}
         self.claims = 0

@@ -1,5 +1,6 @@
 """The scheduler: which images are decoded next, which make the next batch, and who is turned away."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ class Snapshot:
 class Scheduler:
     """Pure and synchronous: no clock, no thread, no device of its own. The caller serialises the calls.
 
-    `now` is in seconds on any clock that never goes back. An image goes through `admit`, `next_to_prepare`,
-    `prepared`, `next_batch`, and `done` or `failed`; it may leave before its batch starts, when its last
-    claim is withdrawn. A call costs microseconds, whatever is queued, for each claim that it touches.
+    `now` is in seconds on any clock that never goes back. An image goes through `admit`, `next_to_prepare` or
+    `next_apart`, `prepared`, `next_batch`, and `done` or `failed`; it may leave before its batch starts, when its
+    last claim is withdrawn. A call costs microseconds, whatever is queued, for each claim that it touches.
     """
 
     def __init__(
@@ -60,15 +61,27 @@ class Scheduler:
 
     # Callers come and go
 
-    def admit(self, claim: Claim, address: bytes, patches: int, source_bytes: int, now: float) -> bool:
+    def admit(
+        self,
+        claim: Claim,
+        address: bytes,
+        patches: int,
+        source_bytes: int,
+        now: float,
+        *,
+        source_pixels: int = 0,
+        apart: bool = False,
+    ) -> bool:
         """Attach a claim to the work of an address; return whether the work is new.
 
+        Work that is `apart` waits for `next_apart`. One of few patches may have many pixels: variants bound the former.
         Joining work that exists takes no room in the queue. Raises `OverloadedError` with `retry_after_ms`, and
         `ImageLimitError` for an image that could never fit; nothing is kept then.
         """
         if self.claim(claim, address, now):
             return False
-        work = Work(address, patches, source_bytes, claim.client_id)
+        state = State.APART if apart else State.WAITING
+        work = Work(address, patches, source_bytes, claim.client_id, source_pixels, state)
         self._admission.admit(work, self._rate.patches_per_s)
         self._book.open(work)
         self._book.attach(claim, work, now)
@@ -104,20 +117,39 @@ class Scheduler:
 
     # Stages take and return works
 
-    def next_to_prepare(self, now: float, max_patches: int, max_images: int) -> list[Work]:
-        """Take the works to decode next, in order, as far as the bounds on what lies ahead allow."""
+    def next_to_prepare(
+        self, now: float, max_patches: int, max_images: int, max_pixels: float = math.inf
+    ) -> list[Work]:
+        """Take the works to decode together next, in order, as far as the bounds on what lies ahead allow.
+
+        Of more than `max_patches`, or `max_pixels` to decode, one goes alone.
+        """
         taken: list[Work] = []
-        patches = 0
+        patches = pixels = 0
         while len(taken) < max_images:
             work = self._book.orders[State.WAITING].first(now)
             if work is None or not self._has_room_ahead(work):
                 break
-            if taken and patches + work.patches > max_patches:
+            patches, pixels = patches + work.patches, pixels + work.source_pixels
+            if taken and (patches > max_patches or pixels > max_pixels):
                 break
             self._book.move(work, State.PREPARING, now)
             taken.append(work)
-            patches += work.patches
         return taken
+
+    def next_apart(self, now: float, max_pixels: float) -> list[Work]:
+        """Take the work to decode by itself next, if the bounds on what lies ahead allow and it has no more pixels."""
+        work = self._book.orders[State.APART].first(now)
+        if work is None or work.source_pixels > max_pixels or not self._has_room_ahead(work):
+            return []
+        self._book.move(work, State.PREPARING, now)
+        return [work]
+
+    def put_apart(self, work: Work, now: float) -> None:
+        """Say that the batch decoder failed on a work: it is to be decoded by itself."""
+        if work.state is not State.GONE:
+            assert work.state is State.PREPARING, work
+            self._book.move(work, State.APART, now)
 
     def prepared(self, work: Work, now: float) -> bool:
         """Say that a work's patches are ready; return False if everyone has left: throw them away."""

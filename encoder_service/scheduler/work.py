@@ -9,9 +9,13 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """Where a work stands. It only moves down this list, but for SPLIT, from where it is encoded again."""
+    """Where a work stands. It only moves down this list, but for SPLIT, from where it is encoded again.
+
+    What the batch decoder does not take is APART instead of WAITING, or later, when it has failed there.
+    """
 
     WAITING = "waiting"  # its bytes are held, nothing is decoded
+    APART = "apart"  # the same, to be decoded by itself
     PREPARING = "preparing"  # taken to be decoded and preprocessed
     PREPARED = "prepared"  # its patches are ready for a batch
     ENCODING = "encoding"  # in a batch that has started
@@ -27,6 +31,7 @@ class Work:
     patches: int
     source_bytes: int
     client_id: str  # who admitted it: its place in the queue counts towards this client's share
+    source_pixels: int = 0  # as stored: what decoding it costs
     state: State = State.WAITING
     claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set
     demands: int = 0

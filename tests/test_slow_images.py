@@ -17,7 +17,7 @@ from encoder_service.preprocess import to_patches
 from encoder_service.scheduler import State
 from encoder_service.source import Source
 from encoder_service.store import Pin
-from tests.test_pipeline import Gate, demanded, running
+from tests.pipelines import Gate, demanded, running
 
 
 async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> None:

@@ -1,9 +1,12 @@
 """When an attempt at an image is worth another one, and what its caller is told in the end."""
 
+from collections.abc import AsyncIterator
 from time import monotonic
 
+import grpc
 import pytest
 
+from bench.images import photo
 from encoder_contract.errors import (
     DeadlineError,
     InternalError,
@@ -12,6 +15,11 @@ from encoder_contract.errors import (
     UnavailableError,
     UnknownImageError,
 )
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.server import Server
+from encoder_service.service import SERVICE
+from encoder_service.wire import Context
+from prefill_client.client import EncoderClient
 from prefill_client.retries import MAX_FAILURES, MAX_REFUSED_PAUSE_S, Attempts
 
 
@@ -39,6 +47,36 @@ def test_a_refusal_is_waited_out_for_its_hint_and_longer_each_time_as_often_as_t
     assert sum(pauses[:6]) > 3
     assert max(pauses) <= 1.5 * max(hint_ms / 1000, MAX_REFUSED_PAUSE_S)
     assert attempts(0.1).pause_s(OverloadedError("full", retry_after_ms=200), can_resubmit=False) is None
+
+
+async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(server: Server) -> None:
+    """A server whose every Submit ends in RESOURCE_EXHAUSTED, as grpc itself ends a call, and says no more."""
+    asked = 0
+
+    async def refuse(requests: AsyncIterator[object], context: Context) -> None:
+        nonlocal asked
+        asked += 1
+        await anext(requests)  # who it is
+        await anext(requests)  # the names
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
+
+    refusing = grpc.aio.server()
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            server.service.describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+        ),
+        "Submit": grpc.stream_stream_rpc_method_handler(refuse, pb.SubmitRequest.FromString),
+    }
+    refusing.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = refusing.add_insecure_port("127.0.0.1:0")
+    await refusing.start()
+    try:
+        async with await EncoderClient.connect(f"127.0.0.1:{port}") as client:
+            (image,) = await client.submit([photo(64, 64, 1)], timeout_s=3)
+    finally:
+        await refusing.stop(0)
+    assert isinstance(image.error, OverloadedError)
+    assert 2 <= asked <= 6
 
 
 def test_whose_time_runs_out_over_refusals_is_told_of_the_refusal() -> None:

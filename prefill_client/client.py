@@ -96,20 +96,22 @@ class EncoderClient:
         }
         deadline = monotonic() + timeout_s
         attempts = {index: Attempts(deadline) for index in images}
+        due_s = dict.fromkeys(images, 0.0)
         caller = self._caller(request_id, priority)
         while images:
-            pauses: list[float] = []
-            for index, answer in (await self._submit_once(images, caller, attempts)).items():
-                pause = None
+            now_s = monotonic()
+            due = {index: image for index, image in images.items() if due_s[index] <= now_s}
+            for index, answer in (await self._submit_once(due, caller, attempts)).items():
+                pause_s = None
                 if answer.error is not None:
-                    pause = attempts[index].pause_s(answer.error, can_resubmit=False)
-                if pause is None:
+                    pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
+                if pause_s is None:
                     error = answer.error and attempts[index].outcome(answer.error)
                     answers[index] = replace(answer, error=error)
                     del images[index]
                 else:
-                    pauses.append(pause)
-            await asyncio.sleep(min(pauses, default=0.0))
+                    due_s[index] = monotonic() + pause_s
+            await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
         return [answers[index] for index in range(len(files))]
 
     def fetch(
@@ -148,9 +150,10 @@ class EncoderClient:
         self, images: dict[int, Image], caller: pb.Caller, attempts: dict[int, Attempts]
     ) -> dict[int, Submitted]:
         """Make one attempt at every image, those of one server together."""
+        placed = self._pool.router.place([image.digest for image in images.values()])
         groups: defaultdict[str, list[int]] = defaultdict(list)
-        for index, image in images.items():
-            groups[self._pool.router.order(image.digest)[0]].append(index)
+        for index, endpoint in zip(images, placed, strict=True):
+            groups[endpoint].append(index)
         most = self.description.max_images_per_call
         calls = [
             self._submit_to(
@@ -163,8 +166,12 @@ class EncoderClient:
             for begin in range(0, len(indexes), most)
         ]
         answers: dict[int, Submitted] = {}
-        for group in await asyncio.gather(*calls):
-            answers |= group
+        try:
+            for group in await asyncio.gather(*calls):
+                answers |= group
+        finally:
+            for endpoint in placed:
+                self._pool.router.end(endpoint)
         return answers
 
     async def _submit_to(
@@ -180,8 +187,9 @@ class EncoderClient:
             return {index: Submitted(image.digest, error=late) for index, image in images.items()}
         except EncoderError as error:
             if isinstance(error, UnavailableError):
-                self._pool.router.mark_down(endpoint)
+                self._pool.router.failed(endpoint)
             return {index: Submitted(image.digest, error=error) for index, image in images.items()}
+        self._pool.router.succeeded(endpoint)
         for image, answer in zip(images.values(), answers, strict=True):
             if answer.error is None:
                 self._recent.sent(image.digest, image.data, endpoint)

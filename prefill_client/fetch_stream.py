@@ -87,26 +87,29 @@ class FetchStream:
             yield outcome
 
     def _fetch_all(self, indexes: Sequence[int]) -> None:
+        if not indexes:
+            return
+        digests = [self._requests[index].digest for index in indexes]
         groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for index in indexes:
-            digest = self._requests[index].digest
+        for index, endpoint in zip(
+            indexes, self._pool.router.place(digests, self._recent.route), strict=True
+        ):
             # What we sent ourselves we do not wait for: whoever does not know it has lost it, and is sent it again.
-            grace_ms = self._grace_ms if self._recent.file(digest) is None else 0
-            groups[self._choose(digest), grace_ms].append(index)
+            grace_ms = self._grace_ms if self._recent.file(self._requests[index].digest) is None else 0
+            groups[endpoint, grace_ms].append(index)
         for (endpoint, grace_ms), group in groups.items():
-            self._start(self._fetch_from(endpoint, group, grace_ms))
+            left = dict(enumerate(group))
+            task = self._start(self._fetch_from(endpoint, left, grace_ms))
+            task.add_done_callback(partial(self._leave, endpoint, left))
 
-    def _choose(self, digest: bytes) -> str:
-        """Return where the image was sent to, unless that server is down or hot; else what the router prefers."""
-        router, sent_to = self._pool.router, self._recent.route(digest)
-        if sent_to is not None and router.is_up(sent_to) and router.has_room(sent_to):
-            return sent_to
-        return router.order(digest)[0]
+    def _leave(self, endpoint: str, left: dict[int, int], _: object) -> None:
+        self._pool.router.end(endpoint, len(left))
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _start(self, work: Awaitable[None]) -> "asyncio.Future[None]":
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Future[None]") -> None:
         self._tasks.discard(task)
@@ -115,10 +118,12 @@ class FetchStream:
         if (error := gone if task.cancelled() else task.exception()) is not None:
             self._outcomes.put_nowait(error)
 
-    async def _fetch_from(self, endpoint: str, indexes: list[int], grace_ms: int) -> None:
-        """Make one attempt at images that go to one server; those that fail are tried again or have their outcome."""
-        left = dict(enumerate(indexes))
-        self._pool.router.begin(endpoint, len(left))
+    async def _fetch_from(self, endpoint: str, left: dict[int, int], grace_ms: int) -> None:
+        """Make one attempt at images that go to one server; those that fail are tried again or have their outcome.
+
+        `left` says which are under way, by their index in the call.
+        """
+        indexes = list(left.values())
         try:
             async with asyncio.timeout(self._attempts[indexes[0]].left_s()):
                 connection = await self._pool.connection(endpoint)
@@ -134,19 +139,18 @@ class FetchStream:
                 index = left.pop(outcome.index)
                 self._pool.router.end(endpoint)
                 if outcome.error is None:
+                    self._pool.router.succeeded(endpoint)
                     again = partial(self._fetch_again, index)
                     self._outcomes.put_nowait(replace(outcome, index=index, again=again))
                 else:
                     self._start(self._again([index], outcome.error))
         except EncoderError as error:
             if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
-                self._pool.router.mark_down(endpoint)
+                self._pool.router.failed(endpoint)
             self._start(self._again(list(left.values()), error))
         except TimeoutError:
             late = DeadlineError(f"{endpoint} could not be reached before the deadline")
             self._start(self._again(list(left.values()), late))
-        finally:
-            self._pool.router.end(endpoint, len(left))
 
     async def _fetch_again(self, index: int) -> FetchedRows:
         """Return rows anew that were lost: as bytes, which nobody can take away. Raises the error of the image."""

@@ -151,6 +151,8 @@ class Pool:
                 watch.cancel()  # a server that drains would wait for us
             except (EncoderError, grpc.aio.AioRpcError) as error:
                 log.debug("%s: %s", endpoint, error)
+                if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # it has no health to watch: calls tell how it is
             self.router.mark_down(endpoint)
             await asyncio.sleep(WATCH_AGAIN_S)
 

@@ -1,6 +1,6 @@
 """Routing: which server an image goes to, so that it meets its cache, and which one next when that fails."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from time import monotonic
@@ -24,7 +24,10 @@ LAST_BACKOFF_S = 30.0
 class _Endpoint:
     seed: int
     images: int = 0
-    failures: int = 0
+    failures: int = 0  # in a row, in this outage
+    relapses: int = 0  # times in a row that calls failed while it was said to serve
+    said_to_serve: bool = True
+    failed_at: float = float("-inf")
     down_until: float = float("-inf")
 
 
@@ -65,33 +68,37 @@ class Router:
         First those that are up and below the bound, then those up and above it, each by preference; last those that
         are down, the soonest to be tried again first: a caller with no other choice may as well try.
         """
-        now, bound = self._clock(), self.bound()
-        ranked = sorted(
-            self._endpoints.items(), key=lambda item: (_hash(digest, item[1].seed), item[0]), reverse=True
-        )
-        up = [(name, endpoint) for name, endpoint in ranked if endpoint.down_until <= now]
-        down = [(name, endpoint) for name, endpoint in ranked if endpoint.down_until > now]
-        below = [name for name, endpoint in up if endpoint.images < bound]
-        above = [name for name, endpoint in up if endpoint.images >= bound]
-        return below + above + [name for name, _ in sorted(down, key=lambda item: item[1].down_until)]
+        return self._order(digest, self.bound())
 
-    def choose(self, digest: bytes) -> str:
-        """Return the endpoint to try first, and count the image as under way there until `end`.
+    def place(
+        self, digests: Sequence[bytes], sent_to: Callable[[bytes], str | None] = lambda _: None
+    ) -> list[str]:
+        """Return where each image of one call goes, and count it as under way there until `end`.
 
-        Raises `UnavailableError` when no endpoint is known.
+        An image goes where `sent_to` says, if that is up and below the bound, else to the first in its order; one that
+        comes twice, where it went before. The bound is that of all of them together. Raises `UnavailableError` when no
+        endpoint is known.
         """
-        order = self.order(digest)
-        if not order:
+        if not self._endpoints:
             raise UnavailableError("no encoder endpoint is known")
-        self.begin(order[0])
-        return order[0]
+        bound = self.bound(len(digests))
+        placed: dict[bytes, str] = {}
+        for digest in digests:
+            if digest not in placed:
+                endpoint = sent_to(digest)
+                fits = (
+                    endpoint is not None and self.is_up(endpoint) and self._endpoints[endpoint].images < bound
+                )
+                placed[digest] = endpoint if endpoint and fits else self._order(digest, bound)[0]
+            self.begin(placed[digest])
+        return [placed[digest] for digest in digests]
 
-    def bound(self) -> int:
-        """Return how many images one endpoint may have under way before others are preferred."""
+    def bound(self, more: int = 1) -> int:
+        """Return how many images one endpoint may have under way, with `more` to come, before others are preferred."""
         now = self._clock()
         up = [endpoint for endpoint in self._endpoints.values() if endpoint.down_until <= now]
         under_way = sum(endpoint.images for endpoint in up)
-        return max(self._idle_images, ceil(self._load_factor * (under_way + 1) / max(1, len(up))))
+        return max(self._idle_images, ceil(self._load_factor * (under_way + more) / max(1, len(up))))
 
     def begin(self, endpoint: str, images: int = 1) -> None:
         """Count images as under way at an endpoint."""
@@ -108,24 +115,48 @@ class Router:
         known, now = self._endpoints.get(endpoint), self._clock()
         if known is None or known.down_until > now:
             return
-        known.down_until = now + min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**known.failures)
-        known.failures = min(known.failures + 1, 16)
+        known.failed_at, known.down_until = now, now + _backoff_s(known.failures)
+        known.failures += 1
+        known.said_to_serve = False
+
+    def failed(self, endpoint: str) -> None:
+        """A call found it gone."""
+        if (known := self._endpoints.get(endpoint)) and known.said_to_serve:
+            known.relapses += 1
+        self.mark_down(endpoint)
 
     def mark_up(self, endpoint: str) -> None:
-        """A call got through, or the health check says that it serves."""
+        """Its health check says that it serves: it is tried at once, unless it said so before and then failed."""
         if known := self._endpoints.get(endpoint):
-            known.failures = 0
+            known.failures, known.said_to_serve = 0, True
+            wait_s = _backoff_s(known.relapses - 2) if known.relapses > 1 else 0.0
+            known.down_until = known.failed_at + wait_s
+
+    def succeeded(self, endpoint: str) -> None:
+        """A call got through: whatever failed before is over."""
+        if known := self._endpoints.get(endpoint):
+            known.failures, known.relapses, known.said_to_serve = 0, 0, True
             known.down_until = float("-inf")
 
-    def has_room(self, endpoint: str) -> bool:
-        """Return whether the endpoint is below the bound."""
-        known = self._endpoints.get(endpoint)
-        return known is not None and known.images < self.bound()
+    def _order(self, digest: bytes, bound: int) -> list[str]:
+        now = self._clock()
+        ranked = sorted(
+            self._endpoints.items(), key=lambda item: (_hash(digest, item[1].seed), item[0]), reverse=True
+        )
+        up = [(name, endpoint) for name, endpoint in ranked if endpoint.down_until <= now]
+        down = [(name, endpoint) for name, endpoint in ranked if endpoint.down_until > now]
+        below = [name for name, endpoint in up if endpoint.images < bound]
+        above = [name for name, endpoint in up if endpoint.images >= bound]
+        return below + above + [name for name, _ in sorted(down, key=lambda item: item[1].down_until)]
 
     def is_up(self, endpoint: str) -> bool:
         """Return whether the endpoint is tried in its own place; one whose backoff is over is."""
         known = self._endpoints.get(endpoint)
         return known is not None and known.down_until <= self._clock()
+
+
+def _backoff_s(failures: int) -> float:
+    return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 16))
 
 
 def _hash(data: bytes, seed: int) -> int:

@@ -1,16 +1,27 @@
 """Routing: the same choice everywhere, little movement, bounded load, and a way around what is down."""
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.images import photo
+from bench.traffic import marked
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
+from encoder_service.server import Server
+from prefill_client.client import EncoderClient
+from prefill_client.connection import Connection
+from prefill_client.images import RowRequest
 from prefill_client.routing import FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
+from tests.calls import collect
+from tests.waiting import soon
 
 ENDPOINTS = [f"encoder-{n}.encoders:50051" for n in range(5)]
 DIGESTS = [content_digest(b"%d" % n) for n in range(5000)]
@@ -81,7 +92,7 @@ def test_no_endpoint_has_more_than_its_bound_whatever_is_hot(
     under_way: Counter[str] = Counter()
     for image, one_ends in zip(images, ends, strict=False):
         bound = router.bound()
-        chosen = router.choose(DIGESTS[image])
+        (chosen,) = router.place([DIGESTS[image]])
         under_way[chosen] += 1
         assert under_way[chosen] <= bound
         if one_ends:
@@ -92,7 +103,7 @@ def test_no_endpoint_has_more_than_its_bound_whatever_is_hot(
 def test_one_hot_image_stays_at_home_while_that_is_idle_and_then_spreads_in_its_own_order() -> None:
     router = Router(ENDPOINTS)
     preferred = router.order(DIGESTS[0])
-    chosen = [router.choose(DIGESTS[0]) for _ in range(200)]
+    chosen = [router.place([DIGESTS[0]])[0] for _ in range(200)]
     assert chosen[:IDLE_IMAGES] == [preferred[0]] * IDLE_IMAGES
     counts = Counter(chosen)
     assert set(counts) == set(preferred[:4])  # four times 1.25 shares are all there is
@@ -144,6 +155,78 @@ def test_each_failure_in_a_row_doubles_the_wait_up_to_its_bound() -> None:
     assert router.is_up(ENDPOINTS[0])
 
 
+def test_an_outage_ends_with_health_and_a_back_off_only_with_a_call_that_gets_through() -> None:
+    now = 0.0
+    router = Router(ENDPOINTS[:1], clock=lambda: now)
+    (name,) = ENDPOINTS[:1]
+
+    def waited_after_a_failure() -> float:
+        """Fail a call, let the health check say that it serves, and return how long it is not tried."""
+        nonlocal now
+        assert router.is_up(name)
+        router.failed(name)
+        router.mark_up(name)
+        begun = now
+        while not router.is_up(name):
+            now += 0.25
+        return now - begun
+
+    assert [waited_after_a_failure() for _ in range(5)] == [0, 0.5, 1, 2, 4]
+    router.succeeded(name)
+    assert [waited_after_a_failure() for _ in range(2)] == [0, 0.5]
+    for _ in range(20):  # restarts that no call has met
+        router.mark_down(name)
+        router.mark_up(name)
+        router.succeeded(name)
+        assert router.is_up(name)
+    now += 1000
+    for _ in range(3):
+        router.failed(name)
+        now += 30
+    router.succeeded(name)  # with no health check at all
+    router.failed(name)
+    now += FIRST_BACKOFF_S
+    assert router.is_up(name)
+
+
+@pytest.fixture
+async def three_names(server: Server) -> AsyncIterator[tuple[EncoderClient, list[str]]]:
+    """A client of a fleet of three, which are one server by three names."""
+    port = server.endpoint.rpartition(":")[2]
+    names = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "ipv4:127.0.0.1")]
+    async with await EncoderClient.connect(names) as client:
+        await soon(lambda: all(map(client._pool.router.is_up, names)), 10)
+        yield client, names
+
+
+def counting(method: Callable[..., Any], images_at: Counter[str]) -> Callable[..., Any]:
+    def counted(self: Connection, images: Sequence[object], *rest: Any, **more: Any) -> Any:
+        images_at[self.endpoint] += len(images)
+        return method(self, images, *rest, **more)
+
+    return counted
+
+
+async def test_one_submit_and_one_fetch_keep_every_server_within_its_bound(
+    three_names: tuple[EncoderClient, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, names = three_names
+    router = client._pool.router
+    files = (marked(photo(64, 64, 1), number) for number in itertools.count())
+    hot = list(itertools.islice((f for f in files if first(router, content_digest(f)) == names[0]), 60))
+    calls: dict[str, Counter[str]] = {"submit": Counter(), "fetch": Counter()}
+    for method, count in calls.items():
+        monkeypatch.setattr(Connection, method, counting(getattr(Connection, method), count))
+    submitted = await client.submit(hot)
+    assert not [image.error for image in submitted if image.error]
+    assert set(calls["submit"]) == set(names)
+    assert max(calls["submit"].values()) <= 1.25 * 60 / 3
+    assert router.bound() == IDLE_IMAGES  # nothing is under way any more
+    await collect(client, [RowRequest(image.digest) for image in submitted])
+    assert calls["fetch"] == calls["submit"]
+    assert router.bound() == IDLE_IMAGES
+
+
 def test_a_new_answer_of_dns_keeps_what_is_known_of_those_that_stay() -> None:
     router = Router(ENDPOINTS)
     router.begin(ENDPOINTS[1], 100)
@@ -161,4 +244,4 @@ def test_a_new_answer_of_dns_keeps_what_is_known_of_those_that_stay() -> None:
 def test_no_endpoints_is_no_choice() -> None:
     assert Router([]).order(DIGESTS[0]) == []
     with pytest.raises(UnavailableError):
-        Router([]).choose(DIGESTS[0])
+        Router([]).place([DIGESTS[0]])

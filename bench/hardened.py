@@ -147,7 +147,7 @@ async def beside(name: str, model: Path) -> Beside:
         await asyncio.to_thread(server.wait_until_it_listens)
         target = Target(server.endpoint, server.metrics_url.removeprefix("http://").partition("/")[0])
         async with (
-            await EncoderClient.connect(server.endpoint) as client,
+            await EncoderClient.connect(server.endpoint, client_id="victim") as client,
             grpc.aio.insecure_channel(server.endpoint) as channel,
         ):
             victim = Victim(client, channel, f"http://{target.http}/healthz")

@@ -59,7 +59,9 @@ class RawConnection:
     async def send(self, stream: int, data: bytes, *, end: bool = False) -> int:
         """Send bytes as far as the server's windows allow within a second; return how many went out."""
         sent = 0
-        while sent < len(data) or (end and not data):
+        while sent < len(data):
+            if stream in self.reset or "grpc-status" in self.trailers.get(stream, {}):
+                return sent
             room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
             if room <= 0:
                 self._moved.clear()

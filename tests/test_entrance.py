@@ -11,13 +11,13 @@ import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from bench.raw_http2 import RawConnection, framed
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service import wire
 from encoder_service.config import Config
 from encoder_service.model import Model
 from encoder_service.server import Server
-from tests.raw_http2 import RawConnection, framed
 from tests.waiting import soon
 
 OURS = "/encoder_contract.v1.EncoderService/"

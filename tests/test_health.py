@@ -8,11 +8,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.raw_http2 import RawConnection
 from encoder_service import health
 from encoder_service.config import Config
 from encoder_service.model import Model
 from encoder_service.server import Server
-from tests.raw_http2 import RawConnection
 from tests.waiting import soon
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

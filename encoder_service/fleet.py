@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from time import monotonic
 from weakref import WeakValueDictionary
@@ -43,6 +44,8 @@ class Fleet:
         self._leased: set[bytes] = set()
         self._bringing: dict[bytes, asyncio.Task[Pin | None]] = {}
         self._turns = asyncio.Semaphore(MAX_TRANSFERS)
+        # Of our own: a write that waits for room must not keep the loop's threads from hashing what was uploaded.
+        self._threads = ThreadPoolExecutor(MAX_TRANSFERS, "fleet-put")
         # A semaphore for each peer that someone asks or waits for.
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._shunned: dict[str, float] = {}  # replica id -> until when, on the monotonic clock
@@ -73,6 +76,7 @@ class Fleet:
         """Tell it what is left to tell."""
         await self.sharing.stop()
         await self._announcer.stop()
+        self._threads.shutdown(wait=False)
 
     async def locate(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
         """Return where peers that are worth asking hold the addresses."""
@@ -147,7 +151,8 @@ class Fleet:
                 if (fetched := await self._try(location, image, address)) is None:
                     continue
                 grid, rows = fetched
-                pin = await asyncio.to_thread(self._put, address, rows, grid)
+                loop = asyncio.get_running_loop()
+                pin = await loop.run_in_executor(self._threads, self._put, address, rows, grid)
                 self.kept(address, grid)
                 return pin
         return None

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from encoder_service.address import ImageRef
 from encoder_service.fleet import MAX_OF_ONE_PEER, MAX_TRANSFERS, Fleet
 from encoder_service.index import Location, MemoryIndex, Tier
 from encoder_service.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
+from encoder_service.store import Pin
 from tests.small_store import WIDTH, make_store
 
 GRID = Grid(1, 16, 16)
@@ -126,6 +128,33 @@ async def test_a_peer_that_never_gets_anywhere_is_given_up_in_time(answer: Answe
     if answer is trickling:
         assert isinstance(refusal.value, UnavailableError)
         assert time.monotonic() - began >= BYTES / MIN_BYTES_PER_S
+
+
+async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=1, wait_s=20.0)
+    pin = store.put(b"pinned", torch.zeros(64, WIDTH), GRID)
+
+    async def fetch(_endpoint: str, _image: ImageRef, _address: bytes) -> tuple[Grid, Tensor]:
+        return GRID, torch.zeros(64, WIDTH)
+
+    fleet = Fleet(MemoryIndex(), fetch, store.put)
+    # As on a small machine: the threads that hash and copy are fewer than the transfers.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    names = [n.to_bytes(32, "big") for n in range(MAX_TRANSFERS)]
+    places = [(Location(f"peer-{n}", "peer", Tier.HOST, GRID),) for n in range(MAX_TRANSFERS)]
+    brought = [asyncio.ensure_future(fleet.bring(IMAGE, *each)) for each in zip(names, places, strict=True)]
+    try:
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(bytes)
+        assert not any(task.done() for task in brought)
+    finally:
+        pin.release()
+        for pinned in await asyncio.gather(*brought, return_exceptions=True):
+            if isinstance(pinned, Pin):
+                pinned.release()
+        await fleet.stop()
+        store.close()
 
 
 async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2
+from h2.exceptions import ProtocolError
 
 from bench import hostile_images as files
 from bench.images import photo
@@ -185,14 +186,14 @@ async def partial(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
 
 
 async def claims(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Many Fetches of few images, each of which counts as one who waits."""
+    """Many Fetches of few images, each of which counts as one who waits; of the rows they want one each."""
     stub, base = target.stub(), photo(512, 512, 8)
     await ready()
     for number in itertools.count():
         by_digest = {content_digest(file): file for file in (marked(base, 8 * number + n) for n in range(8))}
         names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(by_digest)]
         await _submit(stub, names, by_digest)
-        asked = [_read(stub, _request(list(by_digest) * 32)) for _ in range(64)]
+        asked = [_read(stub, _request(list(by_digest) * 32, rows=1)) for _ in range(64)]
         await asyncio.gather(*asked)
 
 
@@ -278,8 +279,8 @@ def _pieces(index: int, file: bytes) -> Iterator[pb.ImageBytes]:
         yield pb.ImageBytes(index=index, data=file[begin:end], last=end >= len(file))
 
 
-def _request(digests: Sequence[bytes], grace_ms: int = 1000) -> pb.FetchRequest:
-    images = [pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)]
+def _request(digests: Sequence[bytes], grace_ms: int = 1000, rows: int = 0) -> pb.FetchRequest:
+    images = [pb.FetchImage(index=n, digest=digest, row_end=rows) for n, digest in enumerate(digests)]
     return pb.FetchRequest(images=images, grace_ms=grace_ms)
 
 
@@ -294,7 +295,7 @@ async def _keep(count: int, one: Callable[[], Awaitable[None]]) -> None:
 
     async def again() -> None:
         while True:
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError):
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, ProtocolError):
                 await one()
             await asyncio.sleep(AGAIN_S)
 

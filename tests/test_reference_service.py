@@ -273,6 +273,8 @@ async def test_process_serves_and_ends_with_0(server: Server, checkpoint: Path) 
     async for line in process.stdout:
         if found := re.match(rb"\s*listening\s+\S+:(\d+)$", line):
             break
+    _, writer = await asyncio.open_connection("127.0.0.1", int(found[1]))  # at once: it said that it listens
+    writer.close()
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{int(found[1])}/v1", api_key="none") as asked:
         answer = await asked.chat.completions.create(
             model=checkpoint.name, messages=[user("What?", data_url(FIRST))], max_tokens=2

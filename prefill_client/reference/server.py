@@ -32,7 +32,20 @@ DRAIN_S = 30  # what running requests are given after SIGTERM
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that a signal ends the process with 0 and not by that signal once more."""
+    """uvicorn, except that a signal ends the process with 0 and not by that signal once more.
+
+    Prints its banner when requests are answered: who waits for it may then ask.
+    """
+
+    def __init__(self, config: uvicorn.Config, banner: str) -> None:
+        super().__init__(config)
+        self._banner = banner
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            print(self._banner, flush=True)  # noqa: T201 - the one block that says what was chosen
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -82,19 +95,18 @@ async def _serve(config: ServiceConfig, listener: socket.socket) -> None:
 
 async def _answer(service: HttpService, config: ServiceConfig, name: str, listener: socket.socket) -> None:
     host = config.listen.rpartition(":")[0]
-    print(  # noqa: T201 - the one block that says what was chosen
-        f"prefill-client {__version__}\n"
+    server = _Server(
+        uvicorn.Config(
+            service.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
+        ),
+        banner=f"prefill-client {__version__}\n"
         f"  model      {name} ({config.model}), {config.dtype} on {config.device}\n"
         f"  encoder    {config.encoder}\n"
         f"  chunks     {config.chunk_tokens} tokens, KV cache of {config.prefix_tokens} kept\n"
         f"  images     data URLs{', ' + config.image_hosts if config.image_hosts else ''}\n"
         f"  listening  {host}:{listener.getsockname()[1]}",
-        flush=True,
     )
-    server = uvicorn.Config(
-        service.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
-    )
-    await _Server(server).serve(sockets=[listener])
+    await server.serve(sockets=[listener])
 
 
 def _bound(address: str) -> socket.socket:

@@ -102,6 +102,11 @@ class Config(Settings):
     max_client_share: float = knob(
         0.75, help="share of the queue that one client may fill while others exist"
     )
+    max_waiting_images: int = knob(
+        4096,
+        help="images that Fetches wait for and nobody has submitted, three quarters of them for one client; over it "
+        "RESOURCE_EXHAUSTED",
+    )
     max_pinned_share: float = knob(
         0.9,
         help="share of the host store that running Fetches may keep pinned, three quarters of it for one client; "
@@ -134,6 +139,7 @@ class Config(Settings):
             "max_queued_patches",
             "max_queued_gib",
             "max_queue_s",
+            "max_waiting_images",
             "upload_idle_s",
             "store_host_gib",
             "source_ttl_s",

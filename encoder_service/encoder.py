@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,8 +21,8 @@ from encoder_service.source import Source
 from encoder_service.sources import Sources
 from encoder_service.store import Pin, Store
 
-# How often a Fetch looks whether an image that nobody has submitted here has turned up elsewhere.
-LOOK_AROUND_S = 0.25
+# Threads of their own: a copy that waits for room must not keep the loop's from hashing what was uploaded.
+_copies = ThreadPoolExecutor(8, "to-host")
 # A lease ends by itself when its holder dies; this is only how long to sleep before looking again.
 LEASE_WAIT_S = 1.0
 # Bytes that were asked for and are not here after so long give the lease back: a caller that stalls stalls nobody
@@ -70,6 +72,7 @@ class Encoder:
         refusals: Refusals,
         fleet: Fleet,
         transfer_s: Callable[[int], float],
+        max_waiting_images: int,
         on_asked: Callable[[bytes, ImageRef], None] = lambda _address, _image: None,
     ) -> None:
         """`transfer_s` says how long rows of so many tokens take from a peer; `on_asked` hears of every Fetch."""
@@ -82,7 +85,7 @@ class Encoder:
         self._fleet = fleet
         self._transfer_s = transfer_s
         self._on_asked = on_asked
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(fleet.look_around, lambda: fleet.in_company, max_waiting_images)
 
     # Submit
 
@@ -128,10 +131,10 @@ class Encoder:
     # Fetch
 
     async def locate(self, images: Sequence[ImageRef]) -> dict[bytes, Locations]:
-        """Return where peers hold those of the images that are not known here, in one step."""
-        addresses = [self._recipe.address(image) for image in images]
-        unknown = [a for a in addresses if not self._store.contains(a) and not self._pipeline.has(a)]
-        return await self._fleet.locate(unknown) if unknown and self._fleet.joined else {}
+        """Return where peers hold those of the images that are not known here; nowhere where they only have bytes."""
+        keys = {self._recipe.address(image): image.source_key for image in images}
+        unknown = {a: k for a, k in keys.items() if not (self._store.contains(a) or self._pipeline.has(a))}
+        return await self._fleet.look_around(unknown) if unknown else {}
 
     async def rows(
         self, image: ImageRef, claim: Claim, grace_s: float, located: dict[bytes, Locations]
@@ -143,12 +146,12 @@ class Encoder:
         """
         address = self._recipe.address(image)
         deadline = asyncio.get_running_loop().time() + grace_s
-        locations = located.get(address, ())
+        elsewhere = located.get(address)
         failed: set[str] = set()
         while True:
             if (found := await self.rows_here(image, claim)) is not None:
                 return found
-            live = tuple(location for location in locations if location.replica_id not in failed)
+            live = tuple(location for location in elsewhere or () if location.replica_id not in failed)
             if live and self._begun_as_cheaper(image, address, claim):
                 continue
             if live:
@@ -156,9 +159,11 @@ class Encoder:
                 if keeper is not None and (pin := self._store.pin(address)) is not None:
                     return Found(await _on_host(pin), "peer")
                 failed.update(location.replica_id for location in live)
-            elif await self._begin(image, address, claim, deadline, failed):
-                continue
-            locations = (await self._fleet.locate([address])).get(address, ())
+                elsewhere = (await self._fleet.look_around({address: image.source_key})).get(address)
+            elif (source := await self._source_of(image, is_elsewhere=elsewhere is not None)) is None:
+                elsewhere = await self._submitted(address, image, claim, deadline)
+            else:
+                elsewhere = await self._begin(image, address, source, claim, failed)
 
     async def rows_here(self, image: ImageRef, claim: Claim) -> Found | None:
         """Return the rows of `image` if they are held here or being made here; None when they are not."""
@@ -230,16 +235,12 @@ class Encoder:
         return Known(address, grid, cached=not self._submit(address, source, grid, claim))
 
     async def _begin(
-        self, image: ImageRef, address: bytes, claim: Claim, deadline: float, failed: set[str]
-    ) -> bool:
-        """Start encoding `image` from bytes held anywhere; False after a wait, when it is worth looking around.
+        self, image: ImageRef, address: bytes, source: Source, claim: Claim, failed: set[str]
+    ) -> Locations:
+        """Start encoding `image`, or wait for who is at it; return where it is then, if that is not here.
 
         The replicas in `failed` do not count as holding it.
         """
-        source = self._sources.get(image.source_key) or await self._source_elsewhere(image)
-        if source is None:
-            await self._submitted(address, image, deadline)
-            return False
         acquired = await self._fleet.acquire([address], failed)
         if address in acquired.granted:
             try:
@@ -247,10 +248,8 @@ class Encoder:
             except EncoderError:
                 self.forget(image)
                 raise
-            return True
-        if address not in acquired.located:
-            await self._fleet.wait_elsewhere(address, LEASE_WAIT_S)
-        return False
+            return ()
+        return acquired.located.get(address) or await self._fleet.wait_elsewhere(address, LEASE_WAIT_S)
 
     def _submit(self, address: bytes, source: Source, grid: Grid, claim: Claim) -> bool:
         """Queue an image; False when it is held by now: it came to be so while the index was asked."""
@@ -261,7 +260,11 @@ class Encoder:
         self._arrivals.wake(address)
         return not held
 
-    async def _source_elsewhere(self, image: ImageRef) -> Source | None:
+    async def _source_of(self, image: ImageRef, *, is_elsewhere: bool) -> Source | None:
+        """Return the source of `image` if it is here, or another replica shared it."""
+        source = self._sources.get(image.source_key)
+        if source is not None or not is_elsewhere:
+            return source
         if (data := await self._fleet.find_source(image)) is None:
             return None
         try:
@@ -282,17 +285,18 @@ class Encoder:
         self._submit(address, source, grid, claim)
         return True
 
-    async def _submitted(self, address: bytes, image: ImageRef, deadline: float) -> None:
-        """Wait until `image` is submitted here, or it is time to look around; `UnknownImageError` at the deadline."""
-        now = asyncio.get_running_loop().time()
-        if now >= deadline:
-            raise UnknownImageError(f"image {image.digest.hex()} was not submitted: submit it, then fetch")
-        until = min(deadline, now + LOOK_AROUND_S) if self._fleet.joined else deadline
-        await self._arrivals.wait(address, until)
+    async def _submitted(self, address: bytes, image: ImageRef, claim: Claim, deadline: float) -> Locations:
+        """Wait until `image` turns up, here or elsewhere: then where; `UnknownImageError` at the deadline."""
+        if self._store.contains(address) or self._pipeline.has(address):
+            return ()  # it came while the index was asked
+        with suppress(TimeoutError):
+            if asyncio.get_running_loop().time() < deadline:
+                return await self._arrivals.wait(address, image.source_key, claim.client_id, deadline)
+        raise UnknownImageError(f"image {image.digest.hex()} was not submitted: submit it, then fetch")
 
 
 async def _on_host(pin: Pin) -> Pin:
     """Return `pin`, its rows in the host tier."""
     if pin.tier != "host":
-        await asyncio.to_thread(pin.to_host)
+        await asyncio.get_running_loop().run_in_executor(_copies, pin.to_host)
     return pin

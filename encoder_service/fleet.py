@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from time import monotonic
@@ -86,6 +86,23 @@ class Fleet:
         kept = {a: tuple(x for x in found if x.replica_id not in shunned) for a, found in located.items()}
         return {address: locations for address, locations in kept.items() if locations}
 
+    @property
+    def in_company(self) -> bool:
+        """Whether another replica is alive: what is not known in the fleet now may be so in a moment."""
+        return bool(self._index.peers())
+
+    async def look_around(self, keys: Mapping[bytes, bytes]) -> dict[bytes, Locations]:
+        """Return those of the addresses, each with the key of its source, that the fleet can help with.
+
+        That is where each is held; nowhere when it is the image's bytes that are shared. Two questions, for all.
+        """
+        if not self.joined:
+            return {}
+        located = await self.locate(list(keys))
+        missing = {key: address for address, key in keys.items() if address not in located}
+        shared = await self._index.sources(list(missing)) if missing else ()
+        return located | {missing[key]: () for key in shared}
+
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
         """Ask to be the one who encodes the addresses; asks nobody about those it already is.
 
@@ -104,9 +121,9 @@ class Fleet:
         self._announcer.leased(answer.granted)
         return Acquired(answer.granted | (set(addresses) & self._leased), answer.located)
 
-    async def wait_elsewhere(self, address: bytes, timeout_s: float) -> None:
-        """Wait until the replica that encodes the address has published it, or has given up."""
-        await self._index.wait_published(address, timeout_s)
+    async def wait_elsewhere(self, address: bytes, timeout_s: float) -> Locations:
+        """Wait until the replica that encodes the address has published it, and return where; or has given up."""
+        return await self._index.wait_published(address, timeout_s)
 
     def kept(self, address: bytes, grid: Grid) -> None:
         """Say that this replica holds the address now."""

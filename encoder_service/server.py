@@ -246,6 +246,7 @@ class Server:
             refusals=self._refusals,
             fleet=self._fleet,
             transfer_s=self._peers.transfer_s,
+            max_waiting_images=config.max_waiting_images,
             on_asked=self._hot.asked,
         )
         width = model.tower.spec.width

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import cast
 
+import grpc
 import numpy as np
 import pytest
 
 from bench.images import photo
 from bench.redis_servers import RedisServer, redis_server
-from encoder_contract.errors import UnknownImageError
+from encoder_contract.errors import Status, UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.address import ImageRef
@@ -259,3 +260,24 @@ async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
     answer = await call.read()
     assert answer.state.state == pb.STATE_NEEDS_BYTES
     return cast("asyncio.Future[None]", call)
+
+
+async def test_unknown_digests_cost_the_index_a_few_questions_however_many_wait(start: Start) -> None:
+    a, b = await start(), await start()
+    await soon(lambda: bool(a.server.index.peers()), within_s=10)
+    before = await _index_calls(a)
+    images = [pb.FetchImage(index=n, digest=n.to_bytes(32, "big")) for n in range(200)]
+    async with grpc.aio.insecure_channel(a.server.endpoint) as channel:
+        call = EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images, grace_ms=1500))
+        outcomes = [message.error.code async for message in call]
+    assert outcomes == [Status.NOT_FOUND.value] * 200
+    # Two for the call, two for each sweep; a replica that waits for each by itself asks a thousand times.
+    assert await _index_calls(a) - before < 50
+    assert await b.encodes() == 0
+
+
+async def _index_calls(replica: Replica) -> float:
+    found = await asyncio.to_thread(scrape, replica.server.watch.endpoint, 10)
+    return sum(
+        found.total("index_call_seconds_count", call=name) for name in ("locate", "get_source", "sources")
+    )

@@ -25,7 +25,7 @@ FLOORS = [
     ["wire", "calls", "peers", "model"],
     ["encoder"],
     ["pipeline", "fleet", "hand_over"],
-    ["announcer", "sharing", "stages"],
+    ["announcer", "arrivals", "sharing", "stages"],
     ["desk"],
     [
         "decode",
@@ -37,7 +37,6 @@ FLOORS = [
         "sources",
         "refusals",
         "intake",
-        "arrivals",
         "pin_room",
         "uploads",
         "lanes",

@@ -156,6 +156,9 @@ class Index(Protocol):
     async def put_source(self, key: bytes, image: bytes) -> bool:
         """Share the bytes of an image with the fleet for a while; False when too large or not possible."""
 
+    async def sources(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Return those of the keys under which bytes are shared."""
+
     async def get_source(self, key: bytes) -> bytes | None:
         """Return the bytes that any replica shared under `key`, or None."""
 

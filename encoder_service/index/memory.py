@@ -188,6 +188,12 @@ class MemoryIndex:
         self._fleet.expire_sources()
         return True
 
+    async def sources(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Return those of the keys under which bytes are kept."""
+        self._fleet.expire_sources()
+        held = self._fleet.sources if self.state is IndexState.JOINED else {}
+        return frozenset(key for key in keys if key in held)
+
     async def get_source(self, key: bytes) -> bytes | None:
         """Return the bytes kept under `key`, or None."""
         self._fleet.expire_sources()

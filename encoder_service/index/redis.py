@@ -17,7 +17,7 @@ from encoder_service.index.tasks import end
 from encoder_service.index.watch import Watch
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
-RENEW, RELEASE = Script("renew"), Script("release")
+RENEW, RELEASE, EXIST = Script("renew"), Script("release"), Script("exist")
 # A script of this many addresses holds Redis, and everyone who asks it, for about two milliseconds.
 MAX_BATCH = 256
 NOBODY = Watchers()
@@ -142,6 +142,14 @@ class RedisIndex:
             return True
 
         return await self._standing.ask("put_source", put, self._standing.puts) is not None
+
+    async def sources(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Return those of the keys under which bytes are shared."""
+        found: set[bytes] = set()
+        for batch in _batches(keys):
+            replies = await self._run("sources", EXIST, [(self._keys.source(key),) for key in batch])
+            found.update(key for key, reply in zip(batch, replies or (), strict=False) if reply)
+        return frozenset(found)
 
     async def get_source(self, key: bytes) -> bytes | None:
         """Return the bytes that any replica shared under `key`, or None."""

@@ -96,6 +96,10 @@ class Config(Settings):
     upload_idle_s: float = knob(
         10.0, help="seconds after which an upload that brings nothing, or next to nothing, is given up"
     )
+    reader_idle_s: float = knob(
+        30.0,
+        help="seconds after which a caller that takes nothing of what it is sent is given up, with its pins",
+    )
     max_queue_s: float = knob(
         30.0, help="seconds the queue may take at the measured rate; over it RESOURCE_EXHAUSTED"
     )
@@ -141,6 +145,7 @@ class Config(Settings):
             "max_queue_s",
             "max_waiting_images",
             "upload_idle_s",
+            "reader_idle_s",
             "store_host_gib",
             "source_ttl_s",
         )

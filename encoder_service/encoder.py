@@ -237,10 +237,7 @@ class Encoder:
     async def _begin(
         self, image: ImageRef, address: bytes, source: Source, claim: Claim, failed: set[str]
     ) -> Locations:
-        """Start encoding `image`, or wait for who is at it; return where it is then, if that is not here.
-
-        The replicas in `failed` do not count as holding it.
-        """
+        """Start encoding, or wait for who is at it, but not for replicas that `failed`; return where it is then."""
         acquired = await self._fleet.acquire([address], failed)
         if address in acquired.granted:
             try:

@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 # The one request of a call is some kilobytes: on its way for no longer than this, whoever sends it.
 REQUEST_S = 10.0
-# Answers have 1 MiB at most: a caller that does not take one in this time takes none.
-TAKE_S = 30.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Request = TypeVar("Request")
@@ -69,7 +67,9 @@ class Requests(Generic[Request]):
 class Entrance:
     """Lets in at most `max_calls` calls at a time, from one host its share of them."""
 
-    def __init__(self, max_calls: int) -> None:
+    def __init__(self, max_calls: int, reader_idle_s: float) -> None:
+        """A caller that does not take an answer, 1 MiB at most, within `reader_idle_s` is served no more."""
+        self._reader_idle_s = reader_idle_s
         # A place is taken until the call's status is out; a caller that takes nothing keeps it without being served.
         self._places = Shares(max_calls, "open calls")
         self._served: set[Context] = set()
@@ -117,11 +117,11 @@ class Entrance:
 
     async def _send(self, answer: Message | bytes, context: Context) -> None:
         try:
-            async with asyncio.timeout(TAKE_S):
+            async with asyncio.timeout(self._reader_idle_s):
                 await context.write(answer)
         except TimeoutError as error:
             self._serve_no_more(context)  # the status waits behind what is not taken
-            raise DeadlineError(f"the caller took nothing for {TAKE_S:g} s") from error
+            raise DeadlineError(f"the caller took nothing for {self._reader_idle_s:g} s") from error
         except grpc.aio.InternalError as error:  # the call is dead, and its cancellation on the way here
             raise asyncio.CancelledError from error
 

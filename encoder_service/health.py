@@ -20,6 +20,7 @@ MAX_CALLS = 512
 MAX_WATCHES_OF_A_CONNECTION = 64
 # Watchers who read hear within milliseconds that the server ends; the others are not waited for.
 FAREWELL_S = 1.0
+READER_IDLE_S = 30.0  # an answer has two bytes: who does not take it in this time takes none
 
 SERVING: int = pb.HealthCheckResponse.SERVING
 NOT_SERVING: int = pb.HealthCheckResponse.NOT_SERVING
@@ -35,7 +36,7 @@ class Health:
         self._turned = asyncio.Event()  # set and replaced at every change
         self._ending = False
         self._watches: Counter[str] = Counter()
-        self._entrance = Entrance(MAX_CALLS)
+        self._entrance = Entrance(MAX_CALLS, READER_IDLE_S)
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
         """Return what to add to a server."""

@@ -44,15 +44,23 @@ class Listener:
     """Serves on `address` from `start` to `stop`. Build it on the event loop that is to serve."""
 
     def __init__(
-        self, address: str, calls: EncoderService, operator: AdminService, *, max_calls: int, max_images: int
+        self,
+        address: str,
+        calls: EncoderService,
+        operator: AdminService,
+        *,
+        max_calls: int,
+        max_images: int,
+        reader_idle_s: float,
     ) -> None:
         """Take the port. Raises `ConfigError` when it cannot be had.
 
-        `max_calls` are let in at a time, besides those for health; each names at most `max_images`.
+        `max_calls` are let in at a time, besides those for health; each names at most `max_images`, and ends when its
+        caller takes nothing for `reader_idle_s`.
         """
         largest = ("grpc.max_receive_message_length", wire.max_request_bytes(max_images))
         self._server = grpc.aio.server(options=(*OPTIONS, largest))
-        self._entrance = Entrance(max_calls)
+        self._entrance = Entrance(max_calls, reader_idle_s)
         self._health = Health(("", service.SERVICE))
         self._server.add_generic_rpc_handlers(
             (

@@ -114,6 +114,7 @@ class Server:
                 operator,
                 max_calls=self._config.max_calls,
                 max_images=self._config.max_images_per_call,
+                reader_idle_s=self._config.reader_idle_s,
             )
             self.endpoint = self._listener.endpoint
             self.watch = Watch(

@@ -5,6 +5,7 @@ import gc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from bench.images import photo
@@ -120,3 +121,22 @@ async def test_who_waits_for_room_to_pin_gets_it_when_it_is_given_back_or_an_err
     await room.take("c", b"larger than all", 1000)
     room.give_back("c", b"larger than all", 1000)
     assert room.held_bytes == 0
+
+
+async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Config, model: Model) -> None:
+    server = Server(replace(config, reader_idle_s=0.5, drain_s=1), model)
+    await server.start()
+    try:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            requests = await submitted(client, PHOTOS[:8])
+            names = [pb.FetchImage(index=n, digest=request.digest) for n, request in enumerate(requests)]
+            unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
+            await soon(lambda: server.service.pinned_bytes > 0, within_s=30)
+            await soon(lambda: server.service.pinned_bytes == 0, within_s=30)
+            assert server.store.stats().pins == 0
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                async for _ in unread:
+                    pass
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    finally:
+        await server.drain()

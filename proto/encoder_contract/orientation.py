@@ -7,18 +7,14 @@ bounded number of steps, where a general EXIF parser reads and keeps every tag.
 import re
 import struct
 
+from encoder_contract.tiff_tags import Directory
+
 UPRIGHT = 1
 # Orientations 5 to 8 swap width and height.
 FIRST_SWAPPED = 5
 
-_ORIENTATION_TAG = 0x0112
-_BYTE_ORDERS = {b"MM\x00\x2a": ">", b"II\x2a\x00": "<", b"MM\x2a\x00": ">", b"II\x00\x2a": "<"}
-# Bytes per value of each TIFF type, and how those that can hold an orientation are unpacked.
-_TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
-_INTEGER_FORMATS = {3: "H", 4: "L", 6: "b", 8: "h", 9: "l", 13: "L"}
-# The first directory of a real photo has a few dozen tags.
-_MAX_TAGS = 512
-
+ORIENTATION_TAG = 0x0112
+BYTE_ORDERS = {b"MM\x00\x2a": ">", b"II\x2a\x00": "<", b"MM\x2a\x00": ">", b"II\x00\x2a": "<"}
 _EXIF_PREFIX = re.compile(rb"(?:Exif\x00\x00){0,2}")
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
@@ -28,45 +24,25 @@ def orientation(exif: bytes = b"", xmp: bytes = b"") -> int:
 
     What is damaged or out of range counts as absent: such a photo is shown as it is stored.
     """
-    value = _from_exif(exif)
+    return of_value(from_exif(exif), xmp)
+
+
+def of_value(value: int | None, xmp: bytes = b"") -> int:
+    """Return 1 to 8: a tag's value, or what XMP says when there is no such tag."""
     if value is None:
         found = _XMP_ORIENTATION.search(xmp)
         value = int(found[1]) if found else UPRIGHT
     return value if UPRIGHT <= value <= 8 else UPRIGHT
 
 
-def _from_exif(exif: bytes) -> int | None:
+def from_exif(exif: bytes) -> int | None:
     """Return the orientation tag of the first directory, 0 when it is no integer, None when there is none."""
     prefix = _EXIF_PREFIX.match(exif)
     tiff = memoryview(exif)[prefix.end() if prefix else 0 :]
-    order = _BYTE_ORDERS.get(bytes(tiff[:4]))
-    if order is None:
+    order = BYTE_ORDERS.get(bytes(tiff[:4]))
+    if order is None or len(tiff) < 8:
         return None
-    try:
-        return _from_directory(tiff, order)
-    except struct.error:  # the block ends before what it promises
+    directory = Directory(tiff, *struct.unpack_from(f"{order}L", tiff, 4), order)
+    if directory.get(ORIENTATION_TAG) is None:
         return None
-
-
-def _from_directory(tiff: memoryview, order: str) -> int | None:
-    (directory,) = struct.unpack_from(f"{order}L", tiff, 4)
-    (tags,) = struct.unpack_from(f"{order}H", tiff, directory)
-    out_of_line_bytes = 0
-    for position in range(directory + 2, directory + 2 + 12 * min(tags, _MAX_TAGS), 12):
-        tag, kind, count = struct.unpack_from(f"{order}HHL", tiff, position)
-        size = _TYPE_BYTES.get(kind, 0) * count
-        value_at = position + 8
-        if size > 4:
-            # As Pillow: values that overlap so much that they outgrow the block are passed over, and one that
-            # points outside ends the directory.
-            out_of_line_bytes += size
-            if out_of_line_bytes > len(tiff):
-                continue
-            (value_at,) = struct.unpack_from(f"{order}L", tiff, value_at)
-            if value_at + size > len(tiff):
-                return None
-        if tag == _ORIENTATION_TAG and size:
-            if kind not in _INTEGER_FORMATS:
-                return 0
-            return int(struct.unpack_from(f"{order}{_INTEGER_FORMATS[kind]}", tiff, value_at)[0])
-    return None
+    return next(iter(directory.integers(ORIENTATION_TAG)), 0)

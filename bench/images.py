@@ -8,11 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
 ORIENTATION_TAG = 0x0112
 
 # What a phone writes: a 720p JPEG comes out at 0.2 to 0.4 MB.
-_SAVE: dict[str, dict[str, object]] = {"JPEG": {"quality": 88}, "WEBP": {"quality": 80, "method": 0}}
+_SAVE: dict[str, dict[str, object]] = {
+    "JPEG": {"quality": 88},
+    "WEBP": {"quality": 80, "method": 0},
+    "AVIF": {"speed": 10},
+}
 
 
 def pixels(width: int, height: int, seed: int) -> NDArray[np.uint8]:
@@ -43,7 +47,7 @@ def photo(
 ) -> bytes:
     """Return an image file of `width` × `height` stored pixels, the same bytes for the same arguments.
 
-    `orientation` 1 to 8 is written as EXIF (JPEG, PNG and WebP carry it); `mode` is one of Pillow's (RGB, L,
+    `orientation` 1 to 8 is written as EXIF (JPEG, PNG, WebP, TIFF and AVIF carry it); `mode` is one of Pillow's (RGB, L,
     CMYK, RGBA, LA, P, 1, or I;16 for 16-bit grey) and must be one that the format can hold.
     """
     picture = Image.fromarray(pixels(width, height, seed))
@@ -77,6 +81,7 @@ def encoded(
 _KINDS = (
     ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"),
     ("PNG", "I;16"), ("WEBP", "RGB"), ("WEBP", "RGBA"), ("GIF", "P"), ("BMP", "RGB"), ("BMP", "P"),
+    ("TIFF", "RGB"), ("TIFF", "P"), ("TIFF", "I;16"), ("AVIF", "RGB"), ("AVIF", "RGBA"), ("JPEG2000", "RGB"),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from encoder_contract.header import FORMATS
 from encoder_contract.settings import ConfigError, Settings, flag, knob
 
 __all__ = ["GIB", "Config", "ConfigError", "flag"]
@@ -80,6 +81,9 @@ class Config(Settings):
     store_segment_dir: Path = knob(Path("/dev/shm"), help="folder of the shared-memory segment")  # noqa: S108
     source_gib: float = knob(0.5, help="submitted image bytes kept to make evicted embeddings again, GiB")
     source_ttl_s: float = knob(600.0, help="seconds a submitted image is kept after its last use")
+    formats: str = knob(
+        ",".join(FORMATS), help="image formats accepted, comma-separated; others are INVALID_ARGUMENT"
+    )
     max_image_bytes: int = knob(32 << 20, help="largest image file accepted")
     max_image_pixels: int = knob(100_000_000, help="largest width x height accepted, read from the header")
     max_images_per_call: int = knob(512, help="images in one Submit or Fetch call")
@@ -160,6 +164,8 @@ class Config(Settings):
         )
         self._require(0 < self.max_client_share < 1, "max_client_share", "must lie between 0 and 1")
         self._require(0 < self.max_pinned_share < 1, "max_pinned_share", "must lie between 0 and 1")
+        known = self.accepted_formats and {*self.accepted_formats} <= {*FORMATS}
+        self._require(bool(known), "formats", f"must be some of {', '.join(FORMATS)}")
         self._require_endpoint("listen")
         if self.advertise:
             self._require_endpoint("advertise")
@@ -173,6 +179,11 @@ class Config(Settings):
             raise ConfigError(
                 f"{flag('index')} must be memory or redis://host:port and its like, got {self.index_for_people}"
             )
+
+    @property
+    def accepted_formats(self) -> tuple[str, ...]:
+        """`formats` by name."""
+        return tuple(name for each in self.formats.split(",") if (name := each.strip().upper()))
 
     @property
     def index_for_people(self) -> str:

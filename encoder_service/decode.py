@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -18,12 +19,15 @@ import PIL
 import torch
 import torch.utils.dlpack
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import AvifImagePlugin, Image, features
+from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
+from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
@@ -34,6 +38,13 @@ from encoder_service.source import Source
 
 log = logging.getLogger(__name__)
 
+
+class _FirstPage(TiffImageFile):
+    """The first page, as one of several: Pillow reads a lone page's other directories, at a cost the file decides."""
+
+    is_animated = True
+
+
 # The readers themselves and not Image.open, which has a pixel limit of its own (ours was checked before) and
 # follows the other pictures in a JPEG.
 _READERS: dict[str, type[ImageFile]] = {
@@ -42,7 +53,16 @@ _READERS: dict[str, type[ImageFile]] = {
     "WEBP": WebPImageFile,
     "GIF": GifImageFile,
     "BMP": BmpImageFile,
+    "TIFF": _FirstPage,
+    "AVIF": AvifImageFile,
+    "JPEG2000": Jpeg2KImageFile,
 }
+# What Pillow may have been built without, by its own name for it.
+_FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}
+# An image is decoded in one thread, so that as many are busy as was asked for.
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+# It warns of every odd tag of every file, and Python keeps what it said for ever.
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 _END_OF_JPEG = b"\xff\xd9"
 # Some writers pad a JPEG with a few bytes behind its end.
 _JPEG_PADDING_BYTES = 64
@@ -155,11 +175,16 @@ class Decoder:
         try:
             data = _without_metadata(source)
             with _READERS[header.format](io.BytesIO(data)) as picture:
-                if picture.size != (header.width, header.height):
+                # Pillow turns a TIFF as it loads it; its size is mostly that of the turned one before.
+                is_turned = header.format == "TIFF"
+                stored = header.width, header.height
+                if picture.size != stored and not (is_turned and picture.size == header.upright):
                     return InvalidImageError(f"damaged {header.format}: its parts differ in size")
-                stored = torch.from_numpy(_rgb(picture))
+                pixels = torch.from_numpy(_rgb(picture))
+                if picture.size != (header.upright if is_turned else stored):
+                    return InvalidImageError(f"damaged {header.format}: its parts differ in size")
             # Turned before it is copied: this stream is the one that goes on with it.
-            return upright(stored, header.orientation).to(self._torch_device)
+            return upright(pixels, UPRIGHT if is_turned else header.orientation).to(self._torch_device)
         # Pillow's readers let any kind of exception out when they stumble over damaged data.
         except Exception as error:
             if is_shortage(error) or not _has_room(header):
@@ -179,6 +204,11 @@ class Decoder:
         except InvalidImageError as error:
             return error
         return Source(b"", image, header)
+
+
+def missing(formats: Sequence[str]) -> list[str]:
+    """Return which of the formats this Pillow was built without."""
+    return [name for name in formats if name in _FEATURES and not features.check(_FEATURES[name])]
 
 
 def is_shortage(error: Exception) -> bool:

@@ -1,14 +1,14 @@
 """Intake: what must hold of an image's bytes before anything is done with them."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError, InvalidRequestError
 from encoder_contract.geometry import Geometry, Grid
-from encoder_contract.header import check_limits, read_header
+from encoder_contract.header import FORMATS, check_limits, read_header
 from encoder_service.address import ImageRef
 from encoder_service.source import Source
 
@@ -29,12 +29,14 @@ class Intake:
         *,
         max_image_bytes: int,
         max_image_pixels: int,
+        formats: Sequence[str] = FORMATS,
         on_hash: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         """`on_hash` is told how long hashing an image took, seconds."""
         self.geometry = geometry
         self._max_image_bytes = max_image_bytes
         self._max_image_pixels = max_image_pixels
+        self._formats = formats
         self._on_hash = on_hash
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="intake")
 
@@ -53,7 +55,7 @@ class Intake:
         self._on_hash(monotonic() - began)
         if digest != image.digest:
             raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
-        header = read_header(data)
+        header = read_header(data, self._formats)
         check_limits(
             header,
             len(data),

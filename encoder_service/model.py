@@ -6,7 +6,7 @@ import torch
 
 from encoder_service.address import Recipe
 from encoder_service.config import Config, ConfigError, flag
-from encoder_service.decode import Decoder
+from encoder_service.decode import Decoder, missing
 from encoder_service.processor import ProcessorSettings
 from encoder_service.vision import Tower, family_of, load_tower, model_fingerprint, read_config
 
@@ -32,6 +32,10 @@ def load_model(config: Config) -> Model:
     if config.torch_threads:
         torch.set_num_threads(config.torch_threads)
     device = _device(config.device)
+    if lacking := missing(config.accepted_formats):
+        raise ConfigError(
+            f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
+        )
     try:
         # First: of what is no vision model, that is to be said.
         content = read_config(config.model)

@@ -239,6 +239,7 @@ class Server:
                 model.processor.geometry,
                 max_image_bytes=config.max_image_bytes,
                 max_image_pixels=config.max_image_pixels,
+                formats=config.accepted_formats,
                 on_hash=partial(self.metrics.stage, "hash"),
             ),
             sources=self._sources,

@@ -21,6 +21,11 @@ MODES = [
     ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"),
     ("PNG", "LA"), ("PNG", "P"), ("PNG", "1"), ("PNG", "I;16"), ("WEBP", "RGB"), ("WEBP", "RGBA"),
     ("GIF", "P"), ("BMP", "RGB"), ("BMP", "P"),
+    ("TIFF", "RGB"), ("TIFF", "RGBA"), ("TIFF", "L"), ("TIFF", "LA"), ("TIFF", "P"), ("TIFF", "1"), ("TIFF", "I;16"),
+    ("TIFF", "I"), ("TIFF", "F"), ("TIFF", "CMYK"), ("TIFF", "YCbCr"),
+    ("AVIF", "RGB"), ("AVIF", "RGBA"), ("AVIF", "L"), ("AVIF", "LA"),
+    ("JPEG2000", "RGB"), ("JPEG2000", "RGBA"), ("JPEG2000", "L"), ("JPEG2000", "LA"), ("JPEG2000", "CMYK"),
+    ("JPEG2000", "I;16"),
 ]  # fmt: skip
 
 
@@ -77,7 +82,7 @@ def test_every_kind_of_jpeg_is_within_two_levels_of_pillow(decoder, options):
         assert difference(pixels, image) <= 2
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_each_orientation_is_applied_once_as_exif_transpose_does(decoder, kind, orientation):
     image = photo(65, 48, 3, kind, orientation)

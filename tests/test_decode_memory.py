@@ -26,6 +26,11 @@ MODES = [
     ("GIF", "P", {}), ("BMP", "RGB", {}), ("BMP", "P", {}), ("JPEG", "RGB", {}),
     ("JPEG", "CMYK", {"progressive": True}),
     ("JPEG", "RGB", {"progressive": True, "subsampling": 0}),
+    ("TIFF", "RGB", {}), ("TIFF", "RGBA", {"compression": "tiff_lzw"}), ("TIFF", "F", {}), ("TIFF", "CMYK", {}),
+    ("TIFF", "YCbCr", {"compression": "jpeg"}),
+    ("AVIF", "RGB", {"speed": 10}), ("AVIF", "RGBA", {"speed": 10, "subsampling": "4:4:4"}),
+    ("JPEG2000", "RGB", {}), ("JPEG2000", "RGBA", {}), ("JPEG2000", "L", {}),
+    ("JPEG2000", "RGBA", {"codeblock_size": (32, 32), "irreversible": True}),
 ]  # fmt: skip
 
 # Decodes and resizes one file in a process of its own, and prints by how much its largest memory exceeds what it had

@@ -22,8 +22,10 @@ MODES = [
     ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"),
     ("PNG", "LA"), ("PNG", "P"), ("PNG", "1"), ("PNG", "I;16"), ("WEBP", "RGB"), ("WEBP", "RGBA"),
     ("GIF", "P"), ("BMP", "RGB"), ("BMP", "L"), ("BMP", "1"),
+    ("TIFF", "RGB"), ("TIFF", "CMYK"), ("TIFF", "1"), ("AVIF", "RGB"), ("AVIF", "RGBA"), ("JPEG2000", "RGB"),
+    ("JPEG2000", "LA"),
 ]  # fmt: skip
-WITH_EXIF = ("JPEG", "PNG", "WEBP")
+WITH_EXIF = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")
 EXIF = {n: b"MM\0\x2a\0\0\0\x08\0\x01" + struct.pack(">HHLHH", 0x112, 3, 1, n, 0) for n in range(12)}
 
 

@@ -52,8 +52,9 @@ def read(image: bytes) -> tuple[int, int, int, int]:
     brands = image[file_type[1] : file_type[1] + 4], image[file_type[1] + 8 : min(file_type[2], 1024)]
     if not any(brand in (brands[0], *_fours(brands[1])) for brand in _CODINGS):
         raise InvalidImageError("not an image of a supported format: a HEIF file that is no AVIF")
-    movie = find(image, b"moov", 0, len(image))
-    if brands[0] == b"avis" or (brands[0] != b"avif" and movie is not None):
+    # As libavif: a brand that says which it is decides, and without one an animation goes first.
+    movie = None if brands[0] == b"avif" else find(image, b"moov", 0, len(image))
+    if brands[0] == b"avis" or movie is not None:
         return _animation(image, movie)
     meta = find(image, b"meta", 0, len(image))
     if meta is None:
@@ -278,7 +279,11 @@ def _first_sample(image: bytes, track: Place) -> Place | None:
     if table is None:
         return None
     parts = {kind: begin for kind, begin, _ in boxes(image, *table)}
-    if b"stsd" not in parts or b"stsz" not in parts or image[parts[b"stsd"] + 12 : parts[b"stsd"] + 16] != b"av01":
+    if (
+        b"stsd" not in parts
+        or b"stsz" not in parts
+        or image[parts[b"stsd"] + 12 : parts[b"stsd"] + 16] != b"av01"
+    ):
         return None
     every, count, first = struct.unpack_from(">LLL", image, parts[b"stsz"] + 4)
     if b"stco" in parts:

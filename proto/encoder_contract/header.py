@@ -11,9 +11,10 @@ read equals what Pillow reads. Whether the pixels are sound is for the decoder t
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from encoder_contract import avif, jpeg2000, tiff
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.orientation import FIRST_SWAPPED, orientation
 
@@ -67,26 +68,28 @@ class Header:
         return self.width * self.height
 
 
-def read_header(image: bytes) -> Header:
-    """Return the header of an image file; animated files stand for their first frame.
+def read_header(image: bytes, formats: Sequence[str] = ()) -> Header:
+    """Return the header of an image file in one of `formats` (none: all of `FORMATS`).
+
+    Animated files stand for their first frame, files of several pages for the first page.
 
     Time is linear in the file and short (no step of a loop for less than a chunk, no byte inflated beyond 160
     KiB), microseconds for a photo; no memory to speak of. Still, what comes from strangers and is larger than a
     few KiB is read off the event loop. Raises `InvalidImageError` for bytes that are no image of a format served
     here or whose header is damaged, and `ImageLimitError` for a JPEG of too many scans.
     """
-    for magic, parse in _PARSERS:
+    for name, magic, parse in _PARSERS:
         if magic.match(image):
+            if formats and name not in formats:
+                raise InvalidImageError(f"{name} images are not taken here; these are: {', '.join(formats)}")
             try:
                 header = parse(image)
-            except struct.error as error:
+            except (struct.error, IndexError, StopIteration) as error:
                 raise InvalidImageError(f"truncated: the file ends inside its header ({error})") from error
             if header.width < 1 or header.height < 1:
                 raise InvalidImageError(f"damaged {header.format}: {header.width}x{header.height} pixels")
             return header
-    if not image:
-        raise InvalidImageError("empty: an image of 0 bytes")
-    raise InvalidImageError(f"not an image of a supported format ({', '.join(FORMATS)})")
+    raise _unknown(image, formats or FORMATS)
 
 
 def check_limits(header: Header, image_bytes: int, *, max_image_bytes: int, max_image_pixels: int) -> None:
@@ -356,12 +359,37 @@ def _bmp(image: bytes) -> Header:
     return Header("BMP", width, abs(height), orientation(), 1 if bits <= 8 else 3)
 
 
-_PARSERS: tuple[tuple[re.Pattern[bytes], Callable[[bytes], Header]], ...] = (
-    (re.compile(rb"\xff\xd8\xff"), _jpeg),
-    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
-    (re.compile(rb"RIFF....WEBP", re.DOTALL), _webp),
-    (re.compile(rb"GIF8[79]a"), _gif),
-    (re.compile(rb"BM"), _bmp),
+_PARSERS: tuple[tuple[str, re.Pattern[bytes], Callable[[bytes], Header]], ...] = (
+    ("JPEG", re.compile(rb"\xff\xd8\xff"), _jpeg),
+    ("PNG", re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
+    ("WEBP", re.compile(rb"RIFF....WEBP", re.DOTALL), _webp),
+    ("GIF", re.compile(rb"GIF8[79]a"), _gif),
+    ("BMP", re.compile(rb"BM"), _bmp),
+    ("TIFF", tiff.MAGIC, lambda image: Header("TIFF", *tiff.read(image))),
+    ("AVIF", avif.MAGIC, lambda image: Header("AVIF", *avif.read(image))),
+    ("JPEG2000", jpeg2000.MAGIC, lambda image: Header("JPEG2000", *jpeg2000.read(image))),
 )
-# What is served: what browsers and phones send and the OpenAI-compatible interfaces take.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+# What is served: what browsers and phones send, the OpenAI-compatible interfaces take, and scanners and cameras write.
+FORMATS = tuple(name for name, _, _ in _PARSERS)
+
+# What people send as well, told by name: it helps more than a list.
+_OTHERS = (
+    ("HEIC", re.compile(rb"....ftyp(?:hei|hev)", re.DOTALL)),
+    ("PDF", re.compile(rb"%PDF-")),
+    ("SVG", re.compile(rb"\s*(?:<\?xml[^>]{0,200}>\s*)?(?:<!--[^>]{0,500}-->\s*)?(?:<!DOCTYPE svg|<svg)")),
+    ("PSD", re.compile(rb"8BPS")),
+    ("ICO", re.compile(rb"\0\0[\1\2]\0")),
+    ("JPEG XL", re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ")),
+    ("a video", re.compile(rb"....ftyp|\x1a\x45\xdf\xa3|RIFF....AVI ", re.DOTALL)),
+    ("EPS", re.compile(rb"%!PS")),
+    ("PNM", re.compile(rb"P[1-7]\s")),
+    ("HTML", re.compile(rb"\s*<(?:!DOCTYPE )?html", re.IGNORECASE)),
+)
+
+
+def _unknown(image: bytes, formats: Sequence[str]) -> InvalidImageError:
+    if not image:
+        return InvalidImageError("empty: an image of 0 bytes")
+    found = [name for name, magic in _OTHERS if magic.match(image[:1024])]
+    looks = f"; this looks like {found[0]}" if found else ""
+    return InvalidImageError(f"not an image of a supported format ({', '.join(formats)}){looks}")

@@ -21,7 +21,7 @@ _MAX_SEGMENTS = 512
 _MAX_TILE_SEGMENTS = 32768
 # A decoder keeps a structure for each code block and each precinct, however little the file has for it. Code blocks
 # have 32 or 64 pixels a side; precincts, of the pixels that they stand for at full size, at least that.
-_MIN_CODE_BLOCK_BITS = 8
+_MIN_CODE_BLOCK_BITS = 10
 _MIN_PRECINCT_BITS = 5
 
 
@@ -60,10 +60,14 @@ def _codestream(image: bytes, begin: int, end: int) -> tuple[int, int]:
     for marker, position, segment_end in _segments(image, begin + 2, end):
         if marker == _CODING_STYLE:
             style, levels, *blocks = struct.unpack_from(">B4x3B", image, position)
-            _check_pieces(image[position + 10 : segment_end] if style & _HAS_PRECINCTS else b"", levels, *blocks)
+            _check_pieces(
+                image[position + 10 : segment_end] if style & _HAS_PRECINCTS else b"", levels, *blocks
+            )
         elif marker == _COMPONENT_STYLE:
             style, levels, *blocks = struct.unpack_from(">x4B", image, position)
-            _check_pieces(image[position + 6 : segment_end] if style & _HAS_PRECINCTS else b"", levels, *blocks)
+            _check_pieces(
+                image[position + 6 : segment_end] if style & _HAS_PRECINCTS else b"", levels, *blocks
+            )
         elif marker == _START_OF_TILE:
             _check_tile_parts(image, position - 4, end)
     return max(0, right - left), max(0, bottom - top)
@@ -88,7 +92,9 @@ def _segments(image: bytes, position: int, end: int) -> Iterator[tuple[int, int,
 
 def _check_pieces(precincts: bytes, levels: int, block_width: int, block_height: int) -> None:
     if block_width + block_height + 4 < _MIN_CODE_BLOCK_BITS:
-        raise InvalidImageError(f"unsupported JPEG2000: code blocks of {4 << block_width}x{4 << block_height}")
+        raise InvalidImageError(
+            f"unsupported JPEG2000: code blocks of {4 << block_width}x{4 << block_height}"
+        )
     for resolution, bits in enumerate(precincts[: levels + 1]):
         if min(bits & 15, bits >> 4) + levels - resolution < _MIN_PRECINCT_BITS:
             raise InvalidImageError("unsupported JPEG2000: precincts of a few pixels")

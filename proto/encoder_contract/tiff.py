@@ -39,7 +39,7 @@ def read(image: bytes) -> tuple[int, int, int, int]:
     (position,) = struct.unpack_from("<Q" if big else f"{order}L", image, 8 if big else 4)
     tags = Directory(image, position, order, is_big=big)
     if tags.said > MAX_TAGS:
-        raise InvalidImageError(f"damaged TIFF: a directory of {tags.said} tags")
+        raise InvalidImageError(f"unsupported TIFF: a directory of {tags.said} tags")
     size = tags.integers(_WIDTH) + tags.integers(_HEIGHT)
     if len(size) != 2 or min(size) < 1:
         raise InvalidImageError("damaged TIFF: its first page has no size")
@@ -68,7 +68,9 @@ def _check_pieces(image: bytes, tags: Directory, width: int, height: int) -> Non
         if len(tile) != 2 or min(tile) < 1:
             raise InvalidImageError("damaged TIFF: its tiles have no size")
         if tile[0] * tile[1] > max(width * height, _MAX_PADDED_PIXELS):
-            raise InvalidImageError(f"unsupported TIFF: tiles of {tile[0]}x{tile[1]}, which is more than the image")
+            raise InvalidImageError(
+                f"unsupported TIFF: tiles of {tile[0]}x{tile[1]}, which is more than the image"
+            )
     if tags.integers(_COMPRESSION) == (_JPEG,):
         pieces = (_TILE_OFFSETS, _TILE_BYTES) if is_tiled else (_STRIP_OFFSETS, _STRIP_BYTES)
         _check_scans(image, *(tags.integers(number, _MAX_PIECES) for number in pieces))

@@ -47,7 +47,7 @@ def photo(
 ) -> bytes:
     """Return an image file of `width` × `height` stored pixels, the same bytes for the same arguments.
 
-    `orientation` 1 to 8 is written as EXIF (JPEG, PNG, WebP, TIFF and AVIF carry it); `mode` is one of Pillow's (RGB, L,
+    `orientation` 1 to 8 is written as EXIF (all but GIF, BMP and JPEG2000 carry it); `mode` is one of Pillow's (RGB, L,
     CMYK, RGBA, LA, P, 1, or I;16 for 16-bit grey) and must be one that the format can hold.
     """
     picture = Image.fromarray(pixels(width, height, seed))

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,50 +18,17 @@ import PIL
 import torch
 import torch.utils.dlpack
 from numpy.typing import NDArray
-from PIL import AvifImagePlugin, Image, features
-from PIL.AvifImagePlugin import AvifImageFile
-from PIL.BmpImagePlugin import BmpImageFile
-from PIL.GifImagePlugin import GifImageFile
-from PIL.ImageFile import ImageFile
-from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
-from PIL.JpegImagePlugin import JpegImageFile
-from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
-from PIL.WebPImagePlugin import WebPImageFile
+from PIL import Image
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
 from encoder_contract.header import Header, check_limits, png_chunks, read_header
 from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
+from encoder_service.readers import READERS
 from encoder_service.source import Source
 
 log = logging.getLogger(__name__)
 
-
-class _FirstPage(TiffImageFile):
-    """The first page, as one of several: Pillow reads a lone page's other directories, at a cost the file decides."""
-
-    is_animated = True
-
-
-# The readers themselves and not Image.open, which has a pixel limit of its own (ours was checked before) and
-# follows the other pictures in a JPEG.
-_READERS: dict[str, type[ImageFile]] = {
-    "JPEG": JpegImageFile,
-    "PNG": PngImageFile,
-    "WEBP": WebPImageFile,
-    "GIF": GifImageFile,
-    "BMP": BmpImageFile,
-    "TIFF": _FirstPage,
-    "AVIF": AvifImageFile,
-    "JPEG2000": Jpeg2KImageFile,
-}
-# What Pillow may have been built without, by its own name for it.
-_FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}
-# An image is decoded in one thread, so that as many are busy as was asked for.
-AvifImagePlugin.DEFAULT_MAX_THREADS = 1
-# It warns of every odd tag of every file, and Python keeps what it said for ever.
-warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 _END_OF_JPEG = b"\xff\xd9"
 # Some writers pad a JPEG with a few bytes behind its end.
 _JPEG_PADDING_BYTES = 64
@@ -70,8 +36,8 @@ _JPEG_PADDING_BYTES = 64
 _MAX_BATCHED_PIXELS = 16_777_216
 
 # The most memory that a source's pixel takes until it is resized, bytes (tests/test_decode_memory.py): 3 are the
-# result's; Pillow keeps 4, for a WebP 12 or more, and a progressive JPEG has 2 a channel of coefficients.
-PILLOW_BYTES_PER_PIXEL, BATCHED_BYTES_PER_PIXEL = 20, 12
+# result's; Pillow keeps 4, for a WebP 12 or more; of each channel a progressive JPEG has 2 and a JPEG 2000 some 5.
+PILLOW_BYTES_PER_PIXEL, BATCHED_BYTES_PER_PIXEL = 28, 12
 
 # Pillow's picture is converted in bands of so many pixels, so that the steps between exist for a band only.
 _BAND_PIXELS = 1 << 18
@@ -174,7 +140,7 @@ class Decoder:
         header = source.header
         try:
             data = _without_metadata(source)
-            with _READERS[header.format](io.BytesIO(data)) as picture:
+            with READERS[header.format](io.BytesIO(data)) as picture:
                 # Pillow turns a TIFF as it loads it; its size is mostly that of the turned one before.
                 is_turned = header.format == "TIFF"
                 stored = header.width, header.height
@@ -204,11 +170,6 @@ class Decoder:
         except InvalidImageError as error:
             return error
         return Source(b"", image, header)
-
-
-def missing(formats: Sequence[str]) -> list[str]:
-    """Return which of the formats this Pillow was built without."""
-    return [name for name in formats if name in _FEATURES and not features.check(_FEATURES[name])]
 
 
 def is_shortage(error: Exception) -> bool:

@@ -6,8 +6,9 @@ import torch
 
 from encoder_service.address import Recipe
 from encoder_service.config import Config, ConfigError, flag
-from encoder_service.decode import Decoder, missing
+from encoder_service.decode import Decoder
 from encoder_service.processor import ProcessorSettings
+from encoder_service.readers import missing
 from encoder_service.vision import Tower, family_of, load_tower, model_fingerprint, read_config
 
 

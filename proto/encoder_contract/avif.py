@@ -73,11 +73,10 @@ def _still(image: bytes, meta: Place) -> tuple[int, int, int, int]:
     if b"ispe" not in properties:
         raise InvalidImageError("damaged AVIF: its image has no size")
     width, height = struct.unpack_from(">LL", image, properties[b"ispe"] + 4)
-    coded = [item for item in items.values() if item.kind == b"av01"]
-    for item in coded:
-        if len(item.places) != 1:
-            raise InvalidImageError("unsupported AVIF: an image in several pieces")
-        _check_frames(image, *item.places[0], width, height)
+    coded = [item.places for item in items.values() if item.kind == b"av01"]
+    if any(len(places) != 1 for places in coded):
+        raise InvalidImageError("unsupported AVIF: an image in several pieces")
+    _check_frames(image, [places[0] for places in coded], width, height)
     is_turned = properties.keys() & {b"irot", b"imir"}
     orientation = _turned(image, properties) if is_turned else 1
     if orientation == 1:
@@ -110,8 +109,8 @@ def _content(image: bytes, item: _Item) -> bytes:
     return b"".join(pieces)
 
 
-def _check_frames(image: bytes, begin: int, end: int, width: int, height: int) -> None:
-    for found in frame_sizes(image, begin, end):
+def _check_frames(image: bytes, frames: list[Place], width: int, height: int) -> None:
+    for found in frame_sizes(image, frames):
         if found[0] > width + _PADDING or found[1] > height + _PADDING:
             raise InvalidImageError(
                 f"damaged AVIF: a frame of {found[0]}x{found[1]} in an image of {width}x{height}"
@@ -250,7 +249,7 @@ def _animation(image: bytes, movie: Place | None) -> tuple[int, int, int, int]:
         if sample is None:
             continue
         size = _track_size(image, (begin, end))
-        _check_frames(image, *sample, *size)
+        _check_frames(image, [sample], *size)
         sizes.append(size)
         meta = find(image, b"meta", begin, end)
         if meta is not None and len(sizes) == 1:

@@ -18,7 +18,7 @@ _HAS_PRECINCTS = 0x01
 # A main header has some ten segments, and comments.
 _MAX_SEGMENTS = 512
 # A tile has a part, or one for each resolution or layer, and a segment or two in each.
-_MAX_TILE_SEGMENTS = 32768
+_MAX_TILE_SEGMENTS = 8192
 # A decoder keeps a structure for each code block and each precinct, however little the file has for it. Code blocks
 # have 32 or 64 pixels a side; precincts, of the pixels that they stand for at full size, at least that.
 _MIN_CODE_BLOCK_BITS = 10

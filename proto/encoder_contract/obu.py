@@ -1,55 +1,62 @@
 """AV1's open bitstream units: the largest frame that a sequence allows, which is what a decoder prepares for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from encoder_contract.errors import InvalidImageError
 
 _SEQUENCE_HEADER = 1
+_HAS_EXTENSION, _HAS_LENGTH = 4, 2
 _MAX_SEQUENCE_HEADER_BYTES = 256
-# A frame has a unit, or one for each of a few hundred tiles.
-_MAX_UNITS = 4096
+# A frame has a few units, or one more for each of its tiles; a grid has some hundred frames.
+_MAX_UNITS = 8192
 
 
-def frame_sizes(image: bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (width, height) of each sequence header in an AV1 stream; at least one.
+def frame_sizes(image: bytes, frames: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield (width, height) of the sequence headers of each frame, given as its begin and end in the file.
 
-    Raises `InvalidImageError` for what is no such stream, or is cut.
+    Raises `InvalidImageError` for what is no such stream, or is cut, and for frames of more units than sound ones.
     """
-    found = False
-    for kind, unit_begin, unit_end in _units(image, begin, end):
-        if kind == _SEQUENCE_HEADER:
-            found = True
-            yield _frame_size(image[unit_begin : min(unit_end, unit_begin + _MAX_SEQUENCE_HEADER_BYTES)])
-    if not found:
-        raise InvalidImageError("damaged AVIF: frames without a sequence header")
+    room = _MAX_UNITS
+    for begin, end in frames:
+        found = False
+        for kind, unit_begin, unit_end in _units(image, begin, end):
+            room -= 1
+            if room < 0:
+                raise InvalidImageError(f"unsupported AVIF: frames of more than {_MAX_UNITS} units")
+            if kind == _SEQUENCE_HEADER:
+                found = True
+                yield _frame_size(image[unit_begin : min(unit_end, unit_begin + _MAX_SEQUENCE_HEADER_BYTES)])
+        if not found:
+            raise InvalidImageError("damaged AVIF: a frame without a sequence header")
 
 
 def _units(image: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield (type, begin, end of the payload) of each unit."""
     end = min(end, len(image))
-    for _ in range(_MAX_UNITS):
-        if begin >= end:
-            return
+    while begin < end:
         head = image[begin]
-        begin += 2 if head & 4 else 1  # an extension says which layer
-        length = end - begin
-        if head & 2:
-            length = 0
-            for shift in range(0, 56, 7):
-                byte = image[begin] if begin < end else 0
-                begin += 1
-                length |= (byte & 127) << shift
-                if byte < 128:
-                    break
+        begin += 2 if head & _HAS_EXTENSION else 1
+        length, begin = _length(image, begin, end) if head & _HAS_LENGTH else (end - begin, begin)
         if length < 0 or begin + length > end:
             raise InvalidImageError("truncated: an AVIF's frame is cut")
         yield head >> 3 & 15, begin, begin + length
         begin += length
-    raise InvalidImageError(f"damaged AVIF: a frame of more than {_MAX_UNITS} units")
+
+
+def _length(image: bytes, position: int, end: int) -> tuple[int, int]:
+    """Return a number of seven bits a byte, and where it ends."""
+    length = 0
+    for shift in range(0, 56, 7):
+        byte = image[position] if position < end else 0
+        position += 1
+        length |= (byte & 127) << shift
+        if byte < 128:
+            break
+    return length, position
 
 
 class _Bits:
-    """Takes numbers of some bits each; behind the end there are zeros."""
+    """Takes numbers of some bits each."""
 
     def __init__(self, payload: bytes) -> None:
         self._bits = int.from_bytes(payload, "big")

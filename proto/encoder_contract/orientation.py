@@ -42,7 +42,8 @@ def from_exif(exif: bytes) -> int | None:
     order = BYTE_ORDERS.get(bytes(tiff[:4]))
     if order is None or len(tiff) < 8:
         return None
-    directory = Directory(tiff, *struct.unpack_from(f"{order}L", tiff, 4), order)
+    (position,) = struct.unpack_from(f"{order}L", tiff, 4)
+    directory = Directory(tiff, position, order)
     if directory.get(ORIENTATION_TAG) is None:
         return None
     return next(iter(directory.integers(ORIENTATION_TAG)), 0)

@@ -1,0 +1,46 @@
+"""Pillow's readers of the formats served here, one by one and as they are needed: bounded, and silent."""
+
+import warnings
+from collections.abc import Sequence
+
+from PIL import AvifImagePlugin, features
+from PIL.AvifImagePlugin import AvifImageFile
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+
+class _FirstPage(TiffImageFile):
+    """The first page, as one of several: Pillow reads a lone page's other directories, at a cost the file decides."""
+
+    is_animated = True
+
+
+# The readers themselves and not Image.open, which has a pixel limit of its own (ours was checked before) and
+# follows the other pictures in a JPEG.
+READERS: dict[str, type[ImageFile]] = {
+    "JPEG": JpegImageFile,
+    "PNG": PngImageFile,
+    "WEBP": WebPImageFile,
+    "GIF": GifImageFile,
+    "BMP": BmpImageFile,
+    "TIFF": _FirstPage,
+    "AVIF": AvifImageFile,
+    "JPEG2000": Jpeg2KImageFile,
+}
+# What Pillow may have been built without, by its own name for it.
+_FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}
+# An image is decoded in one thread, so that as many are busy as was asked for.
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+# It warns of every odd tag of every file, and Python keeps what it said for ever.
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
+
+
+def missing(formats: Sequence[str]) -> list[str]:
+    """Return which of the formats this Pillow was built without."""
+    return [name for name in formats if name in _FEATURES and not features.check(_FEATURES[name])]

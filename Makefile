@@ -48,7 +48,7 @@ setup: $(VENV)/.done-$(GPU) ## Install everything into .venv (GPU=1 for a CUDA b
 
 .PHONY: demo
 demo: setup ## A two-turn chat over 8 images, end to end (IMAGES=folder for yours)
-	@$(PY) -m bench.demo $(if $(IMAGES),--images '$(IMAGES)')
+	@$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)')
 
 .PHONY: test
 test: setup ## The test suite: no GPU, Redis or network needed
@@ -83,7 +83,7 @@ serve: setup ## Run a server (MODEL=folder of a Hugging Face checkpoint)
 
 .PHONY: fleet
 fleet: setup ## Run N=3 replicas and a Redis on this machine until Ctrl-C (MODEL=folder for yours)
-	@$(PY) -m bench.fleet_local --replicas $(N) $(if $(MODEL),--model '$(MODEL)')
+	@$(PY) -m demo.local_cluster --replicas $(N) $(if $(MODEL),--model '$(MODEL)')
 
 .PHONY: bench
 bench: setup ## All benchmarks this machine can run, under 20 minutes (ONLY=names for some)

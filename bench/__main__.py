@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from time import monotonic
 
-from bench.question import Question
-from bench.questions import QUESTIONS
-from bench.report import BUSY, caption, rewrite, table_of
-from bench.results import ROOT, Result, hardware, keep, load, newest, path_of
-from bench.runner import LOGS, not_run, run
+from bench.harness.benchmark import Benchmark
+from bench.harness.catalog import QUESTIONS
+from bench.harness.report import BUSY, caption, rewrite, table_of
+from bench.harness.results import ROOT, Result, hardware, keep, load, newest, path_of
+from bench.harness.runner import LOGS, not_run, run
 
 LIMIT_S = 19 * 60.0  # of the twenty minutes that it may take
 WORTH_STARTING_S = 15.0
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(result.status.startswith(("failed", "timed out")) for result in results))
 
 
-def measure(questions: Sequence[Question], *, quick: bool) -> list[Result]:
+def measure(questions: Sequence[Benchmark], *, quick: bool) -> list[Result]:
     """Run benchmarks one by one, keeping each result at once; print progress, then the tables."""
     machine, began = hardware(), monotonic()
     path = path_of(machine, quick=quick)
@@ -68,7 +68,7 @@ def measure(questions: Sequence[Question], *, quick: bool) -> list[Result]:
     return results
 
 
-def _run(question: Question, machine: str, quick: bool, left_s: float) -> Result:
+def _run(question: Benchmark, machine: str, quick: bool, left_s: float) -> Result:
     if why := question.why_not():
         return not_run(question, machine, why)
     if left_s < WORTH_STARTING_S:

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from bench.bare_engine import tower_seconds
-from bench.budget import Budget
-from bench.images import photo
-from bench.server_process import HALF_THE_CORES, running
+from bench.harness.budget import Budget
+from bench.tower.bare_engine import tower_seconds
 from bench.vit import full_checkpoint
 from encoder_service.config import Config
-from encoder_service.model import load_model
+from encoder_service.engine.model import load_model
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
+from testing.photos import photo
+from testing.server_process import HALF_THE_CORES, running
 
 BUDGET_S = 240.0
 ROUNDS = 8

@@ -21,9 +21,7 @@ from statistics import median
 import torch
 import transformers
 
-from bench.bare_engine import patches_of
-from bench.budget import Budget
-from bench.checkpoints import write_checkpoint
+from bench.harness.budget import Budget
 from bench.overlap import (
     CHUNK_TOKENS,
     SIDE,
@@ -34,14 +32,16 @@ from bench.overlap import (
     image_at_a_time,
     new_photos,
 )
-from bench.server_process import HALF_THE_CORES
+from bench.tower.bare_engine import patches_of
 from encoder_service.config import Config
-from encoder_service.model import Model, load_model
+from encoder_service.engine.model import Model, load_model
 from prefill_client.client import EncoderClient
-from prefill_client.layout import Layout
-from prefill_client.plan import Chunk, plan
+from prefill_client.prompt.chunks import Chunk, plan
+from prefill_client.prompt.layout import Layout
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import load_language_model
+from testing.checkpoints import write_checkpoint
+from testing.server_process import HALF_THE_CORES
 
 BUDGET_S = 200.0
 DESIGNS = ("whole_set", "chunk_aware", "ours")

@@ -11,11 +11,11 @@ from time import monotonic
 import numpy as np
 import transformers
 
-from bench.checkpoints import write_checkpoint
-from bench.redis_servers import redis_server
-from bench.replicas import ReplicaProcess, fleet_of
-from bench.tables import table
-from bench.traffic import Served, Supply, Traffic
+from bench.harness.tables import table
+from testing.checkpoints import write_checkpoint
+from testing.redis_servers import redis_server
+from testing.replicas import ReplicaProcess, fleet_of
+from testing.traffic import Served, Supply, Traffic
 
 PROMPT = 32  # images of a large prompt, half of them sent before by somebody
 BEFORE_S, AFTER_S = 6.0, 10.0
@@ -39,7 +39,7 @@ async def count_encodes(replicas: Sequence[ReplicaProcess], prompts: int) -> dic
     endpoints = [replica.endpoint for replica in replicas]
     figures, rows = {}, []
     kinds = {
-        "each client knows one replica": ("strangers", [[endpoint] for endpoint in endpoints]),
+        "each client knows one replica": ("unknown", [[endpoint] for endpoint in endpoints]),
         "clients route by content": ("routed", [endpoints] * 3),
     }
     for seed, (title, (name, known)) in enumerate(kinds.items()):

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from bench.simulator import Load, Machine, Simulation
-from bench.tables import table
-from bench.trials import SKEWED
-from encoder_service.index import RedisSettings
+from bench.harness.tables import table
+from bench.simulation.simulator import Load, Machine, Simulation
+from bench.simulation.trials import SKEWED
+from encoder_service.cluster.index import RedisSettings
 
 # 720p with Qwen3-VL-8B at 400 TFLOP/s sustained: `python -m bench.sizing`.
 IMAGES_PER_S = 84.7

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from bench.reference_tower import ReferenceTower, random_patches, row_errors
 from bench.vit import CASES, case_grids, full_checkpoint
 from encoder_contract.geometry import Grid
-from encoder_service.processor import ProcessorSettings
+from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
 from encoder_service.vision.attention import BACKENDS, why_not
+from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 DEVICE = torch.device("cuda:0")
 RESULTS = Path(__file__).parent / "results"

@@ -28,17 +28,17 @@ import numpy as np
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.attackers import ATTACKS, Target, attacking
-from bench.checkpoints import write_checkpoint
-from bench.images import photo
-from bench.server_process import HALF_THE_CORES, ServerProcess
-from bench.tables import table
-from bench.traffic import marked
+from bench.harness.tables import table
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
+from testing.attackers import ATTACKS, RedisUrl, attacking
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.server_process import HALF_THE_CORES, ServerProcess
+from testing.traffic import marked
 
 BUDGET_S = 210.0
 WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
@@ -145,7 +145,7 @@ async def beside(name: str, model: Path) -> Beside:
     server = ServerProcess(model, **SETTINGS)
     try:
         await asyncio.to_thread(server.wait_until_it_listens)
-        target = Target(server.endpoint, server.metrics_url.removeprefix("http://").partition("/")[0])
+        target = RedisUrl(server.endpoint, server.metrics_url.removeprefix("http://").partition("/")[0])
         async with (
             await EncoderClient.connect(server.endpoint, client_id="victim") as client,
             grpc.aio.insecure_channel(server.endpoint) as channel,

@@ -15,15 +15,15 @@ from statistics import median
 
 import torch
 
-from bench.checkpoints import write_checkpoint
-from bench.images import photo
-from bench.server_process import HALF_THE_CORES, running
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Geometry
-from encoder_service.decode import Decoder
-from encoder_service.preprocess import to_patches
+from encoder_service.image.decode import Decoder
+from encoder_service.image.patches import to_patches
 from prefill_client.client import EncoderClient
 from prefill_client.images import read_images
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.server_process import HALF_THE_CORES, running
 
 GEOMETRY = Geometry(16, 2, 65536, 16777216)  # of Qwen3-VL
 PHOTOS = 32

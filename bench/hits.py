@@ -13,13 +13,13 @@ import grpc
 import torch
 
 from bench.bare_stream import METHOD
-from bench.checkpoints import write_checkpoint
-from bench.images import photo
-from bench.server_process import running
 from encoder_contract.framing import MESSAGE_BYTES
 from prefill_client.client import EncoderClient
-from prefill_client.connection import CHANNEL_OPTIONS
 from prefill_client.images import RowRequest
+from prefill_client.transport.connection import CHANNEL_OPTIONS
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.server_process import running
 
 
 async def serving_figures(rounds: int) -> dict[str, float]:

@@ -9,13 +9,13 @@ from time import perf_counter
 
 import redis
 
-from bench.redis_servers import RedisServer, redis_cluster, redis_server
-from bench.tables import table
+from bench.harness.tables import table
 from encoder_contract.geometry import Grid
-from encoder_service.index import RedisIndex, RedisSettings, Replica, Tier, namespace
-from encoder_service.index.link import Link, Target
-from encoder_service.index.membership import Membership
-from encoder_service.index.schema import Keys
+from encoder_service.cluster.index import RedisIndex, RedisSettings, Replica, Tier, namespace
+from encoder_service.cluster.index.connection import Connection, RedisUrl
+from encoder_service.cluster.index.membership import Membership
+from encoder_service.cluster.index.schema import Keys
+from testing.redis_servers import RedisServer, redis_cluster, redis_server
 
 MODEL = b"m" * 32
 GRID = Grid(1, 44, 80)
@@ -141,14 +141,14 @@ async def _time_beats(stack: AsyncExitStack, server: RedisServer, rounds: int) -
         )
         for n in range(ROLL)
     ]
-    link = await Link.open(Target(server.url))
+    link = await Connection.open(RedisUrl(server.url))
     stack.push_async_callback(link.close)
     for member in membership:
-        await member.call_roll(link, "join")
+        await member.heartbeat(link, "join")
     client = stack.enter_context(server.client())
     client.config_resetstat()
     for _ in range(rounds):
-        await membership[0].call_roll(link, "beat")
+        await membership[0].heartbeat(link, "beat")
     return float(client.info("commandstats")["cmdstat_evalsha"]["usec"]) / rounds
 
 

@@ -17,18 +17,18 @@ from time import monotonic
 import psutil
 import torch
 
-from bench.budget import Budget
-from bench.checkpoints import write_checkpoint
-from bench.images import photo
-from bench.reference_tower import ReferenceTower, random_patches
-from bench.server_process import ServerProcess, running
+from bench.harness.budget import Budget
 from bench.vit import peak_bytes
 from encoder_contract.geometry import Grid
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
-from prefill_client.layout import lay_out
-from prefill_client.plan import plan
-from prefill_client.session import PrefetchSession
+from prefill_client.prompt.chunks import plan
+from prefill_client.prompt.layout import expand_prompt
+from prefill_client.prompt.prefetch import PrefetchSession
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.reference_tower import ReferenceTower, random_patches
+from testing.server_process import ServerProcess, running
 
 DEPTH, STORE_GIB = 3, 0.5
 BUDGET_S = 300.0
@@ -45,7 +45,7 @@ async def prefill(
 ) -> list[tuple[int, int]]:
     """Take the prompt's rows, a chunk an image; return, after each, the images done and the server's MiB."""
     submitted = await client.submit(files)
-    layout = lay_out([PLACEHOLDER] * len(files), PLACEHOLDER, [image.tokens for image in submitted])
+    layout = expand_prompt([PLACEHOLDER] * len(files), PLACEHOLDER, [image.tokens for image in submitted])
     images = [RowRequest(image.digest) for image in submitted]
     row_bytes = client.description.width * 2
     fetch = partial(client.fetch, request_id="album", timeout_s=600)

@@ -27,18 +27,18 @@ import psutil
 import torch
 import transformers
 
-from bench.checkpoints import write_checkpoint
-from bench.images import photo
-from bench.server_process import HALF_THE_CORES, ServerProcess, running
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.layout import Layout
-from prefill_client.plan import Chunk, plan
-from prefill_client.reading import read
+from prefill_client.prompt.chunks import Chunk, plan
+from prefill_client.prompt.layout import Layout
 from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.engine import Embedded, Engine, Prompt
 from prefill_client.reference.language_model import LanguageModel, load_language_model
-from prefill_client.trace import Trace
+from prefill_client.tools.trace import Trace
+from prefill_client.transport.reading import read
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.server_process import HALF_THE_CORES, ServerProcess, running
 
 IMAGES, SIDE = 16, 512  # pixels: 1024 patches, 256 tokens each
 CHUNK_TOKENS = 512

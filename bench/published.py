@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.tables import Table, table
+from bench.harness.tables import Table, table
 from encoder_contract.geometry import Geometry
-from prefill_client.layout import Layout, lay_out
-from prefill_client.plan import Chunk, plan
+from prefill_client.prompt.chunks import Chunk, plan
+from prefill_client.prompt.layout import Layout, expand_prompt
 
 IMAGES = Path(__file__).parents[1] / "docs" / "img"
 
@@ -68,7 +68,7 @@ def prompt(size: str, images: int, *, held: int = 0, chunk_tokens: int = CHUNK_T
     ids = [0] * TEXT_TOKENS
     for _ in range(images):
         ids += [1, *([0] * TEXT_TOKENS)] if held else [1]
-    layout = lay_out(ids, 1, [each] * images)
+    layout = expand_prompt(ids, 1, [each] * images)
     begin = layout.spans[held].begin if held else 0
     return Prompt(size, layout, plan(layout, chunk_tokens, begin=begin), tuple(range(held, images)))
 

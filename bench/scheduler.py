@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.simulator import UNLIMITED, Load
-from bench.tables import Table, table
-from bench.trials import (
+from bench.harness.tables import Table, table
+from bench.simulation.simulator import UNLIMITED, Load
+from bench.simulation.trials import (
     BIG_IMAGES,
     FIRST,
     NEVER_YIELDS,
@@ -192,7 +192,7 @@ def main() -> None:
         figures |= found
         tables += shown
     if arguments.plots:
-        from bench.scheduler_plots import draw
+        from bench.simulation.plots import draw
 
         draw(IMAGES)
     if arguments.json:

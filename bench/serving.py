@@ -14,18 +14,18 @@ from statistics import median, quantiles
 
 import torch
 
-from bench.bare_engine import tower_seconds
-from bench.budget import Budget
-from bench.checkpoints import write_checkpoint
-from bench.images import photo
-from bench.server_process import ServerProcess, running
+from bench.harness.budget import Budget
+from bench.tower.bare_engine import tower_seconds
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import Config
-from encoder_service.model import Model, load_model
-from encoder_service.scrape import Window
+from encoder_service.engine.model import Model, load_model
+from encoder_service.observability.scrape import Window
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.server_process import ServerProcess, running
 
 Figures = dict[str, float]
 

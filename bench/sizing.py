@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.checkpoints import vision_config
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.config import Config
-from encoder_service.decode import BATCHED_BYTES_PER_PIXEL, PILLOW_BYTES_PER_PIXEL
-from encoder_service.processor import ProcessorSettings
+from encoder_service.image.decode import BATCHED_BYTES_PER_PIXEL, PILLOW_BYTES_PER_PIXEL
+from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import TowerSpec, family_of, flops, read_spec
+from testing.checkpoints import vision_config
 
 SIZES = {
     "256": (256, 256),

@@ -19,7 +19,7 @@ from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Store
 from encoder_service.store.tiers import Layout, Tier
-from prefill_client.segment import SharedRows
+from prefill_client.transport.shared_memory import SharedRows
 
 WIDTH = 16384  # Qwen3-VL-8B: hidden 4096, three DeepStack levels
 TOKENS = 880  # of a 1280×720 image

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.checkpoints import write_checkpoint
-from bench.images import photo
-from bench.server_process import HALF_THE_CORES, running
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.server_process import HALF_THE_CORES, running
 
 RANKS = 2
 IMAGES, SIZE = 32, (1280, 720)

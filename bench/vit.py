@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import vit_parts as parts
-from bench.budget import DEFAULT_S, Budget
-from bench.checkpoints import write_checkpoint
-from bench.floor import Calls, Floor, best_of, clock, seconds
-from bench.reference_tower import ReferenceTower, random_patches, row_errors
-from bench.results import hardware
+from bench.harness.budget import DEFAULT_S, Budget
+from bench.harness.results import hardware
+from bench.tower import parts
+from bench.tower.lower_bound import Calls, Floor, best_of, clock, seconds
 from encoder_contract.geometry import Grid
-from encoder_service.processor import ProcessorSettings
+from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
+from testing.checkpoints import write_checkpoint
+from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 # Name → (width, height, images).
 CASES = {

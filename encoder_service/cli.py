@@ -10,10 +10,10 @@ from typing import Any
 
 from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
 from encoder_contract.version import __version__
-from encoder_service.allocator import keep_freed_memory
+from encoder_service.api.port_check import require_free
 from encoder_service.config import Config, ConfigError
-from encoder_service.logs import set_up_logging
-from encoder_service.ports import require_free
+from encoder_service.engine.allocator import keep_freed_memory
+from encoder_service.observability.logs import set_up_logging
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
 # How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
@@ -95,7 +95,7 @@ def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
 
 
 def _operate(command: str, given: dict[str, Any]) -> int:
-    from encoder_service.operator_client import OperatorError, run
+    from encoder_service.api.admin_client import OperatorError, run
 
     try:
         with output():
@@ -109,7 +109,7 @@ def _operate(command: str, given: dict[str, Any]) -> int:
 def _top(given: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from encoder_service.top import run
+    from encoder_service.observability.top import run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal's screen has to be put back
     endpoints = given.pop("endpoints") or [DEFAULT_METRICS]
@@ -129,8 +129,8 @@ def _serve(given: dict[str, object]) -> int:
     if config.metrics_listen:
         require_free("metrics_listen", config.metrics_listen)
     # torch takes seconds to import: not before the flags are known to be good.
-    from encoder_service.model import load_model
-    from encoder_service.server import Server
+    from encoder_service.app import Server
+    from encoder_service.engine.model import load_model
 
     model = load_model(config)
 

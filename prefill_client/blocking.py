@@ -9,10 +9,10 @@ from typing import Any, Self, TypeVar
 
 from encoder_contract.errors import StaleHandleError, UnavailableError
 from prefill_client.client import DEFAULT_GRACE_MS, DEFAULT_TIMEOUT_S, EncoderClient
-from prefill_client.connection import Description
-from prefill_client.fetch_stream import FetchStream
+from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.images import FetchedRows, RowRequest, Submitted
-from prefill_client.reading import Use, again, use_in_place
+from prefill_client.transport.connection import Description
+from prefill_client.transport.reading import Use, again, use_in_place
 
 Result = TypeVar("Result")
 
@@ -131,7 +131,7 @@ class BlockingFetch:
     def read(self, rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
         """Return `use(rows)`, called here with the rows in place, and again with those that were lost meanwhile.
 
-        As `prefill_client.reading.read`.
+        As `prefill_client.transport.reading.read`.
         """
         while True:
             try:

@@ -13,7 +13,7 @@ from encoder_contract.version import __version__
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest, Submitted
 from prefill_client.reference.config import ServiceConfig
-from prefill_client.timeline import draw
+from prefill_client.tools.timeline import draw
 
 CONNECT_S = 10.0  # a far server that is there answers within it
 REQUEST = "prefill-client encode"  # what the server's log says of our calls

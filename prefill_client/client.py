@@ -10,12 +10,12 @@ from uuid import uuid4
 
 from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.connection import Description
-from prefill_client.fetch_stream import FetchStream
+from prefill_client.fleet.fetch_stream import FetchStream
+from prefill_client.fleet.pool import Pool
+from prefill_client.fleet.retries import Attempts
+from prefill_client.fleet.sent_images import SentImages
 from prefill_client.images import Image, RowRequest, Submitted, read_images
-from prefill_client.pool import Pool
-from prefill_client.recent import Recent
-from prefill_client.retries import Attempts
+from prefill_client.transport.connection import Description
 
 DEFAULT_GRACE_MS = 10_000  # a Submit of another process may be this far behind its Fetch
 DEFAULT_TIMEOUT_S = 120.0  # nobody waits longer for a first token
@@ -27,7 +27,7 @@ class EncoderClient:
     def __init__(self, pool: Pool, description: Description, *, client_id: str, tenant_salt: bytes) -> None:
         self.description = description
         self._pool = pool
-        self._recent = Recent()
+        self._recent = SentImages()
         self._client_id = client_id
         self._tenant_salt = tenant_salt
 

@@ -13,9 +13,9 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.header import read_header
-from prefill_client.clock import ServerClock
-from prefill_client.elements import tensor_view
-from prefill_client.segment import SharedRows
+from prefill_client.transport.elements import tensor_view
+from prefill_client.transport.server_clock import ServerClock
+from prefill_client.transport.shared_memory import SharedRows
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +70,8 @@ class FetchedRows:
     Rows are [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Those that came by shared
     memory lie at the server, which may give their place to another image once the fetch has ended: `array` and
     `tensor()` copy them, `in_place` lends them without a copy, and all raise `StaleHandleError` rather than give
-    another image's. `prefill_client.reading` fetches rows again that were lost so, by `again`. `handle` names shared
-    rows to other processes of this host.
+    another image's. `prefill_client.transport.reading` fetches rows again that were lost so, by `again`. `handle` names
+    shared rows to other processes of this host.
 
     `stage_ms` and `stage_began_s` say how long the server's stages took and when they began, on our
     `time.monotonic`; empty when nothing was encoded. `clock` is what the second is converted by.

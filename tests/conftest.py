@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.checkpoints import write_checkpoint
-from bench.redis_servers import redis_cluster, redis_server
 from encoder_contract.errors import EncoderError
+from encoder_service.app import Server
+from encoder_service.cluster.index import Index, InProcessCluster, MemoryIndex, RedisIndex, namespace
 from encoder_service.config import Config
-from encoder_service.decode import Decoder
-from encoder_service.index import Fleet, Index, MemoryIndex, RedisIndex, namespace
-from encoder_service.model import Model, load_model
-from encoder_service.server import Server
-from encoder_service.source import Source
+from encoder_service.engine.model import Model, load_model
+from encoder_service.image.decode import Decoder
+from encoder_service.image.source import Source
 from prefill_client.client import EncoderClient
+from testing.checkpoints import write_checkpoint
+from testing.redis_servers import redis_cluster, redis_server
 from tests.index_replicas import LEASE_TTL_MS, MODEL, Join, as_replica, numbers, redis_settings
 
 torch.set_num_threads(2)
@@ -138,7 +138,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
     """Return a function that makes a replica join the fleet of this test."""
     url = "" if kind == "memory" else request.getfixturevalue(f"{kind}_url")
-    shared, space = Fleet(max_source_bytes=1 << 20), namespace(f"test{next(numbers)}", MODEL)
+    shared, space = InProcessCluster(max_source_bytes=1 << 20), namespace(f"test{next(numbers)}", MODEL)
     joined: list[Index] = []
 
     async def join(name: str, lease_ttl_ms: int = LEASE_TTL_MS, **identity: object) -> Index:

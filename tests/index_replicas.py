@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
-from encoder_service.index import (
+from encoder_service.cluster.index import (
     Index,
     IndexState,
     RedisIndex,

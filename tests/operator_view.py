@@ -4,12 +4,12 @@ import asyncio
 import urllib.error
 import urllib.request
 
-from bench.images import photo
 from encoder_contract.digest import content_digest
-from encoder_service.scrape import Scrape, scrape
-from encoder_service.server import Server
+from encoder_service.app import Server
+from encoder_service.observability.scrape import Scrape, scrape
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
+from testing.photos import photo
 
 
 async def get(server: Server, path: str) -> tuple[int, str]:

@@ -13,12 +13,12 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
-from encoder_service.model import Model
-from encoder_service.pipeline import Pipeline
-from encoder_service.preprocess import to_patches
+from encoder_service.engine.model import Model
+from encoder_service.engine.pipeline import Pipeline
+from encoder_service.engine.stages import Stages
+from encoder_service.image.patches import to_patches
+from encoder_service.image.source import Source
 from encoder_service.scheduler import Claim, Limits, Scheduler
-from encoder_service.source import Source
-from encoder_service.stages import Stages
 from encoder_service.store import Pin, Store
 
 Encode = Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]

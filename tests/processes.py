@@ -5,8 +5,8 @@ import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from bench import server_process
-from bench.server_process import ServerProcess
+from testing import server_process
+from testing.server_process import ServerProcess
 
 SCRIPTS = Path(sys.executable).parent
 

@@ -3,7 +3,7 @@
 from encoder_service.scheduler.admission import Limits
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, POLICIES, Policy, least_work_left
 from encoder_service.scheduler.scheduler import Scheduler, Snapshot
-from encoder_service.scheduler.work import Claim, State, Work
+from encoder_service.scheduler.task import Claim, State, Task
 
 __all__ = [
     "LEAST_WORK_LEFT",
@@ -14,6 +14,6 @@ __all__ = [
     "Scheduler",
     "Snapshot",
     "State",
-    "Work",
+    "Task",
     "least_work_left",
 ]

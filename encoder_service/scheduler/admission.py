@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
-from encoder_service.scheduler.work import Amount, Work
+from encoder_service.scheduler.task import Amount, Task
 
 # A refused caller is sent away until this much of the queue has drained, so that callers do not come back one
 # by one for a single place each.
@@ -49,7 +49,7 @@ class Admission:
         """How many clients have work queued."""
         return len(self._clients)
 
-    def admit(self, work: Work, patches_per_s: float) -> None:
+    def admit(self, work: Task, patches_per_s: float) -> None:
         """Count a new work. Raises `OverloadedError`, and `ImageLimitError` for what can never fit."""
         asked = Amount()
         asked.add(work)
@@ -81,7 +81,7 @@ class Admission:
         if mine and mine + 1 > self._share(free - 1):
             raise self.refusal("this client waits for too many images", patches_per_s)
 
-    def release(self, work: Work) -> None:
+    def release(self, work: Task) -> None:
         """Undo `admit`."""
         self.held.add(work, -1)
         mine = self._clients[work.client_id]

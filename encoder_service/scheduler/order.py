@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from typing import Any
 
 from encoder_service.scheduler.policy import Policy
-from encoder_service.scheduler.work import Claim, Request, Work
+from encoder_service.scheduler.task import Claim, Request, Task
 
 Top = tuple[int, float, float, int, "Line"]  # lane, request key, claim key, request number
 Entry = tuple[float, int, Claim]  # claim key (or `needed_at`), claim number
@@ -67,7 +67,7 @@ class Order:
         for line in self._lines.get(request, {}).values():
             self._place(line)
 
-    def first(self, now: float) -> Work | None:
+    def first(self, now: float) -> Task | None:
         """Return the work that comes first at `now`, and leave it where it is."""
         while self._ahead and self._ahead[0][0] <= now:
             claim = self._ahead[0][2]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from encoder_service.scheduler.work import MAX_PRIORITY, Claim, Request
+from encoder_service.scheduler.task import MAX_PRIORITY, Claim, Request
 
 # The larger, the more of what arrives later may overtake a request: faster on average, slower for the big ones.
 # Chosen by simulation, as is the shape of the curve: docs/scheduling.md.

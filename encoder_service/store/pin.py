@@ -7,9 +7,9 @@ from typing import Self
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.framing import checksum
 from encoder_contract.handle import Handle
-from encoder_service.store.ledger import Ledger
+from encoder_service.store.entry_table import EntryTable
 from encoder_service.store.segment import Segment
-from encoder_service.store.tiers import Grid, Slot, TierName
+from encoder_service.store.tiers import Entry, Grid, TierName
 
 
 class Pin:
@@ -19,13 +19,13 @@ class Pin:
     copies and so belongs in a worker thread.
     """
 
-    __slots__ = ("_ledger", "_segment", "_slot")
+    __slots__ = ("_entries", "_segment", "_slot")
 
-    def __init__(self, ledger: Ledger, segment: Segment, slot: Slot) -> None:
+    def __init__(self, ledger: EntryTable, segment: Segment, slot: Entry) -> None:
         """Take over one pin of `slot` that the ledger has already counted."""
-        self._ledger = ledger
+        self._entries = ledger
         self._segment = segment
-        self._slot: Slot | None = slot
+        self._slot: Entry | None = slot
 
     @property
     def address(self) -> bytes:
@@ -53,10 +53,10 @@ class Pin:
         Raises `OverloadedError` when the host tier stays full of pins for `wait_s`; the pin is as before.
         """
         slot = self._held
-        host = self._ledger.host
+        host = self._entries.host
         if slot.tier is not host:
-            self._slot = self._ledger.copy(slot, host, time.monotonic() + wait_s)
-            self._ledger.unpin(slot)
+            self._slot = self._entries.copy(slot, host, time.monotonic() + wait_s)
+            self._entries.unpin(slot)
 
     def rows(self, begin: int = 0, end: int | None = None) -> list[memoryview]:
         """Return the bytes of rows [begin, end), in order, viewed in place: valid until the pin is released.
@@ -99,7 +99,7 @@ class Pin:
         """End the hold; again does nothing."""
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._ledger.unpin(slot)
+            self._entries.unpin(slot)
 
     def __enter__(self) -> Self:
         return self
@@ -111,10 +111,10 @@ class Pin:
 
     def __del__(self) -> None:
         if self._slot is not None:
-            self._ledger.unpin_later(self._slot)
+            self._entries.unpin_later(self._slot)
 
     @property
-    def _held(self) -> Slot:
+    def _held(self) -> Entry:
         assert self._slot is not None, "the pin was released"
         return self._slot
 
@@ -126,6 +126,6 @@ class Pin:
             raise InvalidRequestError(
                 f"row window [{begin}, {end}) is outside an image of {slot.tokens} rows"
             )
-        assert slot.tier is self._ledger.host, "call to_host first"
+        assert slot.tier is self._entries.host, "call to_host first"
         base = self._segment.data_offset
         return [(base + offset, length) for offset, length in slot.extents(begin, end)]

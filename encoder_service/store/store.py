@@ -12,12 +12,12 @@ from torch import Tensor
 from encoder_contract.errors import ImageLimitError
 from encoder_service.store import pinned
 from encoder_service.store.capacity import GIB, StoreSizeError, device_error
-from encoder_service.store.ledger import Ledger
-from encoder_service.store.mover import Mover
+from encoder_service.store.entry_table import EntryTable
 from encoder_service.store.pin import Pin
 from encoder_service.store.segment import Segment
 from encoder_service.store.stats import EntryStats, StoreStats, TierStats
-from encoder_service.store.tiers import Grid, Layout, Slot, Tier, TierName
+from encoder_service.store.tier_migrator import TierMigrator
+from encoder_service.store.tiers import Entry, Grid, Layout, Tier, TierName
 
 PAGE_BYTES = 64 << 10
 """A page is as many rows as fit this, at least one: an embedding loses half a page on average."""
@@ -67,20 +67,22 @@ class Store:
         )
         memory = torch.frombuffer(self.segment.view[self.segment.data_offset :], dtype=torch.uint8)
         self._host = Tier("host", memory, self.layout, self.segment.generations)
-        self._ledger = Ledger([self._host] if self._device is None else [self._host, self._device], on_evict)
-        self._mover = None if self._device is None else Mover(self._ledger, self._device, self._host)
+        self._entries = EntryTable(
+            [self._host] if self._device is None else [self._host, self._device], on_evict
+        )
+        self._mover = None if self._device is None else TierMigrator(self._entries, self._device, self._host)
         self._registered = device.startswith("cuda") and pinned.register(memory)
         if prefault and not self._registered:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
 
     def pin(self, address: bytes) -> Pin | None:
         """Return a hold on the embedding, on its host copy if there is one; None when it is not held."""
-        slot = self._ledger.lookup(address)
+        slot = self._entries.lookup(address)
         if slot is None:
             return None
         if self._mover is not None:
             self._mover.note_hit(slot)
-        return Pin(self._ledger, self.segment, slot)
+        return Pin(self._entries, self.segment, slot)
 
     def put(self, address: bytes, rows: Tensor, grid: Grid) -> Pin:
         """Keep `rows` ([tokens, width], any device) under `address`; return a hold on what is held there.
@@ -94,7 +96,7 @@ class Store:
         tokens = len(rows)
         self._check_size(tokens)
         deadline = time.monotonic() + self._wait_s
-        ledger = self._ledger
+        ledger = self._entries
         slot = ledger.claim(address, ledger.tiers, deadline)
         if slot is not None:
             return Pin(ledger, self.segment, slot)
@@ -115,11 +117,11 @@ class Store:
         that it would not keep. Undo it with `give_back` for each, after `put` or instead of it.
         """
         self._check_size(tokens[0])
-        return self._ledger.promise([self.layout.pages(count) for count in tokens], self._wait_s)
+        return self._entries.promise([self.layout.pages(count) for count in tokens], self._wait_s)
 
     def give_back(self, tokens: int) -> None:
         """Undo `set_aside` for one embedding."""
-        self._ledger.unpromise(self.layout.pages(tokens))
+        self._entries.unpromise(self.layout.pages(tokens))
 
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding now."""
@@ -127,19 +129,19 @@ class Store:
 
     def tier_of(self, address: bytes) -> TierName | None:
         """Return the tier that `pin` would find, or None; neither holds nor counts."""
-        return self._ledger.tier_of(address)
+        return self._entries.tier_of(address)
 
     def grids(self) -> dict[bytes, Grid]:
         """Return address and grid of all embeddings held now."""
-        return self._ledger.grids()
+        return self._entries.grids()
 
     def evict(self, address: bytes) -> bool:
         """Drop the embedding from all tiers; False, and nothing done, if it is not held or in use."""
-        return self._ledger.evict(address)
+        return self._entries.evict(address)
 
     def flush(self) -> int:
         """Drop every embedding that nobody uses; return how many copies went."""
-        return self._ledger.flush()
+        return self._entries.flush()
 
     def keep_moving(self) -> None:
         """Demote and promote until the store is closed: a thread's target. Returns at once without one."""
@@ -152,14 +154,14 @@ class Store:
 
     def stats(self) -> StoreStats:
         """Return the numbers of now. Walks all entries: for people and scrapes, not for each request."""
-        tiers = self._ledger.snapshot()
+        tiers = self._entries.snapshot()
         slots = [slot for _, held in tiers for slot in held]
         return StoreStats(
             tiers=tuple(_tier_stats(tier, held) for tier, held in reversed(tiers)),
             pins=sum(slot.pins for slot in slots),
-            misses=self._ledger.misses,
-            waits=self._ledger.waits,
-            refusals=self._ledger.refusals,
+            misses=self._entries.misses,
+            waits=self._entries.waits,
+            refusals=self._entries.refusals,
             demotions=0 if self._mover is None else self._mover.demotions,
             promotions=0 if self._mover is None else self._mover.promotions,
             largest=tuple(map(_entry_stats, nlargest(_LARGEST, slots, key=lambda slot: slot.tokens))),
@@ -199,7 +201,7 @@ def _allocate(device: str, size_bytes: int) -> Tensor:
         raise device_error(device, size_bytes, str(error).splitlines()[0]) from error
 
 
-def _tier_stats(tier: Tier, slots: list[Slot]) -> TierStats:
+def _tier_stats(tier: Tier, slots: list[Entry]) -> TierStats:
     page_bytes, arena = tier.layout.page_bytes, tier.arena
     pinned_slots = [slot for slot in slots if slot.pins]
     return TierStats(
@@ -217,5 +219,5 @@ def _tier_stats(tier: Tier, slots: list[Slot]) -> TierStats:
     )
 
 
-def _entry_stats(slot: Slot) -> EntryStats:
+def _entry_stats(slot: Entry) -> EntryStats:
     return EntryStats(slot.address, slot.tier.name, slot.row_bytes, slot.tokens, slot.pins, slot.hits)

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
         return -(-tokens // self.page_rows)
 
 
-class Slot:
+class Entry:
     """One embedding in one tier. `pins` counts who reads it, the writer included until it is complete."""
 
     __slots__ = ("address", "checksum", "generation", "grid", "hits", "pins", "runs", "tier", "tokens")
@@ -87,8 +87,8 @@ class Tier:
         self.memory = memory
         self.layout = layout
         self.arena = Arena(pages)
-        self.slots: dict[bytes, Slot] = {}
-        self.unpinned: LeastRecentlyUsed[Slot] = LeastRecentlyUsed()
+        self.slots: dict[bytes, Entry] = {}
+        self.unpinned: LeastRecentlyUsed[Entry] = LeastRecentlyUsed()
         self._spare_pages = int(pages * SPARE)
         self.hits = 0
         self.evictions = 0
@@ -97,7 +97,7 @@ class Tier:
         self._generations = memoryview(array("Q", bytes(8 * pages))) if generations is None else generations
         self._last_generation = 0
 
-    def reserve(self, address: bytes, tokens: int, grid: Grid) -> Slot | None:
+    def reserve(self, address: bytes, tokens: int, grid: Grid) -> Entry | None:
         """Take free pages for an embedding; nobody sees it before `commit`. None when something must go first."""
         pages, arena = self.layout.pages(tokens), self.arena
         runs = arena.allocate(pages, max_runs=1)
@@ -105,7 +105,7 @@ class Tier:
             runs = arena.allocate(pages, MAX_RUNS)
         if runs is None and not len(self.unpinned):
             runs = arena.allocate(pages, arena.free_runs)  # nothing can go: any pieces are better than none
-        return None if runs is None else Slot(self, address, tokens, grid, runs)
+        return None if runs is None else Entry(self, address, tokens, grid, runs)
 
     def make_room(self, tokens: int) -> Iterator[bytes]:
         """Drop the least recently used embedding, then the next, and yield their addresses.
@@ -119,17 +119,17 @@ class Tier:
             self.drop(victim)
             yield victim.address
 
-    def touch(self, slot: Slot) -> None:
+    def touch(self, slot: Entry) -> None:
         """Make an embedding the most recently used one."""
         if not slot.pins:
             self.unpinned.remove(slot.address)
             self.unpinned.add(slot.address, slot)
 
-    def abandon(self, slot: Slot) -> None:
+    def abandon(self, slot: Entry) -> None:
         """Give back what `reserve` took."""
         self.arena.free(slot.runs)
 
-    def commit(self, slot: Slot) -> None:
+    def commit(self, slot: Entry) -> None:
         """Make a completely written embedding visible; its writer's pin becomes the first reader's."""
         assert slot.address not in self.slots
         self._last_generation += 1
@@ -138,14 +138,14 @@ class Tier:
         self.slots[slot.address] = slot
         self.writes += 1
 
-    def pin(self, slot: Slot) -> None:
+    def pin(self, slot: Entry) -> None:
         """Keep an embedding where it is until `unpin`."""
         if not slot.pins:
             self.unpinned.remove(slot.address)
             self.evictable_pages -= self._pages(slot)
         slot.pins += 1
 
-    def unpin(self, slot: Slot) -> None:
+    def unpin(self, slot: Entry) -> None:
         """Undo one `pin`; the last one makes the embedding the most recently used."""
         slot.pins -= 1
         assert slot.pins >= 0
@@ -153,7 +153,7 @@ class Tier:
             self.unpinned.add(slot.address, slot)
             self.evictable_pages += self._pages(slot)
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, slot: Entry) -> None:
         """Forget an unpinned embedding. Its generation goes first: a stale handle must notice."""
         assert not slot.pins
         self.unpinned.remove(slot.address)
@@ -163,11 +163,11 @@ class Tier:
         self.arena.free(slot.runs)
         self.evictions += 1
 
-    def pieces(self, slot: Slot) -> list[Tensor]:
+    def pieces(self, slot: Entry) -> list[Tensor]:
         """Return the slot's bytes, flat uint8 tensors in order, viewed in place."""
         return [self.memory[offset : offset + length] for offset, length in slot.extents(0, slot.tokens)]
 
-    def _pages(self, slot: Slot) -> int:
+    def _pages(self, slot: Entry) -> int:
         return self.layout.pages(slot.tokens)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from encoder_service.processor import SMART_RESIZE_PROCESSORS, ProcessorSettings
+from encoder_service.image.processor import SMART_RESIZE_PROCESSORS, ProcessorSettings
 from encoder_service.vision.layers import TowerModule
 from encoder_service.vision.spec import TowerSpec
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encoder_service.processor import ProcessorSettings
+from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision.attention import Attention, Segments
 from encoder_service.vision.linear import Linear
 from encoder_service.vision.spec import TowerSpec

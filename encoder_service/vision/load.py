@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from encoder_contract.geometry import Grid
-from encoder_service.processor import ProcessorSettings
+from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision.attention import Attention, make_attention
 from encoder_service.vision.checkpoint import VisionTensors
 from encoder_service.vision.families import family_of

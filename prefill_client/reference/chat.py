@@ -14,14 +14,14 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, ModelMismatchError
 from prefill_client.client import EncoderClient
-from prefill_client.elements import element_type
 from prefill_client.images import FetchedRows, Image, RowRequest, Submitted, read_images
-from prefill_client.layout import Layout, lay_out
-from prefill_client.plan import Chunk, plan
+from prefill_client.prompt.chunks import Chunk, plan
+from prefill_client.prompt.layout import Layout, expand_prompt
+from prefill_client.prompt.prefetch import PrefetchSession, ReadyChunk, of_image
 from prefill_client.reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_client.reference.prefix import PrefixCache
-from prefill_client.session import PrefetchSession, ReadyChunk, of_image
-from prefill_client.trace import Trace
+from prefill_client.tools.trace import Trace
+from prefill_client.transport.elements import element_type
 
 Result = TypeVar("Result")
 
@@ -171,7 +171,7 @@ class Chat:
     def _layout(self, messages: Sequence[Message], images: Sequence[Image]) -> Layout:
         """Render the messages, one placeholder an image, and expand them."""
         encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return lay_out(
+        return expand_prompt(
             encoded["input_ids"],
             self._engine.language_model.image_token,
             [image.tokens for image in images],

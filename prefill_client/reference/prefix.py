@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers.cache_utils import DynamicLayer
 
-from prefill_client.layout import Layout, Span, TokenIds
+from prefill_client.prompt.layout import Layout, Span, TokenIds
 
 
 @dataclass(frozen=True, eq=False)

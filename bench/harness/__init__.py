@@ -1,0 +1,1 @@
+"""What runs benchmarks, keeps their results, and writes the tables."""

@@ -1,0 +1,173 @@
+"""The report: tables made of results, and the pages that quote them, rewritten between markers."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.catalog import QUESTIONS
+from bench.harness.results import ROOT, Result
+from bench.harness.summary import SUMMARY
+
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
+BUSY = 0.5  # of the cores were others' when it began: the times are theirs too
+# `bench:NAME` is the table of a question's figures, `bench:NAME.tables` those that its benchmark made itself.
+_MARKED = re.compile(r"(<!-- bench:([a-z]+)(\.tables)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
+_BY_NAME = {question.name: question for question in QUESTIONS}
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def tables_of(question: Benchmark, results: Iterable[Result], *, own: bool = False) -> str:
+    """Return what every machine answered to a question, as Markdown; what failed says so.
+
+    With `own`, the tables that the benchmark made itself.
+    """
+    found = [result for result in results if result.benchmark == question.name]
+    if not found:
+        return "Not measured yet."
+    shown = own_tables_of if own else table_of
+    return "\n\n".join(f"{caption(result)}\n\n{shown(question, result)}" for result in found)
+
+
+def caption(result: Result) -> str:
+    """Return one line: machine, day, command, and what a reader must know of the circumstances."""
+    parts = [f"**{result.hardware}**", result.measured_on, f"`{result.command}`"]
+    parts += [f"{result.seconds:.0f} s"] if result.seconds else []
+    parts += [f"on a busy machine (load {result.load:.1f} a core)"] if result.load > BUSY else []
+    if left_out := result.figures.get("left_out"):
+        parts.append(f"left out, no time: {', '.join(left_out)}")
+    return " · ".join(parts)
+
+
+def table_of(question: Benchmark, result: Result) -> str:
+    """Return the table of one result."""
+    if result.status != "ok":
+        return f"**{result.status}**: {result.error}"
+    if question.name == "gpu":
+        return _gpu_table(result.figures)
+    rows = [row_of(figure, result.figures) for figure in question.figures]
+    heads = ("", "measured", "target", "published")
+    columns = [at for at in range(len(heads)) if at < 2 or any(row[at] for row in rows)]
+    return markdown([heads[at] for at in columns], [[row[at] for at in columns] for row in rows])
+
+
+def own_tables_of(question: Benchmark, result: Result) -> str:
+    """Return the tables that a benchmark printed, each under its title."""
+    if result.status != "ok":
+        return table_of(question, result)
+    tables = result.figures.get("tables", [])
+    return "\n\n".join(f"{each['title']}:\n\n{markdown(each['heads'], each['rows'])}" for each in tables)
+
+
+def row_of(figure: Figure, figures: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return what is measured, the value, the target and whether it was missed, and what others published."""
+    value = looked_up(figure.key, figures)
+    target = _shown_target(figure) + (_missed(value, figure) if value is not None else "")
+    return figure.what, _shown(value, figure), target, figure.compare
+
+
+def _shown_target(figure: Figure) -> str:
+    return figure.target.replace("<=", "≤").replace(">=", "≥")
+
+
+def _missed(value: float, figure: Figure) -> str:
+    return ", **missed**" if figure.target and not figure.met(value * figure.scale) else ""
+
+
+def looked_up(key: str, figures: Mapping[str, Any]) -> float | None:
+    """Return the number under a dotted key; None where it is missing or no number."""
+    found: Any = figures
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def _shown(value: float | None, figure: Figure) -> str:
+    if value is None:
+        return "not reported"
+    value *= figure.scale
+    exact = value == int(value) or abs(value) >= 100
+    digits = 0 if exact else max(0, 2 - math.floor(math.log10(abs(value))))  # three that mean something
+    return f"{value:.{min(digits, 6)}f} {figure.unit}".strip()
+
+
+def _gpu_table(figures: Mapping[str, Any]) -> str:
+    """Return milliseconds of each case: the fastest of ours by its name, and `transformers`."""
+    best: dict[str, dict[str, Any]] = {}
+    theirs: dict[str, float] = {}
+    for case in figures.get("cases", []):
+        if str(case["attention"]).startswith("transformers"):
+            theirs[case["case"]] = case["ms"]
+        elif case["case"] not in best or case["ms"] < best[case["case"]]["ms"]:
+            best[case["case"]] = case
+    checks = figures.get("checks", [])
+    passed = sum(check["passed"] for check in checks)
+    rows = [
+        (
+            name,
+            f"{case['ms']:.2f}",
+            f"{case['attention']}{', graphs' if case.get('graphs') else ''}",
+            f"{case['of_peak']:.0%}",
+            f"{theirs.get(name, math.nan):.2f}",
+            f"{theirs.get(name, math.nan) / case['ms']:.2f}",
+        )
+        for name, case in best.items()
+    ]
+    heads = ("images", "ours, ms", "attention", "of the best product", "`transformers`, ms", "ratio")
+    says = f"{passed} of {len(checks)} checks of exactness passed"
+    return f"{says}; best product {figures.get('product_tflops', math.nan):.0f} TFLOP/s.\n\n{markdown(heads, rows)}"
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Return the README's table: a column for each machine that answers any of it, the one that answers most first."""
+    cells = {(result.hardware, *cell): shown for result in results for cell, shown in _cells(result)}
+    count = Counter(machine for machine, _, _ in cells)
+    machines = sorted(count, key=lambda machine: (-count[machine], machine))
+    if not machines:
+        return "Not measured yet."
+    rows = []
+    for name, key, says in SUMMARY:
+        values = [cells.get((machine, name, key), "") for machine in machines]
+        command = f"`python -m bench.{_BY_NAME[name].module}`"
+        rows += [(says, *values, _shown_target(_figure(name, key)), command)] if any(values) else []
+    days = {m: sorted({r.measured_on for r in results if r.hardware == m}) for m in machines}
+    whens = ". ".join(f"{m}; {' to '.join(dict.fromkeys((days[m][0], days[m][-1])))}" for m in machines)
+    heads = ("", *(machines if len(machines) > 1 else ["measured"]), "target", "command")
+    return f"{markdown(heads, rows)}\n\n{whens}. `make bench` repeats it."
+
+
+def _cells(result: Result) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield what a result has of the summary: (question, key), and the value with a word on a target it missed."""
+    for name, key, _ in SUMMARY:
+        value = looked_up(key, result.figures) if name == result.benchmark and result.status == "ok" else None
+        if value is not None:
+            figure = _figure(name, key)
+            yield (name, key), _shown(value, figure) + _missed(value, figure)
+
+
+def _figure(name: str, key: str) -> Figure:
+    return next(figure for figure in _BY_NAME[name].figures if figure.key == key)
+
+
+def rewrite(results: Sequence[Result], pages: Iterable[Path] = PAGES) -> list[Path]:
+    """Replace what lies between the markers of the pages; return the pages that changed."""
+    changed = []
+    for page in pages:
+        old = page.read_text()
+        new = _MARKED.sub(lambda found: f"{found[1]}{_section(found[2], found[3], results)}\n{found[4]}", old)
+        if new != old:
+            page.write_text(new)
+            changed.append(page)
+    return changed
+
+
+def _section(name: str, own: str | None, results: Sequence[Result]) -> str:
+    return summary(results) if name == "summary" else tables_of(_BY_NAME[name], results, own=bool(own))

@@ -1,0 +1,133 @@
+"""Result files: what was measured, when, on what, with which versions and command; one file for a day and a machine."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "bench" / "results"
+NOT_RUN = "not run"
+PACKAGES = ("torch", "transformers", "numpy", "grpcio", "blake3", "pillow", "redis", "nvidia-dali-cuda130")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one benchmark. `status` is "ok", or says that and how it failed; `error` says why."""
+
+    benchmark: str
+    hardware: str
+    status: str
+    command: str
+    measured_on: str
+    seconds: float = 0.0
+    load: float = 0.0
+    """Processes that wanted a core when it began, per core: over 0.5, others were at work and times are theirs too."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def hardware() -> str:
+    """Return this machine in words: processor, cores, memory, GPU."""
+    info = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    processor = re.sub(r"\((R|TM)\)|CPU|@.*", "", name[1] if name else platform.machine())
+    words = [" ".join(processor.split()), f"{os.cpu_count()} cores"]
+    words.append(_bfloat16(info))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    words.append(f"{memory_bytes / 2**30:.0f} GiB")
+    words += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    return ", ".join(words)
+
+
+def _bfloat16(info: str) -> str:
+    """Return what the processor multiplies bfloat16 with, the one thing that a tower's time on a CPU hangs on."""
+    kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 bf16"}
+    return next((kind for name, kind in kinds.items() if name in info.split()), "no bf16")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a number depends on, the code's own commit among them."""
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found | {"commit": _commit()}
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:  # a machine that only measures need not have it
+        return "unknown"
+    command = [git, "describe", "--always", "--dirty"]
+    described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def load() -> float:
+    """Return how many processes wanted each core during the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def path_of(machine: str, *, quick: bool, folder: Path = FOLDER) -> Path:
+    """Return the file of today's results on a machine."""
+    name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return folder / f"{date.today().isoformat()}-{name}{'-quick' if quick else ''}.json"
+
+
+def keep(path: Path, result: Result) -> None:
+    """Put a result into its file, beside those of other benchmarks; an older one of the same benchmark goes.
+
+    That a benchmark was not run is worth saying only where there is nothing else to say.
+    """
+    content = json.loads(path.read_text()) if path.exists() else {}
+    if result.status == NOT_RUN and result.benchmark in content.get("benchmarks", {}):
+        return
+    content.setdefault("hardware", result.hardware)
+    entry = {k: v for k, v in vars(result).items() if k not in ("benchmark", "hardware")}
+    content.setdefault("benchmarks", {})[result.benchmark] = entry
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def newest(folder: Path = FOLDER) -> list[Result]:
+    """Return, for each benchmark and machine, the newest result that is no quick look."""
+    found: dict[tuple[str, str], Result] = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.stem.endswith("-quick"):
+            continue
+        for result in _read(path):
+            key = result.benchmark, result.hardware
+            if result.status != NOT_RUN or key not in found:
+                found[key] = result
+    return list(found.values())
+
+
+def _read(path: Path) -> list[Result]:
+    content = json.loads(path.read_text())
+    if "benchmarks" not in content:  # bench.gpu writes its own
+        content = {
+            "hardware": content["gpu"],
+            "benchmarks": {
+                "gpu": {
+                    "status": "ok",
+                    "command": "python -m bench.gpu",
+                    "measured_on": path.name[:10],
+                    "figures": content,
+                    "versions": {"torch": content["torch"]},
+                }
+            },
+        }
+    return [Result(name, content["hardware"], **entry) for name, entry in content["benchmarks"].items()]

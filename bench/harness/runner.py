@@ -1,0 +1,106 @@
+"""Runs one benchmark as a process of its own, within a bound, and tells what came of it."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from bench.harness.benchmark import Benchmark
+from bench.harness.results import NOT_RUN, ROOT, Result, load, versions
+
+LOGS = ROOT / ".bench"
+END_S = 10.0  # for a benchmark that ran out of time to end its own servers
+
+
+def run(question: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Result:
+    """Run a benchmark for at most `limit_s` seconds; its output goes to `.bench/NAME.log`."""
+    command = question.command(quick=quick)
+    LOGS.mkdir(exist_ok=True)
+    log = LOGS / f"{question.name}.log"
+    busy, began = load(), monotonic()
+    with log.open("w") as output:
+        status = _status(command, output.fileno(), limit_s)
+    seconds = monotonic() - began
+    figures, error = figures_in(log) if status == "ok" else ({}, "")
+    if status == "ok" and error:
+        status = "failed"
+    return Result(
+        question.name,
+        machine,
+        status,
+        shlex.join(["python", *command]),
+        date.today().isoformat(),
+        round(seconds, 1),
+        round(busy, 2),
+        figures,
+        error or ("" if status == "ok" else last_line(log)),
+        versions(),
+    )
+
+
+def not_run(question: Benchmark, machine: str, why: str) -> Result:
+    """Return the result of a benchmark that was left out."""
+    command = shlex.join(["python", *question.command(quick=False)])
+    return Result(question.name, machine, NOT_RUN, command, date.today().isoformat(), error=why)
+
+
+def _status(command: list[str], output: int, limit_s: float) -> str:
+    # A session of its own, so that servers and workers of a benchmark that is stopped go with it.
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"timed out after {limit_s:.0f} s"
+    finally:
+        _end(process)
+    return "ok" if code == 0 else f"failed with exit code {code}"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Leave nothing of the process's session behind, whether it ended or not; servers get time to drain."""
+    for number, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, 1.0)):
+        if not _signalled(process.pid, number):
+            return
+        deadline = monotonic() + patience_s
+        while monotonic() < deadline:
+            process.poll()  # it counts as alive until it is waited for
+            if not _signalled(process.pid, 0):
+                return
+            sleep(0.05)
+
+
+def _signalled(group: int, number: int) -> bool:
+    """Send a signal to a process group; whether there was anyone to take it."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def figures_in(log: Path) -> tuple[dict[str, Any], str]:
+    """Return the JSON object in a log's last line, or why there is none."""
+    try:
+        figures = json.loads(last_line(log))
+    except json.JSONDecodeError:
+        return {}, f"its last line is no JSON object: {last_line(log)!r}"
+    return (figures, "") if isinstance(figures, dict) else ({}, "its last line is no JSON object")
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that says something; the whole of it where it is JSON."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"

@@ -1,0 +1,22 @@
+"""A table as a benchmark prints it and as a page shows it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# title, heads, rows: what `bench.harness.report` shows of a benchmark that makes tables of its own.
+Table = dict[str, Any]
+
+
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> Table:
+    """Print a Markdown table, numbers with three digits that mean something; return it for a page to show."""
+    shown = [[x if isinstance(x, str) else _shown(x) for x in row] for row in rows]
+    print(f"\n{title}\n")
+    print("| " + " | ".join(heads) + " |")
+    print("|" + "---|" * len(heads))
+    for row in shown:
+        print("| " + " | ".join(row) + " |")
+    return {"title": title, "heads": list(heads), "rows": shown}
+
+
+def _shown(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"

@@ -1,0 +1,274 @@
+"""The server's scheduler driven by a virtual clock: requests, replicas and prefill engines, without sleeping.
+
+The scheduling code is the server's own; the stages are replaced by the seconds they take. Times and patches may
+be in any unit as long as it is one unit.
+"""
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from encoder_contract.errors import OverloadedError
+from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Limits, Policy, Scheduler, Task
+
+UNLIMITED = Limits(images=10**9, patches=10**15, source_bytes=10**15, claims=10**9)
+SOURCE_BYTES = 300_000  # of a 720p JPEG
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image of a request: where its embedding lives, and how much work it is."""
+
+    address: bytes
+    patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: when it arrives, and its images in the order of the prompt."""
+
+    arrived_s: float
+    images: tuple[Image, ...]
+    client_id: str = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the simulated deployment is made of; every stage time is a parameter."""
+
+    policy: Policy = LEAST_WORK_LEFT
+    replicas: int = 1
+    prefill_engines: int = 1
+    # Seconds the device needs for a batch, given the patches of each image.
+    encode_s: Callable[[Sequence[int]], float] = sum
+    # Decode and preprocess of one image; one stage beside the device, taking what is next when it is free.
+    prepare_s: float = 0.0
+    prefill_s: float = 0.8  # prefill of one chunk
+    images_per_chunk: int = 1
+    budget_patches: int = 1
+    max_ahead_patches: int = 2
+    max_ahead_images: int = 64
+    # Latency of the index in front of each admission and behind each encode.
+    index_s: float = 0.0
+    limits: Limits = UNLIMITED
+    # Whether the images of a request spread over the replicas by content, or stay together.
+    spread: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run measured; `ttft_s` holds one entry for each job, None where it was refused."""
+
+    ttft_s: list[float | None]
+    span_s: float = 0.0
+    encodes: int = 0
+    busy_s: float = 0.0
+    most_queued_images: int = 0
+    retry_after_ms: list[int] = field(default_factory=list)
+
+    @property
+    def images_per_s(self) -> float:
+        """Throughput over the whole run."""
+        return self.encodes / self.span_s if self.span_s else 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Replica:
+    scheduler: Scheduler
+    preparing: bool = False
+    encoding: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Progress:
+    """How far a job is: which images are ready, which chunk is prefilled next."""
+
+    job: Job
+    number: int
+    missing: list[int]  # by chunk, how many of its images are not ready
+    claims: list[tuple[_Replica, Claim]] = field(default_factory=list)
+    chunk: int = 0
+    refused: bool = False
+
+
+class Simulation:
+    """One run over a list of jobs; `run` returns its outcome."""
+
+    def __init__(self, machine: Machine, jobs: Sequence[Job]) -> None:
+        self._machine = machine
+        self._jobs = jobs
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = 0
+        self._replicas = [
+            _Replica(
+                Scheduler(
+                    machine.limits,
+                    max_ahead_patches=machine.max_ahead_patches,
+                    max_ahead_images=machine.max_ahead_images,
+                    policy=machine.policy,
+                )
+            )
+            for _ in range(machine.replicas)
+        ]
+        self._stored: set[bytes] = set()
+        self._waiting: dict[bytes, list[tuple[_Progress, int]]] = defaultdict(list)
+        self._ready: list[list[tuple[int, _Progress]]] = [[] for _ in range(machine.prefill_engines)]
+        self._prefilling = [False] * machine.prefill_engines
+        self._outcome = Outcome(ttft_s=[None] * len(jobs))
+
+    def run(self) -> Outcome:
+        """Play all jobs to their end."""
+        for number, job in enumerate(self._jobs):
+            self._at(job.arrived_s + self._machine.index_s, partial(self._arrive, number, job))
+        while self._events:
+            now, _, event = heapq.heappop(self._events)
+            event(now)
+            self._outcome.span_s = now
+        return self._outcome
+
+    def _at(self, time_s: float, event: Callable[[float], None]) -> None:
+        self._numbers += 1
+        heapq.heappush(self._events, (time_s, self._numbers, event))
+
+    def _arrive(self, number: int, job: Job, now: float) -> None:
+        per_chunk = self._machine.images_per_chunk
+        progress = _Progress(job, number, missing=[0] * -(-len(job.images) // per_chunk))
+        touched: dict[int, _Replica] = {}
+        for place, image in enumerate(job.images):
+            if image.address in self._stored:
+                continue
+            chunk = place // per_chunk
+            replica = self._replica_of(number, image)
+            touched[id(replica)] = replica
+            claim = Claim(
+                str(number), job.client_id, chunk=chunk, demanded=True,
+                needed_at=job.arrived_s + chunk * self._machine.prefill_s,
+            )  # fmt: skip
+            try:
+                replica.scheduler.admit(claim, image.address, image.patches, SOURCE_BYTES, now)
+            except OverloadedError as error:
+                self._outcome.retry_after_ms.append(error.retry_after_ms)
+                progress.refused = True
+                break
+            progress.claims.append((replica, claim))
+            progress.missing[chunk] += 1
+            self._waiting[image.address].append((progress, chunk))
+        if progress.refused:
+            for replica, claim in progress.claims:
+                replica.scheduler.withdraw(claim)
+        else:
+            self._offer(progress, now)
+        for replica in touched.values():
+            self._turn(replica, now)
+
+    def _replica_of(self, number: int, image: Image) -> _Replica:
+        by = int.from_bytes(image.address[:8], "little") if self._machine.spread else number
+        return self._replicas[by % len(self._replicas)]
+
+    def _turn(self, replica: _Replica, now: float) -> None:
+        """Let a replica's two stages take what is next, if they are free."""
+        scheduler, machine = replica.scheduler, self._machine
+        while not replica.preparing:
+            works = scheduler.next_to_prepare(now, machine.budget_patches, machine.max_ahead_images)
+            if not works:
+                break
+            if machine.prepare_s == 0:
+                self._prepared(replica, works, now)
+                continue
+            replica.preparing = True
+            time_s = now + machine.prepare_s * len(works)
+            self._at(time_s, partial(self._end_prepare, replica, works))
+        if not replica.encoding and (batch := scheduler.next_batch(now, machine.budget_patches)):
+            replica.encoding = True
+            seconds = machine.encode_s([work.patches for work in batch])
+            self._at(now + seconds, partial(self._end_encode, replica, batch, seconds))
+            self._turn(replica, now)
+
+    def _prepared(self, replica: _Replica, works: list[Task], now: float) -> None:
+        for work in works:
+            replica.scheduler.prepared(work, now)
+
+    def _end_prepare(self, replica: _Replica, works: list[Task], now: float) -> None:
+        replica.preparing = False
+        self._prepared(replica, works, now)
+        self._turn(replica, now)
+
+    def _end_encode(self, replica: _Replica, batch: list[Task], seconds: float, now: float) -> None:
+        outcome = self._outcome
+        outcome.most_queued_images = max(outcome.most_queued_images, replica.scheduler.queued.images)
+        outcome.encodes += len(batch)
+        outcome.busy_s += seconds
+        replica.encoding = False
+        replica.scheduler.done(batch, seconds)
+        for work in batch:
+            self._at(now + self._machine.index_s, partial(self._image_ready, work.address))
+        self._turn(replica, now)
+
+    def _image_ready(self, address: bytes, now: float) -> None:
+        self._stored.add(address)
+        for progress, chunk in self._waiting.pop(address, ()):
+            progress.missing[chunk] -= 1
+            if not progress.refused and chunk == progress.chunk:
+                self._offer(progress, now)
+
+    def _offer(self, progress: _Progress, now: float) -> None:
+        """Hand the next chunk to the job's prefill engine, if its images are there."""
+        if progress.missing[progress.chunk]:
+            return
+        engine = progress.number % len(self._ready)
+        heapq.heappush(self._ready[engine], (progress.number, progress))
+        self._prefill(engine, now)
+
+    def _prefill(self, engine: int, now: float) -> None:
+        if self._prefilling[engine] or not self._ready[engine]:
+            return
+        _, progress = heapq.heappop(self._ready[engine])
+        self._prefilling[engine] = True
+        self._at(now + self._machine.prefill_s, partial(self._end_prefill, engine, progress))
+
+    def _end_prefill(self, engine: int, progress: _Progress, now: float) -> None:
+        self._prefilling[engine] = False
+        progress.chunk += 1
+        if progress.chunk == len(progress.missing):
+            self._outcome.ttft_s[progress.number] = now - progress.job.arrived_s
+        else:
+            self._offer(progress, now)
+        self._prefill(engine, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A stream of requests: how many images each has, how much work an image is, how fast they come."""
+
+    sizes: dict[int, int]  # images of a request -> weight
+    # Work that arrives in a second over work one encoder does in a second, by its `replicas`.
+    load: float = 0.8
+    image_s: float = 1.0  # seconds of one image on the device
+    image_patches: int = 1
+    replicas: int = 1
+    burst: float = 1.0  # mean requests that arrive at the same moment
+    clients: int = 1
+
+    def jobs(self, count: int, seed: int) -> list[Job]:
+        """Return `count` requests of distinct images with Poisson (or, with a burst, batch Poisson) arrivals."""
+        source = random.Random(seed)
+        sizes, weights = list(self.sizes), list(self.sizes.values())
+        mean = sum(s * w for s, w in self.sizes.items()) / sum(weights)
+        rate = self.load * self.replicas / (mean * self.image_s * self.burst)
+        jobs: list[Job] = []
+        time_s = 0.0
+        while len(jobs) < count:
+            time_s += source.expovariate(rate)
+            together = 1
+            while source.random() > 1 / self.burst:
+                together += 1
+            for _ in range(together):
+                images = tuple(
+                    Image(source.randbytes(32), self.image_patches)
+                    for _ in range(source.choices(sizes, weights)[0])
+                )
+                jobs.append(Job(time_s, images, f"client-{source.randrange(self.clients)}"))
+        return jobs[:count]

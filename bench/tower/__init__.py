@@ -1,0 +1,1 @@
+"""What the tower's benchmark is made of."""

@@ -1,0 +1,1 @@
+"""The demo: a two-turn chat over photos, end to end."""

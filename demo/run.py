@@ -1,0 +1,168 @@
+"""The demo: a real server, a real prefill process, a two-turn chat over images, and a check of what was promised."""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from demo.checks import check
+from demo.report import print_turn
+from prefill_client.tools.timeline import draw
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.server_process import HALF_THE_CORES, ServerStartError, running
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / ".demo"
+CHUNK_TOKENS = 384
+# Width, height (as stored) and EXIF orientation; the last two are new in turn two.
+PHOTOS = (
+    (1280, 720, 1), (480, 640, 6), (1024, 768, 3), (640, 480, 1),
+    (720, 1280, 8), (333, 500, 2), (1600, 1200, 5), (800, 600, 7),
+)  # fmt: skip
+NEW_IN_TURN_TWO = 2
+# Large enough to be real work for two cores, small enough for a minute.
+VISION_LAYERS, TEXT_LAYERS = 8, 12
+MIN_PIXELS, MAX_PIXELS = 65536, 1280 * 768
+say = partial(print, flush=True)  # progress is shown while processes run
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
+MAX_IMAGES = 16  # of a user's folder: keeps the demo under its two minutes
+
+
+def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
+    """Run the demo in `folder`; return 0 when every promise was kept."""
+    began = time.monotonic()
+    transformers.utils.logging.disable_progress_bar()
+    folder.mkdir(parents=True, exist_ok=True)
+    files = chosen_files(images) if images else written_photos(folder / "photos")
+    first, new = (files[:-NEW_IN_TURN_TWO], files[-NEW_IN_TURN_TWO:]) if len(files) > 2 else (files, [])
+    say(f"checkpoint: Qwen3-VL, {VISION_LAYERS} vision and {TEXT_LAYERS} text layers, random weights")
+    model = write_checkpoint(
+        folder / "checkpoint",
+        depth=VISION_LAYERS,
+        text_layers=TEXT_LAYERS,
+        preprocessor={"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}},
+    )
+    turns, encodes = conversation(model, chunk_tokens, folder, (first, new))
+    for number, turn in enumerate(turns):
+        print_turn(number, turn)
+    say("\nchecking against transformers, one shot, the same pixels ...")
+    results = check(model, (first, first + new), turns, encodes, folder)
+    for name, kept, found in results:
+        say(f"  {'kept  ' if kept else 'BROKEN'}  {name}: {found}")
+    traces = [Path(turn["trace"]) for turn in turns]
+    draw(traces, folder / "timeline.svg")
+    picture = draw(traces, folder / "timeline.html")
+    say(f"\ntimeline: {picture} (traces for Perfetto: {', '.join(trace.name for trace in traces)})")
+    say(f"{time.monotonic() - began:.0f} s in all")
+    broken = [name for name, kept, _ in results if not kept]
+    if broken:
+        say(f"demo: broken: {'; '.join(broken)}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def conversation(
+    model: Path, chunk_tokens: int, folder: Path, files: Sequence[Sequence[Path]]
+) -> tuple[list[dict[str, Any]], int]:
+    """Run server and prefill process; return what was told of each turn, and the server's count of encodes."""
+    turns = []
+    with running(
+        model,
+        log=folder / "server.log",
+        store_host_gib=0.5,  # the demo uses a tenth of it
+        torch_threads=HALF_THE_CORES,
+        # Batches of about one photo: prefill goes on with the first while the next is encoded.
+        batch_patches=MAX_PIXELS // 16**2,
+    ) as server:
+        say(f"server: {server.endpoint}, log in {server.log}")
+        for event in prefill_events(model, server.endpoint, chunk_tokens, folder, files):
+            if event["event"] == "chunk":
+                say(f"  chunk {event['chunk']}: tokens {event['begin']} to {event['end']}")
+            else:
+                turns.append(event)
+                say(f"turn {len(turns)}: first token after {event['first_token_ms']:.0f} ms")
+        encodes = server.encodes()
+    if server.process.returncode != 0:
+        raise SystemExit(f"demo: the server ended with {server.process.returncode}, see {server.log}")
+    return turns, encodes
+
+
+def written_photos(folder: Path) -> list[Path]:
+    """Write the seeded photos and return their paths."""
+    folder.mkdir(exist_ok=True)
+    files = []
+    for seed, (width, height, orientation) in enumerate(PHOTOS):
+        files.append(folder / f"{seed}-{width}x{height}-orientation{orientation}.jpg")
+        files[-1].write_bytes(photo(width, height, seed, orientation=orientation))
+    return files
+
+
+def chosen_files(folder: Path) -> list[Path]:
+    """Return the image files of the user's folder, at most `MAX_IMAGES`."""
+    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+    if not files:
+        raise SystemExit(f"demo: no {', '.join(sorted(SUFFIXES))} files in {folder}")
+    return files[:MAX_IMAGES]
+
+
+def prefill_events(
+    model: Path, endpoint: str, chunk_tokens: int, folder: Path, turns: Sequence[Sequence[Path]]
+) -> Iterator[dict[str, Any]]:
+    """Run the prefill process and yield what it tells."""
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "demo.prefill",
+        "--model",
+        model,
+        "--server",
+        endpoint,
+    ]
+    command += ["--chunk", str(chunk_tokens), "--out", folder, "--threads", str(HALF_THE_CORES)]
+    for files in turns:
+        command += ["--turn", *files]
+    # In a session of its own it does not see Ctrl-C, at which it could only print where it was.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                yield json.loads(line)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise SystemExit(f"demo: the prefill process ended with {process.returncode}")
+
+
+def main() -> int:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--images", type=Path, help="folder of image files instead of seeded photos")
+    parser.add_argument(
+        "--chunk", type=int, default=CHUNK_TOKENS, help="tokens in a prefill chunk (%(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)"
+    )
+    args = parser.parse_args()
+    try:
+        return demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve())
+    except ServerStartError as error:
+        raise SystemExit(f"demo: {error}") from error
+    except KeyboardInterrupt:
+        say("\ndemo: interrupted")
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

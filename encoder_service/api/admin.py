@@ -1,0 +1,91 @@
+"""The operator's calls: look into the store, drop entries. Only for the same user on the same host."""
+
+from functools import partial
+from hmac import compare_digest
+
+import grpc
+
+from encoder_contract.errors import ForbiddenError
+from encoder_contract.v1 import admin_pb2 as pb
+from encoder_service.api import messages
+from encoder_service.api.inbound import Entrance
+from encoder_service.api.messages import Context
+from encoder_service.engine.pipeline import Pipeline
+from encoder_service.image.source_cache import SourceCache
+from encoder_service.store import Store
+
+SERVICE = "encoder_contract.v1.AdminService"
+
+
+class AdminService:
+    """Stats, Evict and Flush over the store of one server."""
+
+    def __init__(self, store: Store, sources: SourceCache, pipeline: Pipeline) -> None:
+        self._store = store
+        self._sources = sources
+        self._pipeline = pipeline
+
+    async def stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        """Say what the store holds and has done."""
+        self._guard(request.proof, context)
+        return self._stats()
+
+    async def evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
+        """Drop one embedding."""
+        self._guard(request.proof, context)
+        return pb.EvictResponse(evicted=self._store.evict(request.address))
+
+    async def flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:
+        """Drop every embedding that nobody uses, and the sources."""
+        self._guard(request.proof, context)
+        self._sources.clear()
+        return pb.FlushResponse(entries=self._store.flush())
+
+    def _guard(self, proof: bytes, context: Context) -> None:
+        if not (messages.is_local(context) and compare_digest(proof, self._store.segment.segment_id)):
+            raise ForbiddenError("only the server's own user on its own host may do this")
+
+    def _stats(self) -> pb.StatsResponse:
+        stats = self._store.stats()
+        return pb.StatsResponse(
+            tiers=[
+                pb.TierStats(
+                    name=tier.name,
+                    size_bytes=tier.size_bytes,
+                    used_bytes=tier.used_bytes,
+                    pinned_bytes=tier.pinned_bytes,
+                    entries=tier.entries,
+                    hits=tier.hits,
+                    evictions=tier.evictions,
+                )
+                for tier in stats.tiers
+            ],
+            misses=stats.misses,
+            pins=stats.pins,
+            largest=[
+                pb.EntryStats(
+                    address=entry.address,
+                    tier=entry.tier,
+                    bytes=entry.row_bytes,
+                    tokens=entry.tokens,
+                    pins=entry.pins,
+                    hits=entry.hits,
+                )
+                for entry in stats.largest
+            ],
+            source_images=len(self._sources),
+            source_bytes=self._sources.held_bytes,
+            queued_images=self._pipeline.queued_images,
+        )
+
+
+def generic_handler(operator: AdminService, entrance: Entrance) -> grpc.GenericRpcHandler:
+    """Return the handler to add to a server."""
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Stats": entrance.unary(operator.stats, partial(messages.parse, pb.StatsRequest)),
+            "Evict": entrance.unary(operator.evict, partial(messages.parse, pb.EvictRequest)),
+            "Flush": entrance.unary(operator.flush, partial(messages.parse, pb.FlushRequest)),
+        },
+    )

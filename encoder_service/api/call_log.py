@@ -1,0 +1,94 @@
+"""One call as it is told: its numbers in the metrics while it runs, and one line in the log when it ends."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from time import monotonic
+from typing import Literal
+
+from encoder_contract.errors import EncoderError, Status
+from encoder_service.observability.metrics import Metrics, reason
+
+log = logging.getLogger(__name__)
+
+MAX_NAME = 128  # characters: what the contract allows
+
+
+class Call:
+    """One Submit or Fetch. `close` it in any case."""
+
+    def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch"]) -> None:
+        self._metrics = metrics
+        self._kind = kind
+        self._began = monotonic()
+        self._outcomes: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._stage_ms: dict[str, float] = {}
+        self._bytes = 0
+        self._error: EncoderError | None = None
+        self._made_by = {"request": "", "client": ""}
+        self.complete = False  # every image had its outcome: that the caller then leaves is no failure
+        metrics.call_began(kind)
+
+    def made_by(self, request_id: str, client_id: str) -> None:
+        """Note who calls, as far as it fits a line: the names are the caller's own and not checked yet."""
+        self._made_by |= {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
+
+    def traced(self, trace_id: str) -> None:
+        """Note the caller's trace, if it said that it has one."""
+        if trace_id:
+            self._made_by["trace"] = trace_id
+
+    def submitted(
+        self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None
+    ) -> None:
+        """Note the answer to an image of a Submit."""
+        self._note(outcome, error)
+        self._metrics.submitted(outcome, error)
+
+    def uploaded(self, size: int, seconds: float) -> None:
+        """Note an image whose last byte arrived `seconds` after it was named."""
+        self._bytes += size
+        self._metrics.uploaded(size, seconds)
+
+    def fetched(
+        self,
+        outcome: Literal["device", "host", "peer", "encoded", "failed"],
+        wait_s: float,
+        stage_ms: Mapping[str, float],
+        error: EncoderError | None = None,
+    ) -> None:
+        """Note an image of a Fetch: where its rows came from, and how long they were waited for."""
+        self._note(outcome, error)
+        for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
+            self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
+        self._metrics.fetched(outcome, wait_s, error)
+
+    def transferred(self, transport: Literal["inline", "shm"], size: int, seconds: float) -> None:
+        """Note rows handed over."""
+        self._bytes += size
+        self._metrics.transferred(transport, size, seconds)
+
+    def failed(self, error: EncoderError) -> None:
+        """Note that the call as a whole failed."""
+        self._error = error
+
+    def close(self) -> None:
+        """Count the call and write its line: stage times are those of its slowest image."""
+        left = "OK" if self.complete else Status.CANCELLED.name
+        name = left if self._error is None else self._error.status.name
+        self._metrics.call_ended(self._kind, name)
+        fields: dict[str, object] = {**self._made_by, "status": name}
+        fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
+        if self._bytes:
+            fields["bytes"] = self._bytes
+        fields["ms"] = round((monotonic() - self._began) * 1000, 1)
+        fields |= {f"{stage}_ms": round(ms, 1) for stage, ms in self._stage_ms.items()}
+        if self._error is not None:
+            fields["error"] = self._error.message
+        log.info(self._kind, extra={"fields": fields})
+
+    def _note(self, outcome: str, error: EncoderError | None) -> None:
+        self._outcomes[outcome] += 1
+        if error is not None:
+            self._reasons[reason(error)] += 1

@@ -1,0 +1,80 @@
+"""What a server says of itself: to callers, and to people."""
+
+import socket
+from collections.abc import Mapping
+
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.version import __version__
+from encoder_service.api import messages
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+
+
+def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeResponse:
+    """Return what Describe answers."""
+    spec, geometry = model.tower.spec, model.processor.geometry
+    return pb.DescribeResponse(
+        version=__version__,
+        model_type=spec.model_type,
+        model_name=config.model.resolve().name,
+        model_fingerprint=model.recipe.model,
+        processor_fingerprint=model.recipe.processor,
+        dtype=model.recipe.dtype,
+        width=spec.width,
+        hidden=spec.hidden,
+        deepstack_levels=spec.levels,
+        geometry=pb.Geometry(
+            patch_size=geometry.patch_size,
+            merge_size=geometry.merge_size,
+            min_pixels=geometry.min_pixels,
+            max_pixels=geometry.max_pixels,
+        ),
+        limits=pb.Limits(
+            max_image_bytes=config.max_image_bytes,
+            max_image_pixels=config.max_image_pixels,
+            max_images_per_call=config.max_images_per_call,
+            max_message_bytes=messages.PIECE_BYTES,
+            max_grace_ms=config.max_grace_ms,
+        ),
+        replica_id=replica_id,
+    )
+
+
+def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
+    """Return what was chosen, for people."""
+    spec, geometry = model.tower.spec, model.processor.geometry
+    return {
+        "model": f"{config.model} ({spec.model_type}, {model.recipe.model.hex()[:12]})",
+        "device": f"{model.device}, {model.recipe.dtype}, attention {model.tower.attention}",
+        "decoder": model.decoder.name,
+        "rows": f"{spec.width} wide ({spec.hidden} x {1 + spec.levels})",
+        "geometry": f"patch {geometry.patch_size}, merge {geometry.merge_size}, "
+        f"{geometry.min_pixels} to {geometry.max_pixels} pixels",
+        "limits": f"{config.max_image_bytes >> 20} MiB and {config.max_image_pixels / 1e6:g} megapixels an image, "
+        f"{config.max_queued_images} images queued",
+        "store": f"{config.store_host_gib:g} GiB host, {config.store_device_gib:g} GiB device, "
+        f"{config.source_gib:g} GiB of image files",
+        "replica": replica_id,
+    }
+
+
+def banner(facts: Mapping[str, str], metrics: str, listening: str) -> str:
+    """Return the block that a server prints when it begins; who waits for it waits for the last line."""
+    lines = {**facts, **({"metrics": f"http://{metrics}/"} if metrics else {}), "listening": listening}
+    width = max(map(len, lines))
+    return "\n".join(
+        [f"encoder-service {__version__}", *(f"  {name:<{width}}  {value}" for name, value in lines.items())]
+    )
+
+
+def reachable(endpoint: str) -> str:
+    """Return `endpoint`, with the address of this host's own name for one that listens on all addresses."""
+    host, _, port = endpoint.rpartition(":")
+    if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+        return endpoint
+    try:
+        return f"{socket.gethostbyname(socket.gethostname())}:{port}"
+    except OSError:
+        return (
+            f"{socket.gethostname()}:{port}"  # without an address of its own, peers may still know the name
+        )

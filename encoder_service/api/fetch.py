@@ -1,0 +1,229 @@
+"""One Fetch call: rows of each image as soon as they are ready, each in exactly one outcome."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from encoder_contract.errors import EncoderError, InvalidRequestError, UnknownImageError
+from encoder_contract.framing import frame_rows
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.address import ImageRef
+from encoder_service.api import messages
+from encoder_service.api.call_log import Call
+from encoder_service.api.pin_budget import PinRoom
+from encoder_service.encoder import Encoder, FetchResult
+from encoder_service.observability.incidents import known_error
+from encoder_service.scheduler import Claim
+from encoder_service.store import Pin
+
+SOURCES = {
+    "device": pb.SOURCE_DEVICE,
+    "host": pb.SOURCE_HOST,
+    "peer": pb.SOURCE_PEER,
+    "encoded": pb.SOURCE_ENCODED,
+}
+# Images of an inline call that are pinned at a time: the one being sent, and one that is ready when that is through.
+PINNED_AHEAD = 2
+CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """One image of the call: its rows [begin, end), end 0 meaning all, and what the scheduler is told."""
+
+    index: int
+    image: ImageRef
+    begin: int
+    end: int
+    claim: Claim
+
+
+RowsOf = Callable[[RowRequest], Awaitable[FetchResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What a row is on this server."""
+
+    width: int
+    dtype: str
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    wanted: RowRequest
+    found: FetchResult | None = None
+    error: EncoderError | None = None
+    hold: ExitStack = field(default_factory=ExitStack)  # closed, it lets go of the rows
+
+
+async def rows_anywhere(encoder: Encoder, images: Sequence[RowRequest], grace_s: float) -> RowsOf:
+    """Return what finds rows here or elsewhere; asks at once, for all images together, who else holds them."""
+    located = await encoder.locate([wanted.image for wanted in images])
+    return lambda wanted: encoder.rows(wanted.image, wanted.claim, grace_s, located)
+
+
+def rows_of_this_replica(encoder: Encoder) -> RowsOf:
+    """Return what finds rows that are held or being made here; anything else is unknown."""
+
+    async def rows_of(wanted: RowRequest) -> FetchResult:
+        found = await encoder.rows_here(wanted.image, wanted.claim)
+        if found is None:
+            raise UnknownImageError(f"this replica does not hold image {wanted.image.digest.hex()}")
+        return found
+
+    return rows_of
+
+
+async def fetch(
+    rows_of: RowsOf,
+    images: Sequence[RowRequest],
+    call: Call,
+    *,
+    use_handles: bool,
+    rows: RowFormat,
+    pin_room: PinRoom,
+) -> AsyncGenerator[pb.FetchResponse | bytes]:
+    """Yield the messages of a Fetch call; rows come hand-framed, as bytes.
+
+    With `use_handles` the rows stay in shared memory and the call stays open, holding them, until the caller ends
+    it; else what is not about to be sent is not pinned, however long the caller takes. Whatever ends the call
+    releases every pin and withdraws every claim.
+    """
+    holds = _Holds(rows_of, len(images) if use_handles else PINNED_AHEAD, pin_room, rows.row_bytes)
+    tasks = {asyncio.create_task(_resolve(rows_of, wanted, holds, call)) for wanted in images}
+    try:
+        for ready in asyncio.as_completed(tasks):
+            outcome = await ready
+            if outcome.found is None:
+                assert outcome.error is not None
+                yield pb.FetchResponse(error=messages.error_message(outcome.wanted.index, outcome.error))
+            elif use_handles:
+                began = monotonic()
+                handed = _handle_message(outcome, rows)
+                call.transferred("shm", handed.ready.row_bytes, monotonic() - began)
+                yield handed
+            else:
+                async for message in _inline(outcome, rows, call):
+                    yield message
+                outcome.hold.close()
+        call.complete = True
+        if use_handles and holds:
+            await asyncio.Event().wait()  # until the caller cancels: it is reading
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        holds.close()
+
+
+class _Holds:
+    """The rows that one call keeps pinned: `places` images at a time, each within its client's room for pins."""
+
+    def __init__(self, rows_of: RowsOf, places: int, room: PinRoom, row_bytes: int) -> None:
+        self._rows_of = rows_of
+        self._places = asyncio.Semaphore(places)
+        self._room = room
+        self._row_bytes = row_bytes
+        self._held: list[ExitStack] = []
+
+    async def keep(self, wanted: RowRequest, pin: Pin) -> tuple[Pin, ExitStack]:
+        """Return a pin on rows that were found, and what lets go of them.
+
+        What has to wait for its place is not pinned meanwhile: evicted by then, it is found again, or made again.
+        """
+        counted = (wanted.claim.client_id, pin.address, pin.tokens * self._row_bytes)
+        at_once = not self._places.locked() and self._room.taken_at_once(*counted)
+        if not at_once:
+            pin.release()
+        with ExitStack() as hold:
+            await self._places.acquire()
+            hold.callback(self._places.release)
+            if not at_once:
+                await self._room.take(*counted)
+            hold.callback(self._room.give_back, *counted)
+            if not at_once:
+                pin = (await self._rows_of(wanted)).pin
+            hold.push(pin)
+            kept = hold.pop_all()
+        self._held.append(kept)
+        return pin, kept
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for hold in self._held:
+            hold.close()
+
+
+async def _resolve(rows_of: RowsOf, wanted: RowRequest, holds: _Holds, call: Call) -> _Outcome:
+    began = monotonic()
+    try:
+        found = await rows_of(wanted)
+        wait_s = monotonic() - began
+        _check_window(wanted, found.pin)
+        pin, hold = await holds.keep(wanted, found.pin)
+    except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
+        known = known_error(error)
+        call.fetched("failed", monotonic() - began, {}, known)
+        return _Outcome(wanted, error=known)
+    call.fetched(found.source, wait_s, found.stage_ms)
+    return _Outcome(wanted, replace(found, pin=pin), hold=hold)
+
+
+def _check_window(wanted: RowRequest, pin: Pin) -> None:
+    if not (wanted.begin < (wanted.end or pin.tokens) <= pin.tokens):
+        tokens = pin.tokens
+        pin.release()
+        raise InvalidRequestError(
+            f"row window [{wanted.begin}, {wanted.end}) is not inside the {tokens} rows of the image"
+        )
+
+
+def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
+    wanted, found = outcome.wanted, outcome.found
+    assert found is not None
+    pin = found.pin
+    end = wanted.end or pin.tokens
+    ready = pb.ImageReady(
+        index=wanted.index,
+        address=pin.address,
+        grid=messages.grid_message(pin.grid),
+        row_begin=wanted.begin,
+        row_end=end,
+        width=rows.width,
+        dtype=rows.dtype,
+        row_bytes=(end - wanted.begin) * rows.row_bytes,
+        source=SOURCES[found.source],
+    )
+    ready.stage_ms.update(found.stage_ms)
+    ready.stage_began_s.update(found.stage_began_s)
+    return ready
+
+
+async def _inline(outcome: _Outcome, rows: RowFormat, call: Call) -> AsyncIterator[pb.FetchResponse | bytes]:
+    assert outcome.found is not None
+    ready, pin = _ready(outcome, rows), outcome.found.pin
+    began = monotonic()
+    views = pin.rows(ready.row_begin, ready.row_end)
+    window = (ready.row_begin, ready.row_end)
+    if ready.row_bytes <= CHECKSUM_ON_LOOP_BYTES or (pin.checksum_known and window == (0, pin.tokens)):
+        ready.checksum = pin.checksum(*window)
+    else:
+        ready.checksum = await asyncio.to_thread(pin.checksum, *window)
+    yield pb.FetchResponse(ready=ready)
+    for message in frame_rows(ready.index, views):
+        yield message
+    call.transferred("inline", ready.row_bytes, monotonic() - began)
+
+
+def _handle_message(outcome: _Outcome, rows: RowFormat) -> pb.FetchResponse:
+    assert outcome.found is not None
+    ready, pin = _ready(outcome, rows), outcome.found.pin
+    ready.handle.CopyFrom(pin.handle(ready.row_begin, ready.row_end).to_message())
+    return pb.FetchResponse(ready=ready)

@@ -1,0 +1,152 @@
+"""The entrance: calls are counted, and their messages bounded in size and time, before a byte of them is parsed."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Generic, Self, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
+from encoder_service.api import messages
+from encoder_service.api.messages import Context
+from encoder_service.scheduler.shares import Shares
+
+log = logging.getLogger(__name__)
+
+# The one request of a call is some kilobytes: on its way for no longer than this, whoever sends it.
+REQUEST_S = 10.0
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Request = TypeVar("Request")
+Answers: TypeAlias = "AsyncGenerator[Message | bytes]"
+Parse: TypeAlias = Callable[[bytes], Request]
+Serve: TypeAlias = "Callable[[Requests[Any], Context], Answers]"
+
+
+class Requests(Generic[Request]):
+    """The requests of one call, each parsed when it is asked for."""
+
+    def __init__(self, raw: AsyncIterator[bytes], parse: Parse[Request]) -> None:
+        self._raw = aiter(raw)
+        self._parse = parse
+        self._reading: asyncio.Task[bytes | None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Request:
+        return await self.within(None)
+
+    async def within(self, seconds: float | None) -> Request:
+        """Return the next request; raises `TimeoutError`, and `StopAsyncIteration` after the last."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(anext(self._raw, None))
+        # grpc is writing into what the task holds, so a wait that ends early leaves the task as it is.
+        await asyncio.wait({self._reading}, timeout=seconds)
+        if not self._reading.done():
+            raise TimeoutError
+        raw, self._reading = self._reading.result(), None
+        if raw is None:
+            raise StopAsyncIteration
+        return self._parse(raw)
+
+    async def first(self) -> Request:
+        """Return the first request; raises `DeadlineError` and `InvalidRequestError` when there is none in time."""
+        try:
+            return await self.within(REQUEST_S)
+        except TimeoutError as error:
+            raise DeadlineError(f"the request was not here within {REQUEST_S:g} s") from error
+        except StopAsyncIteration as error:
+            raise InvalidRequestError("the call ended without a request") from error
+
+
+class Entrance:
+    """Lets in at most `max_calls` calls at a time, from one host its share of them."""
+
+    def __init__(self, max_calls: int, reader_idle_s: float) -> None:
+        """A caller that does not take an answer, 1 MiB at most, within `reader_idle_s` is served no more."""
+        self._reader_idle_s = reader_idle_s
+        # A place is taken until the call's status is out; a caller that takes nothing keeps it without being served.
+        self._places = Shares(max_calls, "open calls")
+        self._served: set[Context] = set()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    async def emptied(self) -> None:
+        """Return when nobody is served any more: the last status is out."""
+        await self._emptied.wait()
+
+    def stream(
+        self, serve: Callable[[Requests[Request], Context], Answers], parse: Parse[Request]
+    ) -> Handler:
+        """Return the handler of a method that reads its requests itself. `parse` raises errors of the family."""
+
+        async def handle(raw: AsyncIterator[bytes], context: Context) -> None:
+            async with messages.Border(context, partial(_refused, context)):
+                self._enter(context)
+                # A caller who left gives back what its call holds now, not when memory is collected.
+                async with aclosing(serve(Requests(raw, parse), context)) as answers:
+                    async for answer in answers:
+                        await self._send(answer, context)
+
+        return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
+
+    def one_request(self, serve: Callable[[Request, Context], Answers], parse: Parse[Request]) -> Handler:
+        """Return the handler of a method that answers one request with a stream."""
+
+        async def answers(requests: Requests[Request], context: Context) -> Answers:
+            async with aclosing(serve(await requests.first(), context)) as messages:
+                async for message in messages:
+                    yield message
+
+        return self.stream(answers, parse)
+
+    def unary(
+        self, answer: Callable[[Request, Context], Awaitable[Message]], parse: Parse[Request]
+    ) -> Handler:
+        """Return the handler of a method that answers one request with one message."""
+
+        async def answers(requests: Requests[Request], context: Context) -> Answers:
+            yield await answer(await requests.first(), context)
+
+        return self.stream(answers, parse)
+
+    async def _send(self, answer: Message | bytes, context: Context) -> None:
+        try:
+            async with asyncio.timeout(self._reader_idle_s):
+                await context.write(answer)
+        except TimeoutError as error:
+            self._serve_no_more(context)  # the status waits behind what is not taken
+            raise DeadlineError(f"the caller took nothing for {self._reader_idle_s:g} s") from error
+        except grpc.aio.InternalError as error:  # the call is dead, and its cancellation on the way here
+            raise asyncio.CancelledError from error
+
+    def _enter(self, context: Context) -> None:
+        holders = (messages.host(context),)
+        self._places.take(holders)
+        self._served.add(context)
+        self._emptied.clear()
+
+        def leave(context: Context) -> None:
+            self._places.give_back(holders)
+            self._serve_no_more(context)
+
+        context.add_done_callback(leave)  # type: ignore[arg-type]  # the stub's protocol has no name for its argument
+
+    def _serve_no_more(self, context: Context) -> None:
+        self._served.discard(context)
+        if not self._served:
+            self._emptied.set()
+
+
+def _refused(context: Context, error: EncoderError) -> None:
+    log.info("refused", extra={"fields": {"client": messages.host(context), "error": error.message}})
+
+
+def _serialize(message: Message | bytes) -> bytes:
+    """Rows are framed by hand: protobuf would copy every megabyte twice more."""
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -1,0 +1,112 @@
+"""The listener: one port with our calls, health and reflection on it."""
+
+import asyncio
+from functools import partial
+from typing import cast
+
+import grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from encoder_service.api import admin, health, messages, service
+from encoder_service.api.admin import AdminService
+from encoder_service.api.health import Health
+from encoder_service.api.inbound import Entrance, Serve
+from encoder_service.api.service import EncoderService
+from encoder_service.config import ConfigError, flag
+
+OPTIONS = (
+    # A few kilobytes of gzip are gigabytes of zeros: a compressed message is refused, and is not expanded before that.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.per_message_decompression", 0),
+    # What a call has sent and nobody has read, and calls of a connection: together with the size of a message and the
+    # calls let in, they bound what lies here uncounted. The window would else grow to megabytes.
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_concurrent_streams", 512),
+    # Connections that say nothing, and more of them than a fleet has: each is a file descriptor, which others need too.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", 4096),
+    # The keepalive pings of clients that want to notice a silent server within two seconds.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    # A caller's machine that falls silent is noticed within ten seconds, and what its calls pinned is let go.
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),  # without it a minute: see the client's connection
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not two servers that share it
+)
+# When nobody is served any more, connections get this long to close by themselves before they are cut.
+GOODBYE_S = 0.5
+
+
+class Listener:
+    """Serves on `address` from `start` to `stop`. Build it on the event loop that is to serve."""
+
+    def __init__(
+        self,
+        address: str,
+        calls: EncoderService,
+        operator: AdminService,
+        *,
+        max_calls: int,
+        max_images: int,
+        reader_idle_s: float,
+    ) -> None:
+        """Take the port. Raises `ConfigError` when it cannot be had.
+
+        `max_calls` are let in at a time, besides those for health; each names at most `max_images`, and ends when its
+        caller takes nothing for `reader_idle_s`.
+        """
+        largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images))
+        self._server = grpc.aio.server(options=(*OPTIONS, largest))
+        self._entrance = Entrance(max_calls, reader_idle_s)
+        self._health = Health(("", service.SERVICE))
+        self._server.add_generic_rpc_handlers(
+            (
+                service.generic_handler(calls, self._entrance, max_images),
+                admin.generic_handler(operator, self._entrance),
+                self._health.generic_handler(),
+                _reflection(self._entrance),
+            )
+        )
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{flag('listen')} {address}: the address is taken or not ours; port 0 takes a free one"
+            ) from error
+        host = address.rpartition(":")[0]
+        self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
+
+    async def start(self) -> None:
+        """Answer calls, and say so to who asks for our health."""
+        await self._server.start()
+        self._health.begin()
+
+    def cut(self) -> None:
+        """End running calls now, whatever `stop` was told."""
+        self._cutting = asyncio.create_task(self._server.stop(0), name="cut")
+
+    async def stop(self, grace_s: float) -> None:
+        """Say that we no longer serve, take no new calls, and let running ones end for at most `grace_s`.
+
+        Who is not served is not waited for: a health watcher that reads nothing, a caller that takes nothing.
+        """
+        try:
+            await self._health.end()
+            stopping = asyncio.create_task(self._server.stop(grace_s), name="stop")
+            emptied = asyncio.create_task(self._entrance.emptied(), name="emptied")
+            await asyncio.wait({stopping, emptied}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping}, timeout=GOODBYE_S)
+            emptied.cancel()
+        finally:
+            await self._server.stop(0)
+
+
+def _reflection(entrance: Entrance) -> grpc.GenericRpcHandler:
+    names = (service.SERVICE, admin.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
+    answers = cast(Serve, reflection.aio.ReflectionServicer(names).ServerReflectionInfo)
+    parse = partial(messages.parse, reflection_pb2.ServerReflectionRequest)
+    methods = {"ServerReflectionInfo": entrance.stream(answers, parse)}
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)

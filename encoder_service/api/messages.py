@@ -1,0 +1,172 @@
+"""Between messages and nouns: what the gRPC edge reads and writes, and where an error becomes a status."""
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from encoder_contract.digest import DIGEST_BYTES
+from encoder_contract.errors import EncoderError, InvalidRequestError, Status
+from encoder_contract.geometry import Grid
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.address import MAX_SALT_BYTES, ImageRef
+from encoder_service.encoder import LookupResult
+from encoder_service.observability.incidents import known_error
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+M = TypeVar("M", bound=Message)
+
+# Requests without a list hold names, proofs and addresses of tens of bytes, and a caller some hundreds.
+SMALL_BYTES = 2048
+# A name in a Submit or Fetch with every field at its largest, and the numbers before each field.
+NAME_BYTES = 128
+# An image travels in pieces of this size. A larger one is no faster, and what has arrived of a message is counted by
+# nobody until it is whole.
+PIECE_BYTES = 256 << 10
+MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
+MAX_PRIORITY = 8
+_PIECE_TAG = b"\x1a"  # SubmitRequest.bytes: field 3, length-delimited
+_CODES: Mapping[Status, grpc.StatusCode] = {
+    s: c for s in Status for c in grpc.StatusCode if c.value[0] == s.value
+}
+
+
+def names_bytes(max_images: int) -> int:
+    """Return how large a request that names so many images may be."""
+    return SMALL_BYTES + NAME_BYTES * max_images
+
+
+def max_request_bytes(max_images: int) -> int:
+    """Return how large any request may be, where a call names so many images."""
+    return max(SMALL_BYTES + PIECE_BYTES, names_bytes(max_images))
+
+
+def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
+    """Return the message; raises `InvalidRequestError` for one that is none or is too large to be looked at.
+
+    Two bytes can be a sub-message that takes a hundred in memory: the size of a request bounds how many there are.
+    """
+    if len(raw) > max_bytes:
+        raise InvalidRequestError(f"this {kind.__name__} may have {max_bytes} bytes, and has {len(raw)}")
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the request is no {kind.__name__}") from error
+
+
+def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
+    """Return the message of a Submit, larger than its names may be only where it is one piece of an image."""
+    most = max_request_bytes(max_images) if _is_piece(raw) else names_bytes(max_images)
+    return parse(pb.SubmitRequest, raw, most)
+
+
+def check_caller(caller: pb.Caller) -> None:
+    """Raise `InvalidRequestError` when a field of the caller is over its limit."""
+    if (
+        len(caller.request_id.encode()) > MAX_REQUEST_ID_BYTES
+        or len(caller.client_id.encode()) > MAX_REQUEST_ID_BYTES
+    ):
+        raise InvalidRequestError(f"request_id and client_id take at most {MAX_REQUEST_ID_BYTES} bytes")
+    if abs(caller.priority) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority goes from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {caller.priority}"
+        )
+    if len(caller.tenant_salt) > MAX_SALT_BYTES:
+        raise InvalidRequestError(f"tenant_salt takes at most {MAX_SALT_BYTES} bytes")
+
+
+def image_ref(digest: bytes, variant: pb.Variant, salt: bytes) -> ImageRef:
+    """Return the image that a message names; raises `InvalidRequestError` for a digest that is none."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes, got {len(digest)}")
+    return ImageRef(digest, variant.min_pixels, variant.max_pixels, salt)
+
+
+def grid_message(grid: tuple[int, int, int]) -> pb.Grid:
+    """Return the message of a grid."""
+    t, h, w = grid
+    return pb.Grid(t=t, h=h, w=w)
+
+
+def claimed_grid(name: pb.ImageName) -> Grid | None:
+    """Return the grid the caller computed, if it said one."""
+    return Grid(name.grid.t, name.grid.h, name.grid.w) if name.HasField("grid") else None
+
+
+def state_message(index: int, known: LookupResult, tokens: int) -> pb.SubmitResponse:
+    """Return the answer to a name or to bytes."""
+    state = pb.ImageState(index=index, address=known.address)
+    if known.grid is None:
+        state.state = pb.STATE_NEEDS_BYTES
+    else:
+        state.state = pb.STATE_CACHED if known.cached else pb.STATE_QUEUED
+        state.grid.CopyFrom(grid_message(known.grid))
+        state.tokens = tokens
+    return pb.SubmitResponse(state=state)
+
+
+def error_message(index: int, error: EncoderError) -> pb.ImageError:
+    """Return the message of an image's error."""
+    return pb.ImageError(
+        index=index, code=error.status.value, message=error.message, retry_after_ms=error.retry_after_ms
+    )
+
+
+def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
+    """Return the answer for an image that failed."""
+    return pb.SubmitResponse(
+        state=pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
+    )
+
+
+def host(context: Context) -> str:
+    """Return where the caller is: its address without the port; all of this host's Unix sockets are one."""
+    peer: str = context.peer()
+    return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
+
+
+def is_local(context: Context) -> bool:
+    """Whether the caller is on this host."""
+    return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
+
+
+class Border:
+    """Ends a call with the status of whatever its handler raises; a bug of ours gets an id that is in the log.
+
+    `on_error` is told the error, which is of our family in any case.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        on_error: Callable[[EncoderError], None] = lambda _error: None,
+    ) -> None:
+        self._context = context
+        self._on_error = on_error
+
+    async def __aenter__(self) -> None:
+        """Begin."""
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Abort the call if `error` ended it; a call that was cancelled, or has its status, needs none."""
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+            return
+        known = known_error(error)
+        self._on_error(known)
+        metadata = (("retry-after-ms", str(known.retry_after_ms)),) if known.retry_after_ms else ()
+        await self._context.abort(_CODES[known.status], known.message, metadata)
+
+
+def _is_piece(raw: bytes) -> bool:
+    """Whether the message is one `bytes` field from end to end, so that there is no list in it."""
+    for length_bytes in range(1, 4):  # of a varint that holds less than 2 MiB
+        if raw[length_bytes : length_bytes + 1] < b"\x80":
+            digits = (byte & 0x7F for byte in raw[length_bytes:0:-1])
+            length = reduce(lambda high, digit: high << 7 | digit, digits, 0)
+            return raw[:1] == _PIECE_TAG and 1 + length_bytes + length == len(raw)
+    return False

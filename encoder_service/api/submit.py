@@ -1,0 +1,169 @@
+"""One Submit call: names answered at once, bytes collected only for those that need them."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
+
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
+from encoder_contract.geometry import Grid
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api import messages
+from encoder_service.api.call_log import Call
+from encoder_service.api.inbound import Requests
+from encoder_service.api.upload_budget import Uploads
+from encoder_service.encoder import Encoder, LookupResult, SubmittedImage
+from encoder_service.observability.incidents import known_error
+from encoder_service.scheduler import Claim
+
+
+class SubmitCall:
+    """The state of one Submit call. `answer` every message in order; `close` it in any case."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        uploads: Uploads,
+        call: Call,
+        *,
+        new_claim: Callable[[], Claim],
+        salt: bytes,
+        tokens: Callable[[Grid], int],
+        max_images: int,
+    ) -> None:
+        self._encoder = encoder
+        self._uploads = uploads
+        self._call = call
+        self._new_claim = new_claim
+        self._salt = salt
+        self._tokens = tokens
+        self._max_images = max_images
+        self._named: set[int] = set()
+        self._expected: dict[int, SubmittedImage] = {}
+        self._claims: list[Claim] = []
+
+    async def answers(self, requests: Requests[pb.SubmitRequest]) -> AsyncIterator[pb.SubmitResponse]:
+        """Yield an answer for every name, and one more for every image whose bytes arrived, or stopped arriving."""
+        while True:
+            try:
+                request = await self._next(requests)
+            except TimeoutError:
+                for answer in self._given_up():
+                    yield answer
+                continue
+            except StopAsyncIteration:
+                break
+            kind = request.WhichOneof("message")
+            if kind == "names":
+                for answer in await self._names(request.names.names):
+                    yield answer
+            elif kind == "bytes":
+                outcome = await self._bytes(request.bytes)
+                if outcome is not None:
+                    yield outcome
+            else:
+                raise InvalidRequestError("after `open`, a Submit call holds names and bytes only")
+        if self._expected:
+            raise InvalidRequestError(f"the call ended without the bytes of images {sorted(self._expected)}")
+
+    def close(self, *, withdraw: bool) -> None:
+        """Drop unfinished uploads; `withdraw` also gives up what this call submitted and nobody else wants."""
+        for index in tuple(self._expected):
+            self._drop(index)
+        if withdraw:
+            for claim in self._claims:
+                self._encoder.withdraw(claim)
+
+    async def _next(self, requests: Requests[pb.SubmitRequest]) -> pb.SubmitRequest:
+        """Return the next message; raises `TimeoutError` when bytes are expected and come too slowly or not at all."""
+        if not self._expected:
+            return await requests.within(None)
+        began = monotonic()
+        try:
+            return await requests.within(max(self._uploads.patience_s, 0.0))
+        finally:  # only waiting counts: what we take for a piece is not the caller's time
+            self._uploads.patience_s -= monotonic() - began
+
+    def _given_up(self) -> list[pb.SubmitResponse]:
+        late = DeadlineError(
+            "the bytes of the image stopped coming, or come too slowly: their room is needed"
+        )
+        indexes = tuple(self._expected)
+        for index in indexes:
+            self._drop(index)
+        return [self._failed(index, late) for index in indexes]
+
+    def _drop(self, index: int) -> None:
+        """Expect no bytes of an image any more."""
+        self._uploads.drop(index)
+        self._encoder.forget(self._expected.pop(index).image)
+
+    async def _names(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
+        answers: list[pb.SubmitResponse] = []
+        images: dict[int, SubmittedImage] = {}
+        sizes = {name.index: name.size_bytes for name in names}
+        for name in names:
+            self._check_index(name.index)
+            try:
+                image = messages.image_ref(name.digest, name.variant, self._salt)
+            except InvalidRequestError as error:
+                answers.append(self._failed(name.index, error))
+                continue
+            claim = self._new_claim()
+            self._claims.append(claim)
+            images[name.index] = SubmittedImage(image, messages.claimed_grid(name), claim)
+        known = await self._encoder.name(list(images.values()))
+        for (index, named), answer in zip(images.items(), known, strict=True):
+            answers.append(self._answer_name(index, named, answer, sizes[index]))
+        return answers
+
+    def _check_index(self, index: int) -> None:
+        if index in self._named:
+            raise InvalidRequestError(f"index {index} was used twice")
+        if len(self._named) >= self._max_images:
+            raise InvalidRequestError(
+                f"more than max_images_per_call = {self._max_images} images in one call"
+            )
+        self._named.add(index)
+
+    def _answer_name(
+        self, index: int, named: SubmittedImage, answer: LookupResult | EncoderError, size_bytes: int
+    ) -> pb.SubmitResponse:
+        if isinstance(answer, EncoderError):
+            return self._failed(index, answer)
+        if answer.grid is None:
+            try:
+                self._uploads.expect(index, size_bytes)
+            except EncoderError as error:
+                self._encoder.forget(named.image)
+                return self._failed(index, error)
+            self._expected[index] = named
+        return self._answer(index, answer)
+
+    async def _bytes(self, piece: pb.ImageBytes) -> pb.SubmitResponse | None:
+        index = piece.index
+        if index not in self._expected:
+            # The image has failed already (over a limit): the rest of its bytes was on its way.
+            if index in self._named:
+                return None
+            raise InvalidRequestError(f"bytes of image {index}, which was not named")
+        try:
+            upload = self._uploads.add(index, piece.data)
+            if not piece.last:
+                return None
+            self._call.uploaded(upload.size, upload.seconds)
+            known = await self._encoder.receive(self._expected[index], upload.joined())
+        except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
+            self._drop(index)
+            return self._failed(index, error)
+        self._uploads.drop(index)
+        del self._expected[index]
+        return self._answer(index, known)
+
+    def _failed(self, index: int, error: Exception) -> pb.SubmitResponse:
+        known = known_error(error)
+        self._call.submitted("failed", known)
+        return messages.failed_state(index, known)
+
+    def _answer(self, index: int, known: LookupResult) -> pb.SubmitResponse:
+        if known.grid is not None:
+            self._call.submitted("cached" if known.cached else "queued")
+        return messages.state_message(index, known, self._tokens(known.grid) if known.grid else 0)

@@ -1,0 +1,1 @@
+"""The other replicas: the index, peers, leases, and handover."""

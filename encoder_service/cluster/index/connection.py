@@ -1,0 +1,230 @@
+"""The link to one Redis, or to a Redis Cluster: batches of addresses as one script call, or as one per slot."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
+
+from encoder_service.config import ConfigError, without_password
+
+# All that a call to Redis can end in, a reply that refuses included. EOFError: a reply cut short.
+FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, EOFError)
+# Replies of a server that is there and says no: it is of no use before that changes.
+REFUSALS = (ResponseError,)
+
+# A connection that takes longer than this to open or to answer is given up, whatever the bound of the call.
+SOCKET_TIMEOUT_S = 1.0
+
+
+@contextmanager
+def lost_connections() -> Iterator[None]:
+    """redis-py trips over a connection that another task closes under its hands: that is a lost connection."""
+    try:
+        yield
+    except (AttributeError, RuntimeError) as fault:
+        raise RedisConnectionError(f"closed under way: {fault}") from fault
+
+
+class Script:
+    """A Lua script that takes `keys_per_address` keys and returns one reply for each address."""
+
+    def __init__(self, name: str) -> None:
+        folder = files("encoder_service.cluster.index") / "lua"
+        self.source = (folder / "records.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()
+        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+
+
+class _Call(NamedTuple):
+    """Keys and arguments of one run of a script."""
+
+    keys: Sequence[bytes]
+    arguments: Sequence[Any]
+
+
+class RedisUrl:
+    """Where a URL points: redis://, rediss://, redis+cluster://host,host or ?cluster=true."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        scheme, _, kind = parts.scheme.partition("+")
+        query = dict(parse_qsl(parts.query))
+        if scheme not in ("redis", "rediss") or kind not in ("", "cluster") or not parts.netloc:
+            raise ConfigError(
+                f"{without_password(url)}: an index is redis://, rediss:// or redis+cluster://host:port"
+            )
+        self.is_cluster = kind == "cluster" or query.pop("cluster", "false") == "true"
+        credentials, at, hosts = parts.netloc.rpartition("@")
+        path, options = parts.path, urlencode(query)
+        self.urls = [
+            urlunsplit((scheme, credentials + at + host, path, options, ""))
+            for host in hosts.split(",")
+            if host
+        ]
+
+    def node_url(self, host: str, port: int) -> str:
+        """Return the URL of one node of the cluster."""
+        parts = urlsplit(self.urls[0])
+        credentials, at, _ = parts.netloc.rpartition("@")
+        bracketed = f"[{host}]" if ":" in host else host
+        return urlunsplit(parts._replace(netloc=f"{credentials}{at}{bracketed}:{port}"))
+
+
+class Connection:
+    """An open link. Its methods raise `FAULTS`; their time is bounded by the caller."""
+
+    def __init__(self, target: RedisUrl, client: "Redis | RedisCluster") -> None:
+        self._target = target
+        self._client: Any = client  # the two share the commands we use, not a type
+        self.sharded_channels = False
+
+    @classmethod
+    async def open(cls, target: RedisUrl) -> Self:
+        """Connect, and learn what the server can do."""
+        try:
+            link = cls(target, _cluster(target) if target.is_cluster else _node(target.urls[0]))
+        except ValueError as error:
+            raise ConfigError(f"--index: an option of the URL has a bad value: {error}") from error
+        try:
+            if target.is_cluster:
+                await link._client.initialize()
+            server = await link._client.info("server")
+            link.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
+        except TypeError as error:  # redis-py hands options of the URL that it does not know to a constructor
+            await link.close()
+            raise ConfigError(f"--index: an option of the URL is not known: {error}") from error
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        await self._client.aclose()
+
+    async def run(
+        self, script: Script, keys: Sequence[Sequence[bytes]], *arguments: Any, each: Sequence[bytes] = ()
+    ) -> list[Any]:
+        """Run a script over the keys of many addresses; return one reply for each address.
+
+        It is given `arguments`, then those of `each` that go with the addresses of the call: one an address, or none.
+        """
+        groups = self._by_slot(keys)
+        calls = [
+            _Call(
+                [key for position in group for key in keys[position]],
+                [*arguments, *(each[position] for position in group if each)],
+            )
+            for group in groups
+        ]
+        answers: list[Any] = [None] * len(keys)
+        for group, replies in zip(groups, await self._evaluate(script, calls), strict=True):
+            for position, reply in zip(group, replies, strict=True):
+                answers[position] = reply
+        return answers
+
+    async def run_once(self, script: Script, key: bytes, *arguments: Any) -> Any:
+        """Run a script over one key and return its whole reply."""
+        return (await self._evaluate(script, [_Call([key], arguments)]))[0]
+
+    async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the values of many keys, in one command, or in one for each slot."""
+        read = self._client.mget_nonatomic if self.is_cluster else self._client.mget
+        with lost_connections():
+            values: list[bytes | None] = await read(keys)
+        return values
+
+    async def read_one(self, key: bytes, max_bytes: int) -> bytes | None:
+        """Return a value of at most `max_bytes`; None when there is none, or it is larger: then it is not read."""
+        with lost_connections():
+            value: bytes = await self._client.getrange(key, 0, max_bytes)
+        return value if 0 < len(value) <= max_bytes else None
+
+    async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
+        """Set a value with a time to live."""
+        with lost_connections():
+            await self._client.set(key, value, px=ttl_ms)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether this is a Redis Cluster."""
+        return self._target.is_cluster
+
+    def home(self, channel: bytes) -> str | None:
+        """Return the URL of the server on which to listen to a channel; None while none is known."""
+        if not self.is_cluster:
+            return self._target.urls[0]
+        try:
+            node = self._client.get_node_from_key(channel)
+        except RedisClusterException:
+            return None
+        return self._target.node_url(node.host, node.port) if node else None
+
+    def listener(self, home: str) -> tuple[Redis, PubSub]:
+        """Return a client of its own for listening on one server; the caller closes both."""
+        client = _node(home)
+        return client, client.pubsub()
+
+    def _by_slot(self, keys: Sequence[Sequence[bytes]]) -> list[list[int]]:
+        if not self.is_cluster:
+            return [list(range(len(keys)))]
+        slots: dict[int, list[int]] = defaultdict(list)
+        for position, address_keys in enumerate(keys):
+            slots[key_slot(address_keys[0])].append(position)
+        return list(slots.values())
+
+    async def _evaluate(self, script: Script, calls: list[_Call]) -> list[Any]:
+        replies = await self._pipeline("EVALSHA", script.sha, calls)
+        # A server that has not seen the script (new, restarted, promoted) is sent its text; one that closed an idle
+        # connection is asked once more. Every script may run twice: it states what shall be.
+        again = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
+        if again:
+            second = await self._pipeline("EVAL", script.source, [calls[n] for n in again])
+            for n, reply in zip(again, second, strict=True):
+                replies[n] = reply
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    async def _pipeline(self, command: str, script: str | bytes, calls: list[_Call]) -> list[Any]:
+        pipeline = self._client.pipeline() if self.is_cluster else self._client.pipeline(transaction=False)
+        for keys, arguments in calls:
+            pipeline.execute_command(command, script, len(keys), *keys, *arguments)
+        with lost_connections():
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        return replies
+
+
+def _node(url: str) -> Redis:
+    # One retry: a pooled connection that the server closed while it was idle is noticed only when it is used.
+    return Redis.from_url(
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 1),
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=SOCKET_TIMEOUT_S,
+    )
+
+
+def _cluster(target: RedisUrl) -> RedisCluster:
+    nodes = [urlsplit(url) for url in target.urls]
+    return RedisCluster.from_url(
+        target.urls[0],
+        startup_nodes=[ClusterNode(node.hostname or "localhost", node.port or 6379) for node in nodes],
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=SOCKET_TIMEOUT_S,
+    )

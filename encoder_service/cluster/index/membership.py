@@ -1,0 +1,85 @@
+"""Membership: this replica's place on the roll of its namespace, and which of the others are alive."""
+
+from collections.abc import Callable, Collection, Iterable
+
+from encoder_contract.errors import ModelMismatchError
+from encoder_service.cluster.index import schema
+from encoder_service.cluster.index.connection import Connection, Script
+from encoder_service.cluster.index.contract import Location, Locations, Peer, Replica
+
+ROLL = Script("roll")
+
+# Tokens of the dead that are remembered, so as not to look for them on the roll again, and sent along with each call
+# of `acquire` (8 bytes each). Forgotten all at once when there are more, which costs a roll call.
+MAX_DEAD = 256
+
+
+class SupersededError(ModelMismatchError):
+    """A later start of the same replica id is on the roll."""
+
+
+class Membership:
+    """One life of a replica among its peers; what it knows of them is as old as the last roll call."""
+
+    def __init__(self, replica: Replica, roll_key: bytes, ttl_ms: int, load: Callable[[], float]) -> None:
+        self.token = schema.token(replica.replica_id, replica.epoch)
+        self._replica = replica
+        self._roll_key = roll_key
+        self._ttl_ms = ttl_ms
+        self._load = load
+        self.dead: set[bytes] = set()
+        self.peers: dict[bytes, Peer] = {}
+
+    async def heartbeat(self, link: Connection, verb: str) -> bool:
+        """Join, beat or leave; learn who is alive; return whether we were on the roll already.
+
+        Raises `ModelMismatchError` when a live replica serves another model, `SupersededError` when a later start of
+        this replica has taken its place.
+        """
+        ours = self._replica
+        reply = await link.run_once(
+            ROLL,
+            self._roll_key,
+            verb,
+            ours.replica_id,
+            ours.epoch,
+            schema.fingerprint(ours),
+            f"{self._load():.3f}",
+            ours.endpoint,
+            self._ttl_ms,
+        )
+        if reply[0] == b"mismatch":
+            theirs = f"{schema.readable(reply[1])} serves {schema.readable(reply[2])}"
+            raise ModelMismatchError(
+                f"the namespace of the index is taken by another model or processor: {theirs}, "
+                f"{ours.replica_id} serves {schema.fingerprint(ours)}"
+            )
+        if reply[0] == b"superseded":
+            raise SupersededError(f"a later start of replica {ours.replica_id} has taken its place")
+        roll = schema.Roll.parse(reply[1], reply[2])
+        self.peers = roll.peers
+        self.dead -= roll.peers.keys()
+        return roll.was_present
+
+    def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:
+        """Return those who may have joined since the last roll call."""
+        return set(tokens) - self.peers.keys() - self.dead - {self.token}
+
+    def mark_dead(self, tokens: Iterable[bytes]) -> None:
+        """After a roll call: who was a stranger and is not on the roll is dead."""
+        if len(self.dead) > MAX_DEAD:
+            self.dead.clear()
+        self.dead |= self.unknown(tokens)
+
+    def locations(self, value: bytes | None, without: Collection[str] = ()) -> Locations:
+        """Return the live peers that a location names, except those in `without`."""
+        found = []
+        for record in schema.records(value):
+            peer = self.peers.get(record.token)
+            if peer is not None and peer.replica_id not in without:
+                found.append(Location(peer.replica_id, peer.endpoint, record.tier, record.grid))
+        return tuple(found)
+
+    def tokens_of(self, replica_ids: Collection[str]) -> bytes:
+        """Return the tokens of live peers, one after the other."""
+        return b"".join(token for token, peer in self.peers.items() if peer.replica_id in replica_ids)

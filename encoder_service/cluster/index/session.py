@@ -1,0 +1,264 @@
+"""Standing: how this replica stands with its fleet; every call to Redis goes through here, or is not made."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Protocol, TypeVar
+
+from encoder_contract.errors import ModelMismatchError
+from encoder_service.cluster.index.breaker import Breaker
+from encoder_service.cluster.index.connection import FAULTS, REFUSALS, Connection, RedisUrl, lost_connections
+from encoder_service.cluster.index.contract import IndexState, Replica
+from encoder_service.cluster.index.lane import Lane
+from encoder_service.cluster.index.membership import Membership
+from encoder_service.cluster.index.tasks import end
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+# Nobody waits for a heartbeat or a probe: time enough to open connections, TLS and a cluster's map included.
+BEAT_TIMEOUT_MS = 2000
+# Calls under way at once: more would only queue in Redis, which serves one at a time.
+MAX_CALLS = 16
+# Megabytes each; more at once would only make each of them later.
+MAX_SOURCE_CALLS = 4
+# How many bounds a call may wait for its turn, when we have more calls than turns; that is not Redis's fault and does
+# not count as its failure. A call takes four bounds at the very most.
+BOUNDS_TO_WAIT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisSettings:
+    """Where the index is and how long things last; every time to live is counted by Redis."""
+
+    url: str
+    namespace: str
+    call_timeout_ms: int = 100
+    source_timeout_ms: int = 1000  # image bytes are megabytes
+    heartbeat_ms: int = 500
+    replica_ttl_ms: int = 2000  # four heartbeats
+    # Renewed three times within it. A holder that dies loses its leases as soon as it is off the roll; this is for
+    # what nobody looks at any more, and may be long: renewing is what a full queue costs.
+    lease_ttl_ms: int = 10_000
+    location_ttl_s: int = 3600  # republished three times within it
+    source_ttl_s: int = 600
+    max_source_bytes: int = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watchers:
+    """Who is told what: `on_state` every change and its reason, `on_call` name, seconds and success of every call."""
+
+    on_state: Callable[[IndexState, str], None] = lambda *_: None
+    on_call: Callable[[str, float, bool], None] = lambda *_: None
+
+
+class Follower(Protocol):
+    """What follows from a change of standing."""
+
+    def forgotten(self) -> None:
+        """Redis is new to us, or lost what it knew of us."""
+
+    def lost(self) -> None:
+        """The index cannot be asked any more."""
+
+    async def beat(self) -> None:
+        """A heartbeat got through."""
+
+
+class RedisSession:
+    """Joined while Redis answers in time and lets us be; otherwise alone, and probing in the background."""
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        load: Callable[[], float],
+        watchers: Watchers,
+        follower: Follower,
+        roll_key: bytes,
+    ) -> None:
+        self._settings = settings
+        self._target = RedisUrl(settings.url)
+        self._load = load
+        self._watchers = watchers
+        self._follower = follower
+        self._roll_key = roll_key
+        self.calls = Lane(settings.call_timeout_ms, MAX_CALLS)
+        self.puts = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self.gets = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self._resting = (self.puts, self.gets)  # slow for megabytes is not slow for all
+        self.beats = Lane(BEAT_TIMEOUT_MS, 1)
+        self._breaker = Breaker()
+        self._reason = ""
+        self._has_joined = False
+        self._link: Connection | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self.state = IndexState.ALONE
+        self.membership: Membership | None = None
+
+    @property
+    def tell(self) -> bytes:
+        """The command by which a script wakes who waits."""
+        return b"SPUBLISH" if self._link is not None and self._link.sharded_channels else b"PUBLISH"
+
+    async def ask(
+        self, name: str, call: Callable[[Connection, Membership], Awaitable[Answer]], lane: Lane | None = None
+    ) -> Answer | None:
+        """Return the answer of `call`, or None, at once or after the bound, when there is none to be had."""
+        lane = lane or self.calls
+        if self.state is not IndexState.JOINED or lane.rests:
+            return None
+        try:
+            async with asyncio.timeout(BOUNDS_TO_WAIT * lane.timeout_s):
+                await lane.turns.acquire()
+        except TimeoutError:
+            return None
+        try:
+            return await self._ask_now(name, call, lane)
+        finally:
+            lane.turns.release()
+
+    async def _ask_now(
+        self, name: str, call: Callable[[Connection, Membership], Awaitable[Answer]], lane: Lane
+    ) -> Answer | None:
+        if self.state is not IndexState.JOINED or lane.rests:
+            return None  # it was lost while we waited for our turn
+        assert self._link is not None
+        assert self.membership is not None
+        began, ok = monotonic(), False
+        try:
+            async with asyncio.timeout(lane.timeout_s):
+                answer = await call(self._link, self.membership)
+            self._succeeded(began, lane)
+            ok = True
+        except FAULTS as fault:
+            self._failed(began, fault, lane)
+            return None
+        finally:
+            self._watchers.on_call(name, monotonic() - began, ok)
+        return answer
+
+    async def register(self, replica: Replica) -> None:
+        """Join, or stay alone and go on trying. Raises `ModelMismatchError`, and then nothing was begun."""
+        assert self.membership is None, "a replica registers once"
+        self.membership = Membership(replica, self._roll_key, self._settings.replica_ttl_ms, self._load)
+        try:
+            await self._probe()
+        except FAULTS as fault:
+            self._go(IndexState.ALONE, _describe(fault))
+        except ModelMismatchError:
+            self.membership = None
+            raise
+        self._keeper = asyncio.create_task(self._keep(), name="index-keeper")
+
+    async def heartbeat(self, lane: Lane) -> bool | None:
+        """Beat, and learn who is alive; return whether we were on the roll, or None when that was not to be had."""
+        try:
+            return await self.ask("beat", lambda link, ours: ours.heartbeat(link, "beat"), lane)
+        except ModelMismatchError as refusal:
+            self._breaker.failed(monotonic(), refused=True)
+            self._lose(refusal.message)
+            return None
+
+    async def leave(self) -> None:
+        """Strike ourselves off the roll, and ask nothing any more."""
+        await end(self._keeper)
+        await self.ask("leave", lambda link, ours: ours.heartbeat(link, "leave"))
+        self._go(IndexState.LEFT, "drained")
+        self._follower.lost()
+
+    async def close(self) -> None:
+        """Stop, and free the connections."""
+        await end(self._keeper)
+        self.state = IndexState.LEFT
+        if self._link is not None:
+            await self._hang_up(self._link)
+            self._link = None
+
+    async def _keep(self) -> None:
+        while True:
+            if self.state is IndexState.JOINED:
+                await asyncio.sleep(self._settings.heartbeat_ms / 1000)
+                await self._beat()
+            else:
+                await asyncio.sleep(self._breaker.probe_delay_s())
+                await self._probe_quietly()
+
+    async def _beat(self) -> None:
+        was_present = await self.heartbeat(self.beats)
+        if was_present is False:
+            self._follower.forgotten()
+        if was_present is not None:
+            await self._follower.beat()
+
+    async def _probe(self) -> None:
+        # Each probe starts from nothing: what the last link knew of names, nodes and sockets may be what was wrong.
+        assert self.membership is not None
+        async with asyncio.timeout(BEAT_TIMEOUT_MS / 1000):
+            link = await Connection.open(self._target)
+            try:
+                await self.membership.heartbeat(link, "beat" if self._has_joined else "join")
+            except BaseException:
+                await self._hang_up(link)
+                raise
+        before, self._link = self._link, link
+        self._has_joined = True
+        self._breaker.close()
+        self._go(IndexState.JOINED, "registered")
+        self._follower.forgotten()
+        if before is not None:
+            await self._hang_up(before)
+
+    async def _probe_quietly(self) -> None:
+        try:
+            await self._probe()
+        except FAULTS as fault:
+            log.debug("the index is still not there: %s", _describe(fault))
+        except ModelMismatchError as refusal:
+            self._go(IndexState.ALONE, refusal.message)
+
+    def _succeeded(self, began: float, lane: Lane) -> None:
+        if lane in self._resting:
+            lane.succeeded()
+        elif (
+            monotonic() - began <= self.calls.timeout_s
+        ):  # one that only a heartbeat waits for is of no use to calls
+            self._breaker.succeeded()
+
+    def _failed(self, began: float, fault: Exception, lane: Lane) -> None:
+        refused = isinstance(fault, REFUSALS)
+        if lane in self._resting and not refused:
+            lane.failed(began)
+        elif self._breaker.failed(began, refused=refused):
+            self._lose(_describe(fault))
+
+    def _lose(self, reason: str) -> None:
+        assert self.membership is not None
+        self.membership.peers.clear()
+        self._go(IndexState.ALONE, reason)
+        self._follower.lost()
+
+    def _go(self, state: IndexState, reason: str) -> None:
+        if (state, reason) == (self.state, self._reason):
+            return
+        self.state, self._reason = state, reason
+        log.log(
+            logging.INFO if state is not IndexState.ALONE else logging.WARNING,
+            "index: %s (%s)",
+            state.value,
+            reason,
+        )
+        self._watchers.on_state(state, reason)
+
+    async def _hang_up(self, link: Connection) -> None:
+        try:
+            with lost_connections():
+                await link.close()
+        except FAULTS as fault:
+            log.debug("closing a broken link: %s", _describe(fault))
+
+
+def _describe(fault: BaseException) -> str:
+    return f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__

@@ -1,0 +1,97 @@
+"""Waiters: who waits for an address that another replica encodes, woken by hints and by reading again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable
+
+from encoder_service.cluster.index.contract import Locations
+from encoder_service.cluster.index.tasks import end
+
+# How late a lost hint, or a lease that lapsed (nobody tells of that), is noticed. One read covers all who wait.
+REREAD_S = 0.2
+
+# Returns the addresses that are settled: published (where), or encoded by nobody any more (nowhere).
+Read = Callable[[Collection[bytes]], Awaitable[dict[bytes, Locations]]]
+# Says which addresses begin and which cease to be waited for.
+Follow = Callable[[Iterable[bytes], Iterable[bytes]], Awaitable[None]]
+
+
+class Watch:
+    """Any number of waiters for any number of addresses, served by one task that reads for all of them."""
+
+    def __init__(self, read: Read, follow: Follow) -> None:
+        self._read = read
+        self._follow = follow
+        self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
+        self._followed: set[bytes] = set()
+        self._changed: set[bytes] = set()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, address: bytes, timeout_s: float) -> Locations:
+        """Return where the address was published; nothing when its lease ended without that, or at the timeout."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._serve(), name="index-watch")
+        future: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(address, set()).add(future)
+        self.changed(address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return ()
+        finally:
+            self._leave(address, future)
+
+    def changed(self, address: bytes) -> None:
+        """Have the address read now, if anyone waits for it."""
+        if address in self._waiters:
+            self._changed.add(address)
+            self._wake.set()
+
+    def settle_all(self) -> None:
+        """Tell every waiter that there is nothing to wait for: the index cannot be asked."""
+        for address in list(self._waiters):
+            self._settle(address, ())
+
+    async def close(self) -> None:
+        """Stop serving; every waiter gets nothing."""
+        self.settle_all()
+        await end(self._task)
+
+    def _leave(self, address: bytes, future: "asyncio.Future[Locations]") -> None:
+        waiters = self._waiters.get(address, set())
+        waiters.discard(future)
+        if not waiters:
+            self._waiters.pop(address, None)
+            self._wake.set()  # to cease following it
+
+    def _settle(self, address: bytes, locations: Locations) -> None:
+        for future in self._waiters.get(address, ()):
+            if not future.done():
+                future.set_result(locations)
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        reread_at = loop.time() + REREAD_S
+        while True:
+            try:
+                async with asyncio.timeout_at(reread_at if self._waiters else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            addresses = set(self._changed)
+            if loop.time() >= reread_at:
+                addresses = set(self._waiters)
+                reread_at = loop.time() + REREAD_S
+            self._wake.clear()
+            self._changed.clear()
+            await self._follow_waiters()
+            for address, locations in (await self._read(addresses)).items() if addresses else ():
+                self._settle(address, locations)
+
+    async def _follow_waiters(self) -> None:
+        wanted = set(self._waiters)
+        begun, ceased = wanted - self._followed, self._followed - wanted
+        self._followed = wanted
+        if begun or ceased:
+            await self._follow(begun, ceased)

@@ -1,0 +1,1 @@
+"""The threads that encode: one job queue, three workers, CUDA streams, and the failure cache."""

@@ -1,0 +1,36 @@
+"""A lane: the CUDA stream of one pipeline thread, and how tensors pass from lane to lane. On the CPU, nothing."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CudaStream:
+    """Work enqueued inside `with lane.use():` overlaps with that of other lanes."""
+
+    def __init__(self, device: str) -> None:
+        self._stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Make this lane's stream the current one of this thread."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """Return an event that passes when everything enqueued so far is done."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def receive(self, event: "torch.cuda.Event | None", tensors: Iterable[Tensor]) -> None:
+        """Let this lane's next work wait for `event`; keep the memory of `tensors` until this lane is done with it."""
+        if self._stream is None or event is None:
+            return
+        self._stream.wait_event(event)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)

@@ -1,0 +1,93 @@
+"""Intake: what must hold of an image's bytes before anything is done with them."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import DigestMismatchError, InvalidRequestError
+from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.header import FORMATS, check_limits, read_header
+from encoder_service.address import ImageRef
+from encoder_service.image.source import Source
+
+# Hashing this much and reading its header cost less than the way to a thread, whatever it holds but a text that
+# inflates, and that takes under a millisecond. More goes to a worker thread.
+ON_LOOP_BYTES = 4 << 10
+# Two: hashing lets others run and reading a header does not, so more threads would only take turns. Of its own, so
+# that no other blocking work of the process can keep images waiting at the door.
+THREADS = 2
+
+
+class Validator:
+    """Checks bytes against their name and the limits; no pixel is decoded. Used from the event loop."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        max_image_bytes: int,
+        max_image_pixels: int,
+        formats: Sequence[str] = FORMATS,
+        on_hash: Callable[[float], None] = lambda _seconds: None,
+    ) -> None:
+        """`on_hash` is told how long hashing an image took, seconds."""
+        self.geometry = geometry
+        self._max_image_bytes = max_image_bytes
+        self._max_image_pixels = max_image_pixels
+        self._formats = formats
+        self._on_hash = on_hash
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="intake")
+
+    async def take(self, image: ImageRef, data: bytes) -> Source:
+        """Return the source that `data` are, once they are found to be what the name says and within the limits.
+
+        Raises `DigestMismatchError`, `InvalidImageError` or `ImageLimitError`.
+        """
+        if len(data) <= ON_LOOP_BYTES:
+            return self._take(image, data)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._take, image, data)
+
+    def _take(self, image: ImageRef, data: bytes) -> Source:
+        began = monotonic()
+        digest = content_digest(data)
+        self._on_hash(monotonic() - began)
+        if digest != image.digest:
+            raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
+        header = read_header(data, self._formats)
+        check_limits(
+            header,
+            len(data),
+            max_image_bytes=self._max_image_bytes,
+            max_image_pixels=self._max_image_pixels,
+        )
+        return Source(image.source_key, data, header)
+
+    def check_name(self, image: ImageRef, claimed: Grid | None) -> None:
+        """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
+        geometry = self.geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+        if claimed is not None and not geometry.has(claimed):
+            raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which no image can have")
+
+    def agreed(self, said: Iterable[Grid], claimed: Grid | None) -> Grid | None:
+        """Return the grid that hearsay and the caller agree on, or None: then it is to be read from the bytes.
+
+        Hearsay neither confirms a grid that no image can have nor refutes what the caller computed.
+        """
+        return next((grid for grid in said if self.geometry.has(grid) and claimed in (None, grid)), None)
+
+    def grid(self, image: ImageRef, source: Source, claimed: Grid | None = None) -> Grid:
+        """Return the grid of an image, whose source this is, in the variant that its name asks for.
+
+        Raises `ImageLimitError`, or `InvalidRequestError` when the caller computed another grid.
+        """
+        geometry = self.geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+        return confirm(geometry.grid(*source.header.upright), claimed)
+
+
+def confirm(grid: Grid, claimed: Grid | None) -> Grid:
+    """Return `grid`; `InvalidRequestError` when the caller computed another."""
+    if claimed is not None and claimed != grid:
+        raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, the image has {tuple(grid)}")
+    return grid

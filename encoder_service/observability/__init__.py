@@ -1,0 +1,1 @@
+"""What an operator sees: metrics, the HTTP port, logs, and `top`."""

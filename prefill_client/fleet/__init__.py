@@ -1,0 +1,1 @@
+"""Several servers: the pool, routing, retries, and failover."""

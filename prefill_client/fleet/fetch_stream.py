@@ -1,0 +1,209 @@
+"""A fetch over any number of servers: every request gets one outcome, after the retries that can help."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+from typing import Self
+
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    StaleHandleError,
+    UnavailableError,
+    UnknownImageError,
+)
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.fleet.pool import Pool
+from prefill_client.fleet.retries import Attempts
+from prefill_client.fleet.sent_images import SentImages
+from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.transport.row_stream import RowStream
+
+# (files, seconds left) -> the servers' word on each
+Submit = Callable[[Sequence[bytes], float], Awaitable[list[Submitted]]]
+
+
+class FetchStream:
+    """Iterate it for the outcomes, one per request, in the order in which they become ready.
+
+    Rows that came by shared memory are held until `close` (or the end of `async with`), however long after `timeout_s`:
+    that bounds the wait for the outcomes. Those that are lost before are fetched again by whoever reads them with
+    `prefill_client.transport.reading.read`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        recent: SentImages,
+        requests: Sequence[RowRequest],
+        caller: pb.Caller,
+        *,
+        submit: Submit,
+        grace_ms: int,
+        shm: bool,
+        timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._recent = recent
+        self._requests = requests
+        self._caller = caller
+        self._submit = submit
+        self._grace_ms = grace_ms
+        self._shm = shm
+        self._timeout_s = timeout_s
+        deadline = monotonic() + timeout_s
+        self._attempts = [Attempts(deadline) for _ in requests]
+        # None: closed. An exception: a bug, which the caller must see rather than wait for ever.
+        self._outcomes: asyncio.Queue[FetchedRows | BaseException | None] = asyncio.Queue()
+        self._streams: list[RowStream] = []
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def close(self) -> None:
+        """End all calls and with them everything they held."""
+        self._outcomes.put_nowait(None)
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:
+            stream.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aiter__(self) -> AsyncIterator[FetchedRows]:
+        self._fetch_all(range(len(self._requests)))
+        for _ in self._requests:
+            outcome = await self._outcomes.get()
+            if outcome is None:
+                return
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
+
+    def _fetch_all(self, indexes: Sequence[int]) -> None:
+        if not indexes:
+            return
+        digests = [self._requests[index].digest for index in indexes]
+        groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for index, endpoint in zip(
+            indexes, self._pool.router.place(digests, self._recent.route), strict=True
+        ):
+            # What we sent ourselves we do not wait for: whoever does not know it has lost it, and is sent it again.
+            grace_ms = self._grace_ms if self._recent.file(self._requests[index].digest) is None else 0
+            groups[endpoint, grace_ms].append(index)
+        for (endpoint, grace_ms), group in groups.items():
+            left = dict(enumerate(group))
+            task = self._start(self._fetch_from(endpoint, left, grace_ms))
+            task.add_done_callback(partial(self._leave, endpoint, left))
+
+    def _leave(self, endpoint: str, left: dict[int, int], _: object) -> None:
+        self._pool.router.end(endpoint, len(left))
+
+    def _start(self, work: Awaitable[None]) -> "asyncio.Future[None]":
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Future[None]") -> None:
+        self._tasks.discard(task)
+        # Closing this cancels them, which nobody waits for; so does closing the client, for whoever still does.
+        gone = UnavailableError("the client was closed meanwhile")
+        if (error := gone if task.cancelled() else task.exception()) is not None:
+            self._outcomes.put_nowait(error)
+
+    async def _fetch_from(self, endpoint: str, left: dict[int, int], grace_ms: int) -> None:
+        """Make one attempt at images that go to one server; those that fail are tried again or have their outcome.
+
+        `left` says which are under way, by their index in the call.
+        """
+        indexes = list(left.values())
+        try:
+            async with asyncio.timeout(self._attempts[indexes[0]].left_s()):
+                connection = await self._pool.connection(endpoint)
+            stream = connection.fetch(
+                [self._requests[index] for index in indexes],
+                self._caller,
+                grace_ms=grace_ms,
+                shm=self._shm,
+                timeout_s=self._attempts[indexes[0]].left_s(),
+            )
+            self._streams.append(stream)
+            async for outcome in stream:
+                index = left.pop(outcome.index)
+                self._pool.router.end(endpoint)
+                if outcome.error is None:
+                    self._pool.router.succeeded(endpoint)
+                    again = partial(self._fetch_again, index)
+                    self._outcomes.put_nowait(replace(outcome, index=index, again=again))
+                else:
+                    self._start(self._again([index], outcome.error))
+        except EncoderError as error:
+            if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
+                self._pool.router.failed(endpoint)
+            self._start(self._again(list(left.values()), error))
+        except TimeoutError:
+            late = DeadlineError(f"{endpoint} could not be reached before the deadline")
+            self._start(self._again(list(left.values()), late))
+
+    async def _fetch_again(self, index: int) -> FetchedRows:
+        """Return rows anew that were lost: as bytes, which nobody can take away. Raises the error of the image."""
+        request = replace(self._requests[index], needed_in_ms=0)
+        stream = FetchStream(
+            self._pool,
+            self._recent,
+            [request],
+            self._caller,
+            submit=self._submit,
+            grace_ms=self._grace_ms,
+            shm=False,
+            timeout_s=self._timeout_s,
+        )
+        async with stream:
+            outcome = await anext(aiter(stream))
+        if outcome.error is not None:
+            raise outcome.error
+        return replace(outcome, index=index)
+
+    async def _again(self, indexes: list[int], error: EncoderError) -> None:
+        """Try images again that failed with `error`, if that can help; else the error is their outcome."""
+        again: list[int] = []
+        pause_s = 0.0
+        for index in indexes:
+            digest = self._requests[index].digest
+            can_resubmit = self._recent.file(digest) is not None
+            pause = self._attempts[index].pause_s(error, can_resubmit=can_resubmit)
+            if pause is None:
+                self._outcomes.put_nowait(
+                    FetchedRows(index, digest, error=self._attempts[index].outcome(error))
+                )
+            else:
+                again.append(index)
+                pause_s = max(pause_s, pause)
+        await asyncio.sleep(pause_s)
+        if isinstance(error, UnknownImageError):
+            again = await self._submit_again(again)
+        self._fetch_all(again)
+
+    async def _submit_again(self, indexes: list[int]) -> list[int]:
+        """Submit images that a server does not know; return those worth fetching, the others have their outcome."""
+        digests = [self._requests[index].digest for index in indexes]
+        for digest in digests:
+            self._recent.lost(digest)
+        files = [file for digest in digests if (file := self._recent.file(digest)) is not None]
+        known: list[int] = []
+        left_s = min(self._attempts[index].left_s() for index in indexes) if indexes else 0.0
+        answers = {answer.digest: answer for answer in await self._submit(files, left_s)}
+        for index, digest in zip(indexes, digests, strict=True):
+            answer = answers.get(digest)
+            if answer is not None and answer.error is not None:
+                self._outcomes.put_nowait(FetchedRows(index, digest, error=answer.error))
+            else:
+                known.append(index)
+        return known

@@ -1,0 +1,185 @@
+"""The servers a client knows: a connection to each, checked to be of one model, and watched by health checks."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from encoder_contract.errors import EncoderError, ModelMismatchError, UnavailableError
+from prefill_client.fleet.routing import Router
+from prefill_client.transport.connection import Connection, Description
+
+log = logging.getLogger(__name__)
+
+# A server that went away is looked for this often: once a second costs nothing and is as fast as a restart.
+WATCH_AGAIN_S = 1.0
+# The other servers of a fleet get this long, once the first has answered, before images go past them.
+OTHERS_S = 0.25
+# Once connected to any server, nobody waits longer than this for another: a call to a third one is quicker.
+CONNECT_AGAIN_S = 2.0
+# How often names are resolved anew, for fleets that grow and shrink behind a headless Service.
+RESOLVE_EVERY_S = 5.0
+DNS = "dns:"
+
+
+class Pool:
+    """Connections by endpoint. `router` says which to prefer; health watches and failed calls teach it.
+
+    An endpoint is host:port, unix:/path, or dns:host:port, which stands for every address that the name has.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        model: bytes,
+        processor: bytes,
+        connect_timeout_s: float,
+        wait: bool,
+    ) -> None:
+        self._names = list(dict.fromkeys(endpoints))
+        self._expected = {"model": model, "processor": processor}
+        self._timeout_s = connect_timeout_s
+        self._wait = wait
+        self._connections: dict[str, asyncio.Task[Connection]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._resolving: asyncio.Task[None] | None = None
+        self.router = Router(name for name in self._names if not name.startswith(DNS))
+
+    async def open(self) -> Description:
+        """Connect to whichever server answers first and return what it is; watch them all from here on.
+
+        Raises the first error when none of them can be used.
+        """
+        if any(name.startswith(DNS) for name in self._names):
+            await self._resolve()
+            self._resolving = asyncio.create_task(self._resolve_again(), name="resolve")
+        self._watch_all()
+        if not self.router.endpoints:
+            raise UnavailableError(f"no server is known at {', '.join(self._names)}")
+        attempts = [asyncio.create_task(self.connection(name)) for name in self.router.endpoints]
+        errors: list[EncoderError] = []
+        try:
+            for attempt in asyncio.as_completed(attempts):
+                try:
+                    description = (await attempt).description
+                except EncoderError as error:
+                    errors.append(error)
+                    continue
+                self._timeout_s = min(self._timeout_s, CONNECT_AGAIN_S)
+                await self._pass_by_the_late(attempts)
+                return description
+        finally:
+            for left in attempts:
+                left.cancel()
+        raise errors[0]
+
+    async def _pass_by_the_late(self, attempts: "Sequence[asyncio.Task[Connection]]") -> None:
+        """Prefer the servers that are there; the others are preferred as soon as their health says that they serve."""
+        await asyncio.wait(attempts, timeout=OTHERS_S)
+        for endpoint, attempt in zip(self.router.endpoints, attempts, strict=False):
+            if not attempt.done() or attempt.exception() is not None:
+                self.router.mark_down(endpoint)
+
+    async def connection(self, endpoint: str) -> Connection:
+        """Return the connection to `endpoint`, made on first use; callers share one attempt.
+
+        Raises `UnavailableError` when there is none in time, and `ModelMismatchError`.
+        """
+        task = self._connections.get(endpoint)
+        if task is None:
+            task = self._connections[endpoint] = asyncio.create_task(self._connect(endpoint))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError as error:
+            raise UnavailableError(f"{endpoint}: no connection within {self._timeout_s:g} s") from error
+        except EncoderError:
+            if self._connections.get(endpoint) is task:
+                del self._connections[endpoint]
+            raise
+
+    async def close(self) -> None:
+        """Close everything; running calls end."""
+        tasks = [*self._watches.values(), *([self._resolving] if self._resolving else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connecting in self._connections.values():
+            connecting.cancel()
+            with suppress(asyncio.CancelledError, EncoderError):
+                await (await connecting).close()
+
+    async def _connect(self, endpoint: str) -> Connection:
+        connection = await Connection.open(endpoint, self._timeout_s, wait=self._wait)
+        found = {
+            "model": connection.description.model_fingerprint,
+            "processor": connection.description.processor_fingerprint,
+        }
+        for what, expected in self._expected.items():
+            if expected and found[what] != expected:
+                await connection.close()
+                raise ModelMismatchError(
+                    f"{what} fingerprint: expected {expected.hex()}, {endpoint} has {found[what].hex()}"
+                )
+        self._expected = found  # all servers of a pool are of the first one's model
+        return connection
+
+    def _watch_all(self) -> None:
+        for endpoint in self.router.endpoints:
+            if endpoint not in self._watches:
+                self._watches[endpoint] = asyncio.create_task(self._watch(endpoint), name=f"watch {endpoint}")
+        for endpoint in set(self._watches) - set(self.router.endpoints):
+            self._watches.pop(endpoint).cancel()
+
+    async def _watch(self, endpoint: str) -> None:
+        """Follow the health of a server for as long as it is known; the open stream also keeps the pings going."""
+        while True:
+            try:
+                connection = await self.connection(endpoint)
+                watch = health_pb2_grpc.HealthStub(connection.channel).Watch(  # type: ignore[attr-defined]
+                    health_pb2.HealthCheckRequest()
+                )
+                async for answer in watch:
+                    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                        break
+                    self.router.mark_up(endpoint)
+                watch.cancel()  # a server that drains would wait for us
+            except (EncoderError, grpc.aio.AioRpcError) as error:
+                log.debug("%s: %s", endpoint, error)
+                if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # it has no health to watch: calls tell how it is
+            self.router.mark_down(endpoint)
+            await asyncio.sleep(WATCH_AGAIN_S)
+
+    async def _resolve_again(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_EVERY_S)
+            await self._resolve()
+            self._watch_all()
+
+    async def _resolve(self) -> None:
+        """Replace the names by the addresses they have now; a name that does not resolve keeps those it had."""
+        found: list[str] = []
+        for name in self._names:
+            if not name.startswith(DNS):
+                found.append(name)
+                continue
+            host, _, port = name.removeprefix(DNS).lstrip("/").rpartition(":")
+            try:
+                answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                log.warning("%s does not resolve: %s", name, error)
+                found.extend(self.router.endpoints)
+                continue
+            found.extend(sorted({_authority(address) for *_, address in answers}))
+        self.router.set_endpoints(dict.fromkeys(found))
+
+
+def _authority(address: tuple[object, ...]) -> str:
+    host, port = address[0], address[1]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

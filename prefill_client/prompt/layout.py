@@ -1,0 +1,106 @@
+"""Where each image's tokens lie in a prompt: token ids and grids in, a frozen layout out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.errors import InvalidRequestError
+
+TokenIds = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens `[begin, end)` of the prompt that stand for image `image`: its row r is token begin + r."""
+
+    image: int
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens, and so how many rows, the image has."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A prompt with every image expanded to its tokens.
+
+    `token_ids` is a read-only int64 array [tokens]; `spans` are in prompt order, one per image, and never
+    overlap.
+    """
+
+    token_ids: TokenIds
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for number, span in enumerate(self.spans):
+            assert span.image == number, "spans are numbered in prompt order"
+            assert end <= span.begin < span.end <= self.tokens, "spans are disjoint and inside the prompt"
+            end = span.end
+        self.token_ids.setflags(write=False)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.token_ids)
+
+    @property
+    def image_tokens(self) -> int:
+        """How many of them are rows of images."""
+        return sum(span.tokens for span in self.spans)
+
+
+def expand_prompt(
+    token_ids: Sequence[int] | TokenIds, placeholder: int, image_tokens: Sequence[int]
+) -> Layout:
+    """Return the layout of a prompt whose images are marked by `placeholder`, in order.
+
+    `image_tokens` holds each image's number of tokens (its rows). An image is marked by one placeholder, as a
+    chat template writes it, or by all its tokens, as a Hugging Face processor does; not both ways in one
+    prompt. Raises `InvalidRequestError` when the placeholders fit neither way.
+    """
+    ids = np.array(token_ids, dtype=np.int64)
+    if ids.ndim != 1:
+        raise InvalidRequestError(f"a prompt is one row of token ids, not an array of shape {ids.shape}")
+    if any(tokens < 1 for tokens in image_tokens):
+        raise InvalidRequestError(f"every image has at least one token, not {list(image_tokens)}")
+    marked = np.flatnonzero(ids == placeholder)
+    if len(marked) == len(image_tokens):
+        return _expanded(ids, marked, image_tokens)
+    if len(marked) != sum(image_tokens):
+        raise InvalidRequestError(
+            f"{len(marked)} placeholders fit neither {len(image_tokens)} images (one each) "
+            f"nor their {sum(image_tokens)} tokens"
+        )
+    return Layout(ids, _spans_of_runs(marked, image_tokens))
+
+
+def _expanded(ids: TokenIds, marked: NDArray[np.intp], image_tokens: Sequence[int]) -> Layout:
+    """Repeat the one placeholder of each image to its number of tokens."""
+    repeats = np.ones(len(ids), dtype=np.int64)
+    repeats[marked] = image_tokens
+    ends = np.cumsum(repeats)[marked]
+    spans = (
+        Span(image, int(end) - tokens, int(end))
+        for image, (end, tokens) in enumerate(zip(ends, image_tokens, strict=True))
+    )
+    return Layout(np.repeat(ids, repeats), tuple(spans))
+
+
+def _spans_of_runs(marked: NDArray[np.intp], image_tokens: Sequence[int]) -> tuple[Span, ...]:
+    """Cut the placeholders of an expanded prompt into images; an image's tokens must lie side by side."""
+    spans, first = [], 0
+    for image, tokens in enumerate(image_tokens):
+        begin, last = int(marked[first]), int(marked[first + tokens - 1])
+        if last - begin != tokens - 1:
+            raise InvalidRequestError(
+                f"image {image} has {tokens} tokens, but its placeholders are interrupted"
+            )
+        spans.append(Span(image, begin, begin + tokens))
+        first += tokens
+    return tuple(spans)

@@ -1,0 +1,194 @@
+"""The record of one request: what happened when, at the client and at its servers, as a Chrome or Perfetto trace."""
+
+import json
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from encoder_contract.traceparent import trace_id
+from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.transport.server_clock import ServerClock
+
+REQUEST = "request"
+KINDS = (REQUEST, "image", "chunk")  # of lanes, in the order in which they are shown
+SIDES = {"prefill": 1, "encoder": 2}  # the processes of the trace
+# Spans that may overlap others of their lane: their own tracks in a viewer.
+_OVERLAPPING = {"fetch", "hit", "transfer"}
+
+Fetch = Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that took time, in seconds since the request began; `lane` is `request`, `image N` or `chunk N`."""
+
+    lane: str
+    name: str
+    began_s: float
+    ended_s: float
+    side: str = "prefill"
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Trace:
+    """Collects the spans of one request. Times given to it are on `time.monotonic`'s clock."""
+
+    def __init__(self, request_id: str, *, traceparent: str = "") -> None:
+        self.request_id = request_id
+        self.trace_id = trace_id(traceparent)
+        self.began_s = time.monotonic()
+        self.spans: list[Span] = []
+        self._lanes: dict[bytes, str] = {}
+        self._encoded: set[bytes] = set()
+        self._held: set[bytes] = set()
+        self._clocks: dict[str, ServerClock] = {}
+
+    def add(self, lane: str, name: str, began_s: float, ended_s: float, **details: Any) -> None:
+        """Note something that this process did."""
+        self.spans.append(
+            Span(lane, name, began_s - self.began_s, ended_s - self.began_s, "prefill", details)
+        )
+
+    @contextmanager
+    def span(self, name: str, lane: str = REQUEST) -> Iterator[None]:
+        """Note how long the body takes, if it succeeds."""
+        began_s = time.monotonic()
+        yield
+        self.add(lane, name, began_s, time.monotonic())
+
+    def images(self, digests: Sequence[bytes]) -> None:
+        """Give every image its lane; one that comes twice has the lane of the first."""
+        for number, digest in enumerate(digests):
+            self._lanes.setdefault(digest, f"image {number}")
+
+    def submitted(self, answers: Mapping[int, Submitted]) -> None:
+        """Note uploads, and which images were held before."""
+        for answer in answers.values():
+            if answer.cached:
+                self._held.add(answer.digest)
+            if answer.upload_s is not None:
+                self.add(self._lane(answer.digest), "upload", *answer.upload_s)
+
+    def watch(self, fetch: Fetch) -> Fetch:
+        """Return `fetch`, watched: every image's rows from the question to their arrival."""
+
+        @asynccontextmanager
+        async def watched(
+            requests: Sequence[RowRequest], **options: Any
+        ) -> AsyncIterator[AsyncIterable[FetchedRows]]:
+            asked_s = time.monotonic()
+            async with fetch(requests, **options) as outcomes:
+                yield self._noted(outcomes, requests, asked_s)
+
+        return watched
+
+    async def _noted(
+        self, outcomes: AsyncIterable[FetchedRows], requests: Sequence[RowRequest], asked_s: float
+    ) -> AsyncIterator[FetchedRows]:
+        async for outcome in outcomes:
+            self._arrived(outcome, requests[outcome.index], asked_s, time.monotonic())
+            yield outcome
+
+    def _arrived(self, outcome: FetchedRows, request: RowRequest, asked_s: float, arrived_s: float) -> None:
+        lane = self._lane(outcome.digest)
+        self.add(
+            lane,
+            "hit" if outcome.digest in self._held else "fetch",
+            asked_s,
+            arrived_s,
+            chunk=request.chunk,
+            rows=[request.row_begin, request.row_end],
+            source=outcome.source if outcome.error is None else type(outcome.error).__name__,
+            transport=outcome.transport,
+            digest=outcome.digest.hex(),
+        )
+        if outcome.clock is not None:
+            self._clocks[outcome.endpoint] = outcome.clock
+        if not outcome.stage_began_s:
+            return
+        stages = _stages(outcome)
+        self.add(lane, "transfer", min(stages[-1][2], arrived_s), arrived_s, chunk=request.chunk)
+        if outcome.digest not in self._encoded:  # every fetch of it is told the same stages
+            self._encoded.add(outcome.digest)
+            for name, began_s, ended_s in stages:
+                at = (began_s - self.began_s, ended_s - self.began_s)
+                self.spans.append(Span(lane, name, *at, "encoder", {"server": outcome.endpoint}))
+
+    def _lane(self, digest: bytes) -> str:
+        return self._lanes.setdefault(digest, f"image {len(self._lanes)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the trace as `chrome://tracing` and Perfetto read it: microseconds since the request began."""
+        clocks = {
+            endpoint: {"offset_ms": clock.offset_s * 1000, "error_ms": clock.error_s * 1000}
+            for endpoint, clock in self._clocks.items()
+        }
+        told = {"request_id": self.request_id, "trace_id": self.trace_id, "server_clocks": clocks}
+        return {"displayTimeUnit": "ms", "otherData": told, "traceEvents": _events(self.spans)}
+
+    def write(self, path: Path) -> Path:
+        """Write the trace file and return its path."""
+        path.write_text(json.dumps(self.to_json()))
+        return path
+
+
+def _stages(outcome: FetchedRows) -> list[tuple[str, float, float]]:
+    """Return name, begin and end of each stage in their order; the rounding of durations overlaps none of them."""
+    begins = sorted(outcome.stage_began_s.items(), key=lambda stage: stage[1])
+    nexts = [began_s for _, began_s in begins[1:]] + [float("inf")]
+    return [
+        (name, began_s, min(began_s + outcome.stage_ms.get(name, 0.0) / 1000, next_s))
+        for (name, began_s), next_s in zip(begins, nexts, strict=True)
+    ]
+
+
+def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    lanes = list(dict.fromkeys((span.side, span.lane) for span in sorted(spans, key=lambda s: place(s.lane))))
+    thread = {lane: number for number, lane in enumerate(lanes, start=1)}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": side}} for side, pid in SIDES.items()
+    ]
+    events += [
+        {"ph": "M", "name": "thread_name", "pid": SIDES[lane[0]], "tid": tid, "args": {"name": lane[1]}}
+        for lane, tid in thread.items()
+    ]
+    for number, span in enumerate(spans):
+        where = {"pid": SIDES[span.side], "tid": thread[span.side, span.lane]}
+        what = {**where, "name": span.name, "cat": span.lane, "ts": span.began_s * 1e6}
+        if span.name in _OVERLAPPING:
+            end = {**what, "ph": "e", "id": number, "ts": span.ended_s * 1e6}
+            events += [{**what, "ph": "b", "id": number, "args": dict(span.details)}, end]
+        else:
+            lasted_us = (span.ended_s - span.began_s) * 1e6
+            events.append({**what, "ph": "X", "dur": lasted_us, "args": dict(span.details)})
+    return events
+
+
+def place(lane: str) -> tuple[int, int]:
+    """Return what lanes are sorted by: the request, its images, its chunks. Raises `ValueError` for another lane."""
+    kind, _, number = lane.partition(" ")
+    return KINDS.index(kind), int(number or 0)
+
+
+def read_spans(trace: Mapping[str, Any]) -> list[Span]:
+    """Return the spans of a trace in this format; raises `ValueError` when it is none."""
+    sides = {pid: side for side, pid in SIDES.items()}
+    spans: list[Span] = []
+    open_spans: dict[Any, Mapping[str, Any]] = {}
+    try:
+        for event in trace["traceEvents"]:
+            if event["ph"] == "b":
+                open_spans[event["id"]] = event
+            elif event["ph"] in ("X", "e"):
+                first = open_spans.pop(event["id"]) if event["ph"] == "e" else event
+                ended_us = event["ts"] + event.get("dur", 0)
+                at = (first["ts"] / 1e6, ended_us / 1e6)
+                spans.append(
+                    Span(first["cat"], first["name"], *at, sides[first["pid"]], first.get("args", {}))
+                )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a trace of a request: {type(error).__name__} {error}") from error
+    return spans

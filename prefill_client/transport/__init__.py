@@ -1,0 +1,1 @@
+"""One server at a time: its connection, its row streams, and rows in shared memory."""

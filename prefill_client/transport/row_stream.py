@@ -1,0 +1,204 @@
+"""A Fetch call under way: outcomes as they arrive, and what keeps rows in shared memory in place."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from math import inf
+from time import monotonic
+from typing import Any, Self
+
+import grpc
+import numpy as np
+
+from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError, from_status
+from encoder_contract.framing import Checksum
+from encoder_contract.geometry import Grid
+from encoder_contract.handle import Handle
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.transport.buffers import Buffers
+from prefill_client.transport.elements import element_type
+from prefill_client.transport.server_clock import ServerClock
+from prefill_client.transport.shared_memory import SharedRows
+
+_buffers = Buffers()
+# What grpc says, as if the server had, when it could not hand an operation to a call that was just ending.
+LOCAL_FAILURE = "Internal error from Core"
+# How its prose begins when there is no connection; the reason is behind its last colon.
+UNCONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+_SOURCES = {
+    pb.SOURCE_DEVICE: "device",
+    pb.SOURCE_HOST: "host",
+    pb.SOURCE_PEER: "peer",
+    pb.SOURCE_ENCODED: "encoded",
+}
+
+
+class RowStream:
+    """Iterate it for the outcomes, one per request, in the order in which they become ready.
+
+    Rows that came by shared memory are there until `close` (or the end of `async with`): the open call is what keeps
+    them in place. It may have no deadline of its own, therefore: `timeout_s` bounds the wait for outcomes, here.
+    """
+
+    def __init__(
+        self,
+        call: Any,
+        requests: Sequence[RowRequest],
+        endpoint: str,
+        clock: ServerClock,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._call = call
+        self._deadline = inf if timeout_s is None else monotonic() + timeout_s
+        self._closed = False
+        self._holds = False
+        self._requests = requests
+        self._endpoint = endpoint
+        self._clock = clock
+        self._arriving: dict[int, _Arriving] = {}
+
+    def close(self) -> None:
+        """End the call and with it everything it held."""
+        self._closed = True
+        self._call.cancel()
+
+    def is_open(self) -> bool:
+        """Whether the call is not known to have ended: a thread that asks hears what the event loop has heard."""
+        return not self._closed and not self._call.done()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aiter__(self) -> AsyncIterator[FetchedRows]:
+        ended = 0
+        while ended < len(self._requests):
+            message = await self._read()
+            if message is grpc.aio.EOF:
+                raise await ended_early(self._call, self._endpoint)
+            outcome = self._take(message)
+            if outcome is not None:
+                ended += 1
+                yield outcome
+
+    async def _read(self) -> Any:
+        left_s = self._deadline - monotonic()
+        reading: Awaitable[Any] = self._call.read()
+        if self._holds:
+            # A read that is cancelled ends the call, and with it the hold on what has come.
+            reading = asyncio.ensure_future(reading)
+            reading.add_done_callback(_forget)
+            reading = asyncio.shield(reading)
+        try:
+            async with asyncio.timeout(None if left_s == inf else left_s):
+                return await reading
+        except TimeoutError:
+            if not self._holds:
+                self.close()
+            raise DeadlineError(f"{self._endpoint}: the deadline passed") from None
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._endpoint) from error
+
+    def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
+        """Return the outcome that `message` completes, if it does."""
+        if isinstance(message, tuple):
+            index, data = message
+            self._arriving[index].add(data)
+        elif message.WhichOneof("message") == "error":
+            index = message.error.index
+            return FetchedRows(index, self._requests[index].digest, error=from_message(message.error))
+        else:
+            index = message.ready.index
+            self._arriving[index] = _Arriving(self._requests[index], message.ready)
+            self._holds |= message.ready.HasField("handle")
+        if not self._arriving[index].complete:
+            return None
+        return self._arriving.pop(index).finish(self._endpoint, self._clock, self.is_open)
+
+
+def _forget(reading: "asyncio.Future[Any]") -> None:
+    """Take note of how a read ended that nobody waits for any more."""
+    if not reading.cancelled():
+        reading.exception()
+
+
+class _Arriving:
+    """The rows of one image while they arrive: one buffer, filled in order."""
+
+    def __init__(self, request: RowRequest, ready: pb.ImageReady) -> None:
+        self._request = request
+        self._ready = ready
+        self._filled = 0
+        self._checksum = Checksum()
+        self._buffer = _buffers.take(0 if ready.HasField("handle") else ready.row_bytes)
+
+    @property
+    def complete(self) -> bool:
+        return self._ready.HasField("handle") or self._filled == self._ready.row_bytes
+
+    def add(self, data: memoryview) -> None:
+        end = self._filled + len(data)
+        if end > self._ready.row_bytes:
+            raise InternalError(f"image {self._ready.index}: more bytes than its {self._ready.row_bytes}")
+        self._checksum.add(data)
+        self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
+        self._filled = end
+
+    def finish(self, endpoint: str, clock: ServerClock, is_open: Callable[[], bool]) -> FetchedRows:
+        ready = self._ready
+        outcome = FetchedRows(
+            index=ready.index,
+            digest=self._request.digest,
+            dtype=ready.dtype,
+            grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
+            address=ready.address,
+            source=_SOURCES.get(ready.source, "unknown"),
+            stage_ms=dict(ready.stage_ms),
+            stage_began_s={name: clock.ours(their_s) for name, their_s in ready.stage_began_s.items()},
+            endpoint=endpoint,
+            clock=clock,
+        )
+        if ready.HasField("handle"):
+            handle = Handle.from_message(ready.handle)
+            shared = SharedRows(handle, ready.width, ready.dtype, is_held=is_open)
+            return replace(outcome, transport="shm", handle=handle, shared=shared)
+        self._check()
+        own = self._buffer.view(element_type(ready.dtype)).reshape(
+            ready.row_end - ready.row_begin, ready.width
+        )
+        return replace(outcome, own=own)
+
+    def _check(self) -> None:
+        if self._checksum.value != self._ready.checksum:
+            raise InternalError(f"the rows of image {self._request.digest.hex()} arrived damaged")
+
+
+def from_message(error: pb.ImageError) -> EncoderError:
+    """Return the error of an image as the server sent it."""
+    return from_status(error.code, error.message, retry_after_ms=error.retry_after_ms)
+
+
+def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
+    """Return the error of a whole call, naming the endpoint it came from."""
+    if error.details() == LOCAL_FAILURE:
+        return UnavailableError(f"{endpoint}: the connection failed under a write")
+    metadata = error.trailing_metadata() or ()
+    retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
+    why = error.details() or ""
+    if why.startswith(UNCONNECTED):
+        why = f"no server answers ({why.rpartition(': ')[2].removesuffix('])')})"
+    return from_status(error.code().value[0], f"{endpoint}: {why}", retry_after_ms=retry_after_ms)
+
+
+async def ended_early(call: Any, endpoint: str) -> EncoderError:
+    """Return why a server ended a call before every image had its outcome."""
+    code: grpc.StatusCode = await call.code()
+    if code is grpc.StatusCode.OK:
+        return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
+    details = await call.details()
+    if details == LOCAL_FAILURE:
+        return UnavailableError(f"{endpoint}: the connection failed under a write")
+    return from_status(code.value[0], f"{endpoint}: {details}")

@@ -1,0 +1,154 @@
+"""Rows in shared memory: a server's segment mapped read-only into this process, once, and viewed in place."""
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.errors import InternalError, StaleHandleError
+from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
+from encoder_contract.segment_file import open_segment
+from prefill_client.transport.elements import element_type
+
+_MAPPED_SEGMENTS = 16
+"""Replicas on one host that a process reads from; one more and the least recently used is unmapped."""
+
+
+class SharedRows:
+    """Rows of a handle, where they lie. Holds the mapping, not the rows: the open Fetch stream does that.
+
+    There are two ways to them, and both check that they are still the handle's rows after they were read.
+    """
+
+    def __init__(
+        self, handle: Handle, width: int, dtype: str, *, is_held: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Map the handle's segment unless it is mapped. `width`, `dtype`: a row, as in `ImageReady`.
+
+        `is_held` says whether the stream is known to be open. Raises `StaleHandleError` when the segment or the rows
+        are gone, `InternalError` for a senseless handle.
+        """
+        self._handle = handle
+        self._is_held = is_held
+        self._segment = _mapped(handle)
+        self._segment.check(handle)
+        self._element = element_type(dtype)
+        self.shape = (handle.row_bytes // (width * self._element.itemsize), width)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the rows can no longer be read: their stream has ended, or others lie there."""
+        return not self._is_held() or not self._segment.holds(self._handle)
+
+    @contextmanager
+    def reading(self) -> Iterator[NDArray[np.generic]]:
+        """Lend all rows as one read-only array [rows, width]: in place when they lie in one extent, else a copy.
+
+        Raises `StaleHandleError` on entering, and on leaving: then what was read, and any error over it, is void.
+        """
+        if not self._is_held():
+            raise StaleHandleError("the call that held the rows has ended")
+        self._segment.check(self._handle)
+        try:
+            yield self._array()
+        except Exception:
+            self._segment.check(self._handle)
+            raise
+        self._segment.check(self._handle)
+
+    def copy(self) -> NDArray[np.generic]:
+        """Return a copy [rows, width] that outlives the Fetch stream. Raises `StaleHandleError`."""
+        with self.reading() as array:
+            return array if array.flags.writeable else array.copy()
+
+    def _array(self) -> NDArray[np.generic]:
+        pieces = self._segment.pieces(self._handle)
+        flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return flat.view(self._element).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedSegment:
+    path: str
+    segment_id: bytes
+    content: NDArray[np.uint8]
+
+    def pieces(self, handle: Handle) -> list[NDArray[np.uint8]]:
+        return [self.content[offset : offset + length] for offset, length in handle.extents]
+
+    def holds(self, handle: Handle) -> bool:
+        at = handle.generation_offset
+        return int(self.content[at : at + GENERATION_BYTES].view("<u8")[0]) == handle.generation
+
+    def check(self, handle: Handle) -> None:
+        if not self.holds(handle):
+            raise StaleHandleError(f"the rows of a handle into {self.path} are no longer held")
+
+
+_segments: OrderedDict[str, _MappedSegment] = OrderedDict()
+_segments_lock = threading.Lock()
+
+
+def _mapped(handle: Handle) -> _MappedSegment:
+    """Return the mapping of the handle's segment, made on first use, after checking the handle against it."""
+    with _segments_lock:
+        segment = _segments.get(handle.segment)
+        if segment is None or segment.segment_id != handle.segment_id:
+            segment = _map(handle)
+            _unmap_dead()
+            _segments[handle.segment] = segment
+        _segments.move_to_end(handle.segment)
+    _check_bounds(handle, len(segment.content))
+    return segment
+
+
+def _unmap_dead() -> None:
+    """Let go of segments whose server has gone, lest a mapping keep memory, and of the oldest over the bound.
+
+    Views that someone still has keep their mapping alive.
+    """
+    for path in [path for path in _segments if not os.path.exists(path)]:
+        del _segments[path]
+    while len(_segments) >= _MAPPED_SEGMENTS:
+        _segments.popitem(last=False)
+
+
+def _map(handle: Handle) -> _MappedSegment:
+    try:
+        file = open_segment(handle.segment)
+    except OSError as error:
+        raise StaleHandleError(f"the segment {handle.segment} cannot be opened: {error.strerror}") from error
+    try:
+        # A mapping beyond the end of its file is a SIGBUS at some later read.
+        if not 0 < handle.segment_bytes <= os.fstat(file).st_size:
+            raise InternalError(f"{handle.segment} is no segment of {handle.segment_bytes} bytes")
+        content = np.frombuffer(
+            mmap.mmap(file, handle.segment_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8
+        )
+    finally:
+        os.close(file)
+    segment_id = content[:SEGMENT_ID_BYTES].tobytes()
+    if segment_id != handle.segment_id:
+        raise StaleHandleError(
+            f"{handle.segment} is another segment than the handle's: the server has restarted"
+        )
+    return _MappedSegment(handle.segment, segment_id, content)
+
+
+def _check_bounds(handle: Handle, segment_bytes: int) -> None:
+    if not handle.generation:
+        raise InternalError(
+            f"a handle into {handle.segment} names no generation"
+        )  # none is what free pages have
+    spans = (*handle.extents, (handle.generation_offset, GENERATION_BYTES))
+    if not handle.extents or any(
+        offset < SEGMENT_ID_BYTES or length <= 0 or offset + length > segment_bytes
+        for offset, length in spans
+    ):
+        raise InternalError(f"a handle reaches outside its segment {handle.segment}")

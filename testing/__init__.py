@@ -1,0 +1,1 @@
+"""What tests, benchmarks and the demo share: checkpoints, photos, servers to start, a real Redis."""

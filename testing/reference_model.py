@@ -1,0 +1,50 @@
+"""The yardstick: `transformers` running a whole prompt in one go in float32, pixels in."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from encoder_contract.errors import EncoderError
+from encoder_contract.geometry import Grid
+from encoder_service.image.decode import Decoder
+from encoder_service.image.patches import to_patches
+from encoder_service.image.processor import ProcessorSettings
+
+
+class OneShot:
+    """A checkpoint folder in `transformers`, shown the pixels that the server sees: made by the same rooms."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+        self.settings = ProcessorSettings.from_folder(folder)
+        self.decoder = Decoder(device="cpu")
+
+    @torch.inference_mode()
+    def logits(self, prompt_ids: Sequence[int], images: Sequence[bytes], grids: Sequence[Grid]) -> Tensor:
+        """Return the last-token logits [vocab] of a prompt whose images are expanded to their tokens."""
+        ids = torch.tensor([list(prompt_ids)])
+        output = self.model(
+            input_ids=ids,
+            pixel_values=self.pixel_values(images, grids),
+            image_grid_thw=torch.tensor([list(grid) for grid in grids]),
+            mm_token_type_ids=(ids == self.model.config.image_token_id).int(),
+            logits_to_keep=1,
+        )
+        logits = output.logits[0, -1]
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def pixel_values(self, images: Sequence[bytes], grids: Sequence[Grid]) -> Tensor:
+        """Return [patches, 3 × 2 × p × p] as the Hugging Face processor lays a still image out, from our patches."""
+        pixels = [p for p in self.decoder.decode(images) if not isinstance(p, EncoderError)]
+        patches = torch.cat(to_patches(pixels, grids, self.settings.geometry))
+        settings, side = self.settings, self.settings.geometry.patch_size
+        mean = torch.tensor(settings.mean)[:, None]
+        std = torch.tensor(settings.std)[:, None]
+        normalised = (patches.view(-1, 3, side * side) * settings.rescale_factor - mean) / std
+        return normalised[:, :, None].expand(-1, 3, 2, -1).reshape(len(patches), -1)

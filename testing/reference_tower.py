@@ -1,0 +1,60 @@
+"""The truth: `transformers`' own vision tower of a checkpoint folder, fed as its image processor would feed it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from encoder_contract.geometry import Grid
+from encoder_service.image.processor import ProcessorSettings
+
+
+class ReferenceTower:
+    """The vision tower of `transformers`, with rows laid out as ours: [main | DeepStack level 0 | ...]."""
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
+        """Load it with its fastest attention for the device ("sdpa": flash attention is a package of its own)."""
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa"
+        )
+        self.module = model.model.visual.eval().to(device)
+        self.dtype, self.device = dtype, device
+        self._processor = ProcessorSettings.from_folder(folder)
+
+    def pixels(self, patches: Sequence[Tensor]) -> Tensor:
+        """What the image processor hands over: rescaled, normalised, each frame twice, float32."""
+        settings = self._processor
+        area = settings.geometry.patch_size**2
+        values = torch.cat(list(patches)).view(-1, 3, 1, area).float() * settings.rescale_factor
+        mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (settings.mean, settings.std))
+        return ((values - mean) / std).expand(-1, 3, 2, area).flatten(1).to(self.device)
+
+    def rows(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """All images in one batch: rows [tokens of all images, width]."""
+        output = self.forward(pixels.to(self.dtype), torch.tensor(grids, device=self.device))
+        levels = getattr(output, "deepstack_features", None) or []
+        return torch.cat([output.pooler_output, *levels], dim=1)
+
+    @torch.inference_mode()
+    def forward(self, pixels: Tensor, grids: Tensor) -> Any:
+        """Run the module as it is."""
+        return self.module(pixels, grid_thw=grids)
+
+
+def random_patches(grids: Sequence[Grid], patch_values: int, seed: int = 0) -> list[Tensor]:
+    """Seeded uint8 patches for each grid."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, 256, (grid.patches, patch_values), dtype=torch.uint8, generator=generator)
+        for grid in grids
+    ]
+
+
+def row_errors(rows: Tensor, truth: Tensor) -> Tensor:
+    """Relative error of each row: the norm of the difference over the norm of the true row."""
+    rows, truth = rows.double().cpu(), truth.double().cpu()
+    return (rows - truth).norm(dim=1) / truth.norm(dim=1)

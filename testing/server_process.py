@@ -1,0 +1,103 @@
+"""`encoder-service serve` as a process of its own: started on free ports, ended by pid."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from encoder_contract.settings import flag
+from encoder_service.observability.scrape import Scrape, scrape
+
+# One that ends by itself is noticed at once; a busy machine takes its time. A server gives running calls 30 s.
+START_S, DRAIN_S = 110.0, 40.0
+# Whoever else works while the server does gets the other half of the cores. Two on one core would spend it spinning.
+HALF_THE_CORES = max(1, (os.cpu_count() or 2) // 2)
+
+
+class ServerStartError(Exception):
+    """A server did not come up; the message is what it said."""
+
+
+class ServerProcess:
+    """A server, started. `settings` are fields of its `Config`; all it says is in `log`.
+
+    `endpoint` and `metrics_url` are where it listens, known once `wait_until_it_listens` has returned.
+    In a session of its own it does not see the Ctrl-C of our terminal; else what ends our session ends it too.
+    """
+
+    def __init__(
+        self, model: Path, *, log: Path | None = None, own_session: bool = False, **settings: object
+    ) -> None:
+        if log is None:
+            self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - gone with this object
+            log = Path(self._file.name)
+        self.log = log
+        command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve"]
+        free = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+        for name, value in {"model": model, **free, **settings}.items():
+            command += [flag(name), str(value)]
+        with self.log.open("w") as stream:
+            self.process = subprocess.Popen(
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=own_session,
+                env={name: value for name, value in os.environ.items() if not name.startswith("ENCSVC_")},
+            )
+        self.endpoint = self.metrics_url = ""
+
+    def wait_until_it_listens(self) -> None:
+        """Return when it listens; one that does not come up is killed, and raises `ServerStartError`."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            said = dict(re.findall(r"^ +(listening|metrics) +(\S+)\n", self.log.read_text(), re.MULTILINE))
+            if "listening" in said:  # the last of the settings
+                self.endpoint, self.metrics_url = said["listening"], said["metrics"]
+                return
+            time.sleep(0.02)
+        self.kill()
+        raise ServerStartError(f"the server did not start:\n{self.log.read_text()}")
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has said so far: its settings, then its log."""
+        return self.log.read_text().splitlines()
+
+    def metrics(self) -> Scrape:
+        """Read its metrics now."""
+        return scrape(self.metrics_url, timeout_s=20)
+
+    def encodes(self) -> int:
+        """Images it has encoded and kept."""
+        return int(self.metrics().total("encoded_images_total", outcome="kept"))
+
+    def terminate(self, timeout_s: float = DRAIN_S) -> int:
+        """Let it drain, kill it when it does not heed, and return its exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        """End it as kill -9 does, if it still runs, and return its exit code."""
+        self.process.kill()
+        return self.process.wait()
+
+
+@contextmanager
+def running(
+    model: Path, *, log: Path | None = None, own_session: bool = False, **settings: object
+) -> Iterator[ServerProcess]:
+    """Run a server for the length of a `with` block; it drains on leaving."""
+    server = ServerProcess(model, log=log, own_session=own_session, **settings)
+    try:
+        server.wait_until_it_listens()
+        yield server
+    finally:
+        server.terminate()

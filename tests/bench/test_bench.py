@@ -1,0 +1,144 @@
+"""`make bench`: a benchmark that fails ends nothing, results are kept, and pages are rewritten from them."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
+from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.catalog import HARDENED, SIZING
+from bench.harness.report import PAGES, caption, looked_up, markdown, rewrite, row_of, summary, table_of
+from bench.harness.results import NOT_RUN, Result, keep, newest, path_of
+from bench.harness.runner import END_S, run
+from testing.attackers import ATTACKS
+
+BROKEN = Benchmark("broken", "Does it fail?", "sizing", (), limit_s=30, arguments=("--no-such-flag",))
+GOOD = Result("hit", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
+
+
+def test_a_benchmark_that_fails_or_takes_too_long_is_a_result() -> None:
+    failed = run(BROKEN, "a machine", quick=False, limit_s=110)
+    assert failed.status == "failed with exit code 2"
+    assert "unrecognized arguments: --no-such-flag" in failed.error
+    assert "failed with exit code 2" in table_of(BROKEN, failed)
+    late = run(SIZING, "a machine", quick=False, limit_s=0.1)
+    assert late.status.startswith("timed out after")
+
+
+def test_a_benchmark_that_works_gives_its_figures_versions_and_command() -> None:
+    result = run(SIZING, "a machine", quick=False, limit_s=110)
+    assert result.status == "ok", result.error
+    assert result.command == "python -m bench.sizing --json"
+    assert result.versions.keys() >= {"torch", "python", "commit"}
+    assert all(looked_up(figure.key, result.figures) is not None for figure in SIZING.figures)
+
+
+def test_all_of_them_take_under_twenty_minutes_whatever_one_does() -> None:
+    """A benchmark's limit ends it when it hangs; the limit of the whole run ends all, and the last are left out."""
+    assert LIMIT_S + END_S < 20 * 60
+    assert _run(SIZING, "a machine", quick=False, left_s=WORTH_STARTING_S - 1).status == NOT_RUN
+    seconds: dict[str, float] = {}
+    for result in newest():
+        seconds[result.hardware] = seconds.get(result.hardware, 0.0) + result.seconds
+    assert max(seconds.values()) < LIMIT_S, "the newest results of a machine could not come from one run"
+
+
+def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path: Path) -> None:
+    path = path_of("A (machine), 2 cores", quick=False, folder=tmp_path)
+    assert path.name.endswith("-a-machine-2-cores.json")
+    (tmp_path / "2020-01-01-a-machine.json").write_text(
+        json.dumps(
+            {
+                "hardware": "a machine",
+                "benchmarks": {"hit": {"status": "ok", "command": "", "measured_on": ""}},
+            }
+        )
+    )
+    keep(path, GOOD)
+    keep(path, replace(GOOD, benchmark="chat"))
+    keep(path, replace(GOOD, status=NOT_RUN, figures={}))
+    keep(path_of("a machine", quick=True, folder=tmp_path), replace(GOOD, benchmark="overlap"))
+    assert {result.benchmark: result.figures for result in newest(tmp_path)} == {
+        "hit": GOOD.figures,
+        "chat": GOOD.figures,
+    }
+
+
+def test_results_of_the_gpu_benchmark_are_read_as_it_writes_them(tmp_path: Path) -> None:
+    case = {"case": "720p", "attention": "cudnn", "graphs": True, "ms": 8.0, "of_peak": 0.5}
+    theirs = {"case": "720p", "attention": "transformers sdpa", "ms": 16.0}
+    content = {"gpu": "A GPU", "torch": "2", "product_tflops": 700.0, "checks": [], "cases": [case, theirs]}
+    (tmp_path / "2026-01-02-a-gpu.json").write_text(json.dumps(content))
+    (result,) = newest(tmp_path)
+    assert (result.hardware, result.measured_on) == ("A GPU", "2026-01-02")
+    assert "| 720p | 8.00 | cudnn, graphs | 50% | 16.00 | 2.00 |" in table_of(
+        replace(BROKEN, name="gpu"), result
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [("<= 2", "≤ 2"), ("<= 1", "≤ 1, **missed**"), (">= 1.5", "≥ 1.5, **missed**"), ("", "")],
+)
+def test_a_missed_target_is_shown_as_missed(target: str, shown: str) -> None:
+    assert row_of(Figure("a.b", "says", "ms", target), {"a": {"b": 1.25}}) == ("says", "1.25 ms", shown, "")
+
+
+def test_a_figure_that_is_not_reported_is_said_to_be_missing() -> None:
+    for figures in ({}, {"a": "text"}, {"a": float("nan")}, {"a": {"b": 1}}):
+        assert row_of(Figure("a", "says"), figures)[1] == "not reported"
+
+
+def test_pages_change_only_between_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- bench:hit -->\nold\n<!-- /bench -->\nafter\n<!-- bench:summary -->\n<!-- /bench -->\n"
+    )
+    assert rewrite([GOOD], [page]) == [page]
+    text = page.read_text()
+    assert text.startswith("before\n<!-- bench:hit -->\n**a machine** · 2026-01-02 · `python -m bench.store`")
+    assert "1.25 ms" in text
+    assert "old" not in text
+    assert summary([GOOD]) in text
+    assert rewrite([GOOD], [page]) == [], "the same results change nothing"
+
+
+def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:hit.tables -->\nold\n<!-- /bench -->\n")
+    tables = [{"title": title, "heads": ["a"], "rows": [["1"]]} for title in ("First", "Second")]
+    assert rewrite([replace(GOOD, figures={"tables": tables})], [page]) == [page]
+    text = page.read_text()
+    assert text.startswith("<!-- bench:hit.tables -->\n**a machine** · 2026-01-02")
+    assert "First:\n\n| a |\n|---|\n| 1 |\n\nSecond:\n\n| a |" in text
+    assert "old" not in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_are_what_the_results_say(page: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(page, tmp_path))
+    assert rewrite(newest(), [copy]) == [], "run `python -m bench --pages-only`"
+
+
+def test_every_attacker_has_its_figures() -> None:
+    shown = {figure.key for figure in HARDENED.figures}
+    assert {f"{what}_{name}" for name in ATTACKS for what in ("p99_ratio", "failed")} <= shown
+
+
+def test_the_summary_has_a_column_for_each_machine_and_says_where_a_target_was_missed() -> None:
+    other = replace(GOOD, hardware="another, AMX", figures={"hit_shm_ms": 2.5, "inline_gbps": 1.0})
+    lines = summary([GOOD, other]).splitlines()
+    assert lines[0] == "|  | another, AMX | a machine | target | command |"
+    assert any("| 2.50 ms, **missed** | 1.25 ms | ≤ 2 |" in line for line in lines)
+    assert any("| 1 GB/s |  | ≥ 0.9 |" in line for line in lines)
+
+
+def test_what_there_was_no_time_for_stands_above_the_table() -> None:
+    assert "left out, no time: case 720p" in caption(replace(GOOD, figures={"left_out": ["case 720p"]}))
+
+
+def test_markdown_tables_have_a_head() -> None:
+    assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n|---|---|\n| 1 | 2 |"

@@ -1,0 +1,48 @@
+"""Load on a fleet of processes, and what a healthy one makes of it."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from encoder_service.observability.scrape import ScrapeError
+from testing.replicas import ReplicaProcess
+from testing.traffic import Supply, Traffic
+from tests.waiting import soon
+
+# Each test sends images that no other sent.
+seeds = itertools.count(1)
+
+
+async def joined(replicas: Sequence[ReplicaProcess]) -> None:
+    """Wait until all replicas see each other."""
+
+    async def all_seen() -> bool:
+        try:
+            seen = [(await asyncio.to_thread(r.metrics)).total("index_peers") for r in replicas]
+        except ScrapeError:
+            return False
+        return seen == [len(replicas) - 1] * len(replicas)
+
+    await soon(all_seen, within_s=30)
+
+
+async def encodes(replicas: Sequence[ReplicaProcess]) -> int:
+    return sum([await asyncio.to_thread(replica.encodes) for replica in replicas])
+
+
+async def alone(replica: ReplicaProcess) -> bool:
+    found = await asyncio.to_thread(replica.metrics)
+    return found.total("index_state", state="alone") == 1
+
+
+def traffic(replicas: Sequence[ReplicaProcess], **options: object) -> Traffic:
+    return Traffic([replica.endpoint for replica in replicas], Supply(seed=next(seeds)), **options)  # type: ignore[arg-type]
+
+
+async def steady(replicas: Sequence[ReplicaProcess], prompts: int = 15) -> None:
+    """New images, and each is encoded once: what a healthy fleet does, and one that has recovered."""
+    before = await encodes(replicas)
+    async with traffic(replicas) as load:
+        await load.more(prompts)
+    assert load.errors == []
+    assert await encodes(replicas) - before == load.distinct

@@ -1,0 +1,193 @@
+"""What deploy/ promises, read: settings that the programs know, bounds that fit, names that exist."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bench.sizing import main as show_sizing
+from encoder_service.app import LOST_DEVICE
+from encoder_service.cli import BAD_USAGE
+from encoder_service.config import Config, ConfigError
+from prefill_client.reference.config import ServiceConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
+EXAMPLE = dict(
+    line.split("=", 1)
+    for line in (DEPLOY / ".env.example").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+KUBERNETES = DEPLOY / "kubernetes"
+
+
+def filled(value: str, variables: Mapping[str, str] = EXAMPLE) -> str:
+    """A value of the compose file with its variables filled in, as compose does."""
+    return VARIABLE.sub(lambda match: variables.get(match[1]) or match[2] or "", str(value))
+
+
+def environment(service: str) -> dict[str, str]:
+    return {name: filled(value) for name, value in SERVICES[service]["environment"].items()}
+
+
+def gib(size: str) -> float:
+    """`2304m` and `17Gi` in GiB."""
+    number, unit = re.fullmatch(r"([\d.]+)([a-zA-Z]+)", size).groups()  # type: ignore[union-attr]
+    return float(number) * {"m": 1 / 1024, "g": 1, "mi": 1 / 1024, "gi": 1}[unit.lower()]
+
+
+# The compose file, read
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_hardened_bounded_watched_and_pinned(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "unless-stopped"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert service["mem_limit"]
+    assert service["healthcheck"]["test"][0] == "CMD"
+    assert service["logging"]["options"]["max-size"]
+    assert re.search(r":v?\d+\.\d+", service["image"]), "pinned to a version"
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), "this machine only"
+
+
+@pytest.mark.parametrize("name", ["encoder-cpu", "encoder-gpu"])
+def test_the_encoders_environment_is_a_configuration(name: str) -> None:
+    config = Config.read({}, environment(name))
+    assert config.index.startswith("redis://redis:")
+    assert config.metrics_listen.endswith(":9464")
+    assert config.device == {"encoder-cpu": "cpu", "encoder-gpu": "cuda"}[name]
+    assert config.store_host_gib < gib(filled(SERVICES[name]["shm_size"]))
+    assert gib(filled(SERVICES[name]["shm_size"])) < gib(filled(SERVICES[name]["mem_limit"]))
+    assert config.drain_s < float(SERVICES[name]["stop_grace_period"].rstrip("s"))
+
+
+def test_the_prefill_services_environment_is_a_configuration() -> None:
+    config = ServiceConfig.read({}, {k: v for k, v in environment("prefill").items() if "PREFILLSVC" in k})
+    assert config.encoder == "encoder:50051"
+    assert "encoder" in SERVICES["encoder-cpu"]["networks"]["default"]["aliases"]
+
+
+def test_the_example_sets_every_variable_and_no_other() -> None:
+    text = re.sub(r"^\s*#.*$", "", (DEPLOY / "docker-compose.yml").read_text(), flags=re.M)
+    used = {match[1] for match in VARIABLE.finditer(text)}
+    assert used | {"COMPOSE_PROFILES"} == set(EXAMPLE)
+    assert EXAMPLE["COMPOSE_PROFILES"] in SERVICES["encoder-cpu"]["profiles"]
+
+
+def test_what_is_mounted_is_there() -> None:
+    for service in SERVICES.values():
+        for volume in service.get("volumes", []):
+            if volume["type"] == "bind" and volume["source"].startswith("."):
+                assert (DEPLOY / volume["source"]).exists(), volume
+
+
+def test_what_prometheus_scrapes_has_a_service_that_listens_there() -> None:
+    jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    networks = [service.get("networks", {}) for service in SERVICES.values()]
+    aliases = {alias for each in networks for alias in each.get("default", {}).get("aliases", [])}
+    listens = {
+        "encoder": environment("encoder-cpu")["ENCSVC_METRICS_LISTEN"],
+        "prefill": environment("prefill")["PREFILLSVC_LISTEN"],
+    }
+    for job in jobs:
+        (found,) = job["dns_sd_configs"]
+        assert set(found["names"]) <= aliases | set(SERVICES)
+        assert listens[job["job_name"]] == f"0.0.0.0:{found['port']}"
+
+
+def test_the_image_installs_extras_that_exist_and_runs_as_nobody() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", dockerfile) for extra in group.split(",")}
+    assert asked == {"server", "dali-cuda13", "reference"}
+    assert asked <= set(extras)
+    assert re.search(r"^USER \d+:\d+$", dockerfile, re.M)
+    targets = {service["build"]["target"] for service in SERVICES.values() if "build" in service}
+    assert targets == {"encoder", "prefill"} <= set(re.findall(r"^FROM .* AS (\w+)$", dockerfile, re.M))
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = re.findall(r"^COPY ((?:[\w.]+ )+)", dockerfile, re.M)
+    assert {name for names in copied for name in names.split()} == kept
+
+
+# The Kubernetes manifests, read
+
+
+def manifests() -> list[dict[str, Any]]:
+    files = [path for path in (KUBERNETES / "base").glob("*.yaml") if path.name != "kustomization.yaml"]
+    return [each for path in files for each in yaml.safe_load_all(path.read_text())]
+
+
+def literals(path: Path) -> dict[str, str]:
+    (generator,) = yaml.safe_load(path.read_text())["configMapGenerator"]
+    return dict(literal.split("=", 1) for literal in generator["literals"])
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_the_pods_environment_is_a_configuration_whose_store_fits(overlay: str) -> None:
+    settings = literals(KUBERNETES / "base/kustomization.yaml")
+    settings |= literals(KUBERNETES / f"overlays/{overlay}/kustomization.yaml")
+    config = Config.read({}, settings)
+    text = (KUBERNETES / f"overlays/{overlay}/kustomization.yaml").read_text()
+    text += (KUBERNETES / "base/deployment.yaml").read_text()
+    shm = re.search(r"sizeLimit[:,]? (?:value: )?(\d+[GM]i)", text)
+    assert shm
+    assert config.store_host_gib < gib(shm[1])
+
+
+def test_no_service_name_makes_kubernetes_inject_our_settings() -> None:
+    (deployment,) = (each for each in manifests() if each["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["enableServiceLinks"] is False
+    injected = {
+        each["metadata"]["name"].upper().replace("-", "_")
+        for each in manifests()
+        if each["kind"] == "Service"
+    }
+    ours = {Config.environment_name(field.name) for field in fields(Config)}
+    assert injected
+    assert not {name for name in ours for service in injected if name.startswith(f"{service}_")}
+
+
+def test_the_pod_outlives_the_drain_and_is_locked_down() -> None:
+    (deployment,) = (each for each in manifests() if each["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    drain_s = next(field.default for field in fields(Config) if field.name == "drain_s")
+    pre_stop_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > drain_s + pre_stop_s
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
+    shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"]["medium"] == "Memory"
+
+
+def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ENCSVC_STORE_GIB is not a setting"):
+        Config.read({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
+
+
+# The operator's page
+
+
+def test_the_capacity_table_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    show_sizing([])
+    assert capsys.readouterr().out in (ROOT / "docs/operations.md").read_text()
+
+
+def test_the_operators_page_names_the_exit_codes() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    assert f"code {LOST_DEVICE}" in page
+    assert f"exit code {BAD_USAGE}" in page

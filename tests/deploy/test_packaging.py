@@ -1,0 +1,124 @@
+"""The wheel: built from the tree, installed elsewhere, complete, and serving from there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.version import __version__
+from testing.photos import photo
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"encoder_service": ROOT, "prefill_client": ROOT, "encoder_contract": ROOT / "proto"}
+# Build files only: a build in the tree itself would leave things behind, and take along what it left last time.
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "encoder_service", "prefill_client", "proto")
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the tree."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    pip("wheel", "--no-build-isolation", "--wheel-dir", tree / "dist", tree)
+    (built,) = (tree / "dist").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed, and nothing else of ours."""
+    folder = tmp_path_factory.mktemp("site")
+    pip("install", "--target", folder, wheel)
+    return folder
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--quiet",
+        arguments[0],
+        "--no-deps",
+        "--no-index",
+        *arguments[1:],
+    ]
+    subprocess.run(command, check=True, timeout=WAIT_S)
+
+
+def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the installed wheel, away from the tree; what it has to complain of shows beside a failure."""
+    return subprocess.run(
+        command,
+        cwd=site,
+        env=environment(site),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+
+
+def environment(site: Path) -> dict[str, str]:
+    """Before the tree, which this interpreter may know too."""
+    return {**os.environ, "PYTHONPATH": str(site)}
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {
+        str(path.relative_to(root))
+        for package, root in PACKAGES.items()
+        for path in (root / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert packed == expected
+    assert __version__ in wheel.name
+    assert {Path(name).suffix for name in packed} >= {".py", ".pyi", ".proto", ".lua", ".typed"}
+
+
+@pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
+def test_commands_are_the_installed_ones(site: Path, command: str) -> None:
+    assert installed(site, site / "bin" / command, "--version").stdout.split() == [command, __version__]
+    code = f"import {command.replace('-', '_')} as package; print(package.__file__)"
+    assert Path(installed(site, sys.executable, "-c", code).stdout).is_relative_to(site)
+
+
+def test_the_client_needs_no_torch_and_scripts_for_redis_are_found(site: Path) -> None:
+    code = "import sys, prefill_client.client, prefill_client.prompt.prefetch; print('torch' in sys.modules)"
+    assert installed(site, sys.executable, "-c", code).stdout == "False\n"
+    code = (
+        "from encoder_service.cluster.index.connection import Script, __file__ as file;"
+        " Script('acquire'); print(file)"
+    )
+    assert Path(installed(site, sys.executable, "-c", code).stdout).is_relative_to(site)
+
+
+def test_an_installed_server_serves_an_installed_client(site: Path, checkpoint: Path) -> None:
+    (site / "photo.jpg").write_bytes(photo(300, 200, 1))
+    command: list[str | Path] = [site / "bin" / "encoder-service", "serve", "--model", checkpoint]
+    command += ["--listen", "127.0.0.1:0", "--store-host-gib", "0.1", "--store-prefault", "no"]
+    process = subprocess.Popen(command, cwd=site, env=environment(site), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        endpoint = next(m[1] for line in process.stdout if (m := re.match(r"\s*listening\s+(\S+)", line)))
+        encode = [site / "bin" / "prefill-client", "encode", site / "photo.jpg", "--server", endpoint]
+        assert "by shm" in installed(site, *encode).stdout
+        process.terminate()
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()

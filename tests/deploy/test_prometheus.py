@@ -1,0 +1,238 @@
+"""Dashboard, rules and alerts, every expression of them, against what a live fleet member exports."""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import promql_parser as promql
+import pytest
+import yaml
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from encoder_contract.digest import content_digest
+from encoder_service.app import Model, Server
+from encoder_service.config import Config
+from encoder_service.observability.scrape import Scrape, scrape
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from prefill_client.reference.metrics import Metrics as PrefillMetrics
+from testing.photos import photo
+from testing.redis_servers import redis_server
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+DASHBOARD = DEPLOY / "grafana/dashboards/encoder-service.json"
+RULES = [DEPLOY / "prometheus/rules.yml", DEPLOY / "prometheus/alerts.yml"]
+
+TARGET_LABELS = {"job", "instance"}  # given by Prometheus to whatever it scrapes
+OF_PROMETHEUS = {"up": TARGET_LABELS, "ALERTS": {"alertname", "alertstate", "severity"}}
+VARIABLES = {"$__rate_interval": "5m", "$job": ".*", "$instance": ".*"}
+
+Series = Mapping[str, list[Mapping[str, str]]]
+
+
+def rules(kind: str) -> list[dict[str, str]]:
+    groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"] if kind in rule]
+
+
+def dashboard_expressions() -> Iterator[tuple[str, str, str]]:
+    """Every query of the dashboard: panel, expression, legend."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", []):
+            expression = target["expr"]
+            for name, stands_for in VARIABLES.items():
+                expression = expression.replace(name, stands_for)
+            yield panel["title"], expression, target["legendFormat"]
+
+
+EXPRESSIONS = {
+    **{f"{title}: {legend}": expr for title, expr, legend in dashboard_expressions()},
+    **{rule["record"]: rule["expr"] for rule in rules("record")},
+    **{rule["alert"]: rule["expr"] for rule in rules("alert")},
+}
+
+
+@dataclass
+class Reads:
+    """What an expression reads: its selectors, and every label it names."""
+
+    selectors: list[promql.VectorSelector] = field(default_factory=list)
+    labels: set[str] = field(default_factory=set)
+
+    def visit(self, node: promql.Expr) -> bool:
+        if isinstance(node, promql.VectorSelector):
+            self.selectors.append(node)
+        elif isinstance(node, promql.AggregateExpr) and node.modifier is not None:
+            self.labels.update(node.modifier.labels)
+        elif isinstance(node, promql.BinaryExpr) and node.modifier is not None and node.modifier.matching:
+            self.labels.update(node.modifier.matching.labels)
+        return True
+
+
+def reads(expression: str) -> Reads:
+    found = Reads()
+    promql.walk(promql.parse(expression), pre_visit=found.visit)
+    assert found.selectors, expression
+    return found
+
+
+@pytest.fixture
+async def exported(config: Config, model: Model) -> AsyncIterator[Series]:
+    """Every series of a replica with Redis behind it that has served images, and of the prefill side."""
+    with redis_server() as redis:
+        listening = replace(config, index=redis.url, metrics_listen="127.0.0.1:0", device_peak_tflops=1.0)
+        server = Server(listening, model)
+        await server.start()
+        try:
+            yield await _serve_some(server)
+        finally:
+            await server.drain()
+
+
+async def _serve_some(server: Server) -> Series:
+    image = photo(160, 120, 1)
+    async with await EncoderClient.connect(server.endpoint) as client:
+        await client.submit([image])
+        for shm in (True, False):
+            async with client.fetch([RowRequest(content_digest(image))], shm=shm, timeout_s=30) as stream:
+                async for _ in stream:
+                    pass
+        now: Scrape = await asyncio.to_thread(scrape, server.watch.endpoint)
+    series = {_exported(name): [labels for labels, _ in given] for name, given in now.samples.items()}
+    text = generate_latest(PrefillMetrics().registry).decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            series.setdefault(sample.name, []).append(sample.labels)
+    series |= {name: [dict.fromkeys(labels, "")] for name, labels in OF_PROMETHEUS.items()}
+    for rule in rules("record"):
+        series[rule["record"]] = [dict.fromkeys(_labels_of_recorded(rule["expr"]), "")]
+    return series
+
+
+def _exported(name: str) -> str:
+    return name if name.startswith("process_") else f"encsvc_{name}"
+
+
+def _labels_of_recorded(expression: str) -> set[str]:
+    return {label for label in reads(expression).labels if label != "le"} | TARGET_LABELS
+
+
+def _matches(labels: Mapping[str, str], selector: promql.VectorSelector) -> bool:
+    """Whether a series has the labels that a selector asks for; what Prometheus adds is not looked at."""
+    for matcher in selector.matchers.matchers:
+        if matcher.name in TARGET_LABELS | {"alertstate"}:
+            continue
+        value = labels.get(matcher.name)
+        if value is None:
+            return False
+        exact = re.fullmatch(matcher.value if "Re" in str(matcher.op) else re.escape(matcher.value), value)
+        if (exact is None) != ("Not" in str(matcher.op)):
+            return False
+    return True
+
+
+async def test_every_expression_reads_series_that_a_live_replica_exports(exported: Series) -> None:
+    wrong = []
+    for where, expression in EXPRESSIONS.items():
+        found = reads(expression)
+        read = [labels for selector in found.selectors for labels in exported.get(selector.name, [])]
+        for selector in found.selectors:
+            if not any(_matches(labels, selector) for labels in exported.get(selector.name, [])):
+                wrong.append(f"{where}: nothing exported matches {selector}")
+        known = {label for labels in read for label in labels} | TARGET_LABELS
+        wrong += [f"{where}: no label {label}" for label in found.labels - known]
+    assert wrong == []
+
+
+async def test_every_legend_names_labels_that_its_expression_keeps(exported: Series) -> None:
+    wrong = []
+    for panel, expression, legend in dashboard_expressions():
+        found = reads(expression)
+        kept = found.labels or TARGET_LABELS
+        wrong += [f"{panel}: {{{{{name}}}}}" for name in re.findall(r"{{(\w+)}}", legend) if name not in kept]
+    assert wrong == []
+
+
+async def test_what_is_exported_is_shown_or_said_to_be_left_out(exported: Series) -> None:
+    """A metric that no panel, rule or alert reads is either dead or forgotten."""
+    read = {selector.name for expression in EXPRESSIONS.values() for selector in reads(expression).selectors}
+    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in read}
+    ours = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported if name.startswith("encsvc_")}
+    for_top_and_queries = {
+        "encsvc_build_info",
+        "encsvc_model_info",
+        "encsvc_queue_requests",
+        "encsvc_queue_claims",
+        "encsvc_queue_clients",
+        "encsvc_sources_offered_total",
+        "encsvc_sources_size_bytes",
+        "encsvc_sources_images",
+        "encsvc_store_largest_free_bytes",
+        "encsvc_store_moves_total",
+        "encsvc_store_refusals_total",
+        "encsvc_store_waits_total",
+        "encsvc_store_writes_total",
+    }
+    assert ours - stems == for_top_and_queries
+
+
+def test_the_check_sees_what_is_wrong() -> None:
+    expression = 'sum by (nothing) (rate(encsvc_calls_total{call="fetch"}[5m]))'
+    found = reads(expression)
+    assert (found.labels, [s.name for s in found.selectors]) == ({"nothing"}, ["encsvc_calls_total"])
+    assert _matches({"call": "fetch"}, found.selectors[0])
+    assert not _matches({"call": "submit"}, found.selectors[0])
+    assert not _matches({}, found.selectors[0])
+
+
+def test_the_dashboard_is_what_its_panels_make() -> None:
+    built = subprocess.run(
+        [sys.executable, DEPLOY / "grafana/build.py", "--check"], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+
+
+def test_panels_do_not_overlap_and_fill_their_rows() -> None:
+    taken: set[tuple[int, int]] = set()
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_alert_has_a_case_a_severity_and_a_page() -> None:
+    cases = yaml.safe_load((DEPLOY / "prometheus/rules.test.yml").read_text())["tests"]
+    fired = {
+        case["alertname"]
+        for test in cases
+        for case in test.get("alert_rule_test", [])
+        if case.get("exp_alerts")
+    }
+    operations = (DEPLOY.parent / "docs/operations.md").read_text()
+    for rule in rules("alert"):
+        assert rule["alert"] in fired, rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert f"### {rule['alert']}" in operations, rule["alert"]
+    assert fired == {rule["alert"] for rule in rules("alert")}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize(
+    "arguments", [("check", "config", "prometheus.yml"), ("test", "rules", "rules.test.yml")], ids=" ".join
+)
+def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
+    check = subprocess.run(
+        ["promtool", *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True
+    )
+    assert check.returncode == 0, check.stdout + check.stderr

@@ -1,0 +1,120 @@
+"""The commands that pages tell a reader to type: programs, flags and their values, make targets, settings."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from encoder_service.app import LOST_DEVICE
+from encoder_service.cli import BAD_USAGE, FAILED
+from tests.pages import PAGES, ROOT, lines_in, name_of, named
+from tests.processes import run
+
+FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
+OURS = ("encoder-service", "prefill-client")
+# Programs that are not ours, whose flags are their own business.
+FOREIGN = r"\b(docker compose|docker|kubectl|redis-cli|redis-server|pip|hf|curl|git|pytest|up --detach)\b"
+# Which of our programs a line runs: `encoder-service top`, `python -m bench.store`.
+PROGRAM = rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+)|\b(?:-m )?(bench(?:\.\w+)?)\b(?!/)"
+
+Commands = Mapping[str, str]
+
+
+@pytest.fixture(scope="module")
+def commands() -> Commands:
+    """What every command of ours says to --help; of a benchmark, its source."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("COLUMNS", "1000")  # nothing is broken over lines
+        found = {}
+        for program in OURS:
+            for sub in re.findall(r"^    (\w+) ", run(program, "--help").stdout, re.MULTILINE):
+                found[f"{program} {sub}"] = run(program, sub, "--help").stdout
+    for module in (ROOT / "bench").glob("*.py"):
+        found["bench" if module.stem == "__main__" else f"bench.{module.stem}"] = module.read_text()
+    return found
+
+
+def flags_of(command: str, commands: Commands) -> set[str]:
+    text = commands[command]
+    return named(rf'"{FLAG}"', text) if command.startswith("bench") else named(FLAG, text)
+
+
+def programs_in(line: str) -> list[str]:
+    """Return the programs that a line runs; `bench.NAME` stands for any benchmark."""
+    found = [f"{a} {b}" if a else c for a, b, c in re.findall(PROGRAM, line)]
+    return ["bench.store" if program == "bench.NAME" else program for program in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_a_page_types_exists(page: Path, commands: Commands) -> None:
+    for line in lines_in(page):
+        for program in programs_in(line):
+            module = program.removeprefix("bench.")
+            known = program in commands or (ROOT / "bench" / module).exists()
+            assert known, f"{program!r} in {line!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_flag_a_page_names_is_one_of_its_command(page: Path, commands: Commands) -> None:
+    """A flag alone is one of the services, or of a benchmark that the page names."""
+    lines = list(lines_in(page))
+    here = {program for line in lines for program in programs_in(line)} & set(commands)
+    alone = set().union(
+        *(flags_of(program, commands) for program in here | {f"{name} serve" for name in OURS})
+    )
+    for line in lines:
+        if re.search(FOREIGN, line):
+            continue
+        programs = [program for program in programs_in(line) if program in commands]
+        allowed = set().union(*(flags_of(program, commands) for program in programs)) if programs else alone
+        assert named(FLAG, line) <= allowed | {"--help", "--version"}, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_value_that_a_page_gives_a_flag_is_one_it_takes(page: Path, commands: Commands) -> None:
+    choices = {
+        flag: set(values.split(","))
+        for name in OURS
+        for flag, values in re.findall(r"\[(--[a-z-]+) \{([\w,]+)\}\]", commands[f"{name} serve"])
+    }
+    assert "--index-at-start" in choices
+    for line in lines_in(page):
+        for flag, value in re.findall(r"(--[a-z-]+) ([a-z]\w*)", line):
+            assert flag not in choices or value in choices[flag], line
+
+
+def test_every_environment_name_exists(commands: Commands) -> None:
+    known = {
+        setting for name in OURS for setting in named(r"; (\w+SVC_[A-Z_]+)\)", commands[f"{name} serve"])
+    }
+    assert {"ENCSVC_LISTEN", "PREFILLSVC_LISTEN"} <= known
+    deployed = [*(ROOT / "deploy").rglob("*.y*ml"), ROOT / "deploy" / ".env.example"]
+    for path in [*PAGES, *deployed]:
+        assert named(r"\b([A-Z]+SVC_[A-Z_]*[A-Z])\b", path.read_text()) <= known, path.name
+
+
+def test_every_make_target_and_variable_a_page_names_exists_and_says_what_it_does() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = named(r"(?m)^\.PHONY: ([a-z-]+)$", makefile)
+    variables = named(r"(?m)^([A-Z]+) +\?=", makefile)
+    assert targets == named(r"(?m)^([a-z-]+):.*## \w", makefile)
+    for page in PAGES:
+        for line in lines_in(page):
+            for target, rest in re.findall(r"(?:^|[;&(] *)make ([a-z-]+)(.*)", line.strip()):
+                assert target in targets, f"{page.name}: {line}"
+                assert named(r"\b([A-Z]+)=", rest) <= variables, f"{page.name}: {line}"
+
+
+def test_every_exit_code_a_page_names_is_one_of_ours() -> None:
+    for page in PAGES:
+        codes = named(r"(?i)\bexit(?:s| code)? (\d+)\b|\bcode (\d+)\b", page.read_text())
+        found = {int(code) for pair in codes for code in pair if code}
+        assert found <= {0, FAILED, BAD_USAGE, LOST_DEVICE}, page.name
+
+
+def test_every_extra_a_page_installs_exists() -> None:
+    extras = named(r"(?m)^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text())
+    for page in PAGES:
+        for names in named(r"encoder-service\[([\w,-]+)\]", page.read_text()):
+            assert set(names.split(",")) <= extras, page.name

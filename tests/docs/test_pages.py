@@ -1,0 +1,209 @@
+"""The pages against the code: what they name exists, and what an operator can meet is named."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+
+from bench.harness import report
+from bench.harness.catalog import QUESTIONS
+from bench.harness.summary import SUMMARY
+from encoder_contract import errors
+from encoder_contract.v1 import encoder_pb2
+from encoder_service.observability.metrics import PREFIX, READINGS, Metrics
+from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
+from tests.test_architecture import FLOORS
+
+OURS = ("encoder_service", "prefill_client", "encoder_contract", "proto", "bench", "tests", "deploy", "docs")
+WRITTEN_BY_THE_READER = {"deploy/.env"}
+MARKER = r"<!-- bench:([a-z]+)(?:\.tables)? -->"
+OPERATIONS = ROOT / "docs" / "operations.md"
+# Names of other people's code: transformers, Kubernetes, redis; and of the reader's own, in an example.
+FOREIGN = {
+    *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "smart_resize", "exif_transpose", "emptyDir"),
+    *("maxUnavailable", "maxSurge", "MovedError", "run_chunk", "tokens_in_kv_cache"),
+}
+
+
+@pytest.fixture(scope="module")
+def code() -> str:
+    """All that programs, benchmarks and deployment say."""
+    return "\n".join(path.read_text() for path in sources())
+
+
+@pytest.fixture(scope="module")
+def words(code: str) -> set[str]:
+    return named(r"\w+", code) | {path.stem for path in sources()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_files_exist(page: Path) -> None:
+    for target in named(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+    for code in code_in(page):
+        for path in named(rf"(?<![\w./-])((?:{'|'.join(OURS)})/[\w./-]*\w/?)", code) - WRITTEN_BY_THE_READER:
+            places = [ROOT / path, ROOT / "proto" / path]
+            assert any(place.exists() for place in places), path
+        for file in named(r"(?<![\w./-])([\w-]+\.(?:py|md|proto|yml))\b", code):
+            assert any(any((ROOT / place).rglob(file)) for place in OURS if (ROOT / place).exists()), file
+        for module in named(
+            r"(?<![\w.])((?:bench|encoder_service|prefill_client|encoder_contract)\.[a-z]\w*(?:\.\w+)*)", code
+        ):
+            assert file_or_module(module), module
+
+
+def file_or_module(dotted: str) -> bool:
+    """Whether a dotted name is a module, or a name in one."""
+    parent, _, name = dotted.rpartition(".")
+    for module in (dotted, parent):
+        try:
+            if (spec := importlib.util.find_spec(module)) is not None:
+                return module == dotted or bool(
+                    spec.origin and re.search(rf"\b{name}\b", Path(spec.origin).read_text())
+                )
+        except ModuleNotFoundError:
+            continue
+    return dotted.startswith("encoder_contract.v1")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_anchors_point_to_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        headings = re.findall(
+            r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE
+        )
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in slugs, f"{target}#{anchor}"
+
+
+def test_every_page_and_picture_is_reached_from_the_readme() -> None:
+    reached, ahead = set[Path](), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop().resolve()
+        if page in reached:
+            continue
+        reached.add(page)
+        if page.suffix == ".md":
+            ahead += [
+                page.parent / target for target in named(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+            ]
+    pictures = {path for path in (ROOT / "docs" / "img").iterdir() if path.suffix in (".svg", ".png")}
+    assert pictures.union(PAGES) <= reached
+
+
+def test_the_code_names_only_pages_that_exist(code: str) -> None:
+    for path in named(r"\b(docs/[\w./-]+\.(?:md|svg|png))", code):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_identifier_a_page_names_is_in_the_code(page: Path, words: set[str]) -> None:
+    """What looks like a name of the code: `snake_case`, `CamelCase`, `CAPITAL_LETTERS`; metrics have their own test."""
+    looks_like_one = (
+        r"(?<![\w/-])([A-Za-z]+(?:_[A-Za-z0-9]+)+|(?:[A-Z][a-z0-9]+){2,}|[a-z]+(?:[A-Z][a-z]+)+)\b"
+    )
+    for code in code_in(page):
+        names = {name for name in named(looks_like_one, code) if not name.startswith(f"{PREFIX}_")}
+        assert names - FOREIGN <= words, code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_http_path_a_page_names_is_served(page: Path, code: str) -> None:
+    for span in code_in(page):
+        for path in named(r"(?:^|[a-z0-9] |:\d+|POST |GET )(/(?!dev)[a-z][\w/-]*)", span):
+            assert f'"{path}"' in code, path
+
+
+def exported() -> dict[str, set[str]]:
+    """Every series of the server under the name it has in Prometheus, with its labels."""
+    suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    series: dict[str, set[str]] = {}
+    for metric in Metrics()._registry.collect():
+        labels = {label for sample in metric.samples for label in sample.labels}
+        series |= {f"{metric.name}{suffix}": labels for suffix in suffixes[metric.type]}
+    for name, (kind, _, names) in READINGS.items():
+        series |= {f"{PREFIX}_{name}{suffix}": set(names) for suffix in suffixes[kind]}
+    return series
+
+
+def test_every_metric_a_page_names_is_exported_with_its_labels() -> None:
+    series = exported()
+    for page in PAGES:
+        for code in code_in(page):
+            for name, selector in re.findall(rf"\b((?:{PREFIX}|process)_\w+)(?:\{{([^}}]*)\}})?", code):
+                assert name in series, f"{page.name}: {name}"
+                assert named(r"(\w+) ?=", selector) <= series[name], f"{page.name}: {name}{{{selector}}}"
+
+
+def test_the_contract_page_names_every_error_with_its_status() -> None:
+    rows = re.findall(
+        r"^\| `([A-Z_]+)` \| `(\w+)` \|", (ROOT / "docs" / "contract.md").read_text(), re.MULTILINE
+    )
+    family = {
+        (kind.status.name, name)
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type)
+        and issubclass(kind, errors.EncoderError)
+        and kind is not errors.EncoderError
+    }
+    assert set(rows) == family
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_status_and_state_a_page_names_is_of_the_contract(page: Path, words: set[str]) -> None:
+    """Words in capitals: a gRPC code must be one that we use; anything else a state, or a name of the code."""
+    ours = {status.name for status in errors.Status} | {"OK"}
+    theirs = {code.name for code in grpc.StatusCode} - ours
+    states = {name.removeprefix("STATE_") for name in encoder_pb2.State.keys()}  # noqa: SIM118 - an enum, no dict
+    for code in code_in(page):
+        capitals = named(r"(?<![\w=./:-])([A-Z]{4,}(?:_[A-Z]+)*)\b(?![/.-])", code)
+        assert not capitals & theirs, code
+        if " " not in code:
+            assert capitals <= ours | states | words, code
+
+
+def test_the_contract_page_names_every_state() -> None:
+    states = {name.removeprefix("STATE_") for name in encoder_pb2.State.keys()} - {"UNSPECIFIED"}  # noqa: SIM118
+    assert states <= set(code_in(ROOT / "docs" / "contract.md"))
+
+
+def test_every_alert_and_panel_that_the_operators_page_names_exists() -> None:
+    page = OPERATIONS.read_text()
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    alerts = {rule["alert"] for group in rules for rule in group["rules"]}
+    assert named(r"\b(Encoder[A-Z][A-Za-z]+)\b", page) - {"EncoderClient"} == alerts
+    rows = yaml.safe_load((ROOT / "deploy/grafana/panels.yml").read_text())
+    panels = {panel["title"] for row in rows for panel in row["panels"]}
+    elsewhere = named(r"(?m)^#+ (.+)$", page) | named(r"\*\*([A-Z][^*]+)\*\*", page)
+    assert named(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", page) <= panels | elsewhere
+
+
+def test_the_map_shows_every_module_on_its_floor() -> None:
+    (drawn,) = re.findall(r"^```\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.M | re.S)
+    floors = [line.split("│")[0].split() for line in drawn.splitlines()]
+    assert [sorted(floor) for floor in floors] == [sorted(floor) for floor in FLOORS]
+
+
+def test_every_question_has_its_table_and_every_figure_of_the_summary_exists() -> None:
+    names = {question.name for question in QUESTIONS}
+    assert sorted(re.findall(MARKER, (ROOT / "docs" / "benchmarks.md").read_text())) == sorted(names)
+    assert {name for page in report.PAGES for name in named(MARKER, page.read_text())} == names | {"summary"}
+    for question in QUESTIONS:
+        source = (ROOT / "bench" / f"{question.module}.py").read_text()
+        given = {
+            argument
+            for argument in (*question.command(quick=True), *question.arguments)
+            if argument[:2] == "--"
+        }
+        assert given <= named(r'"(--[a-z-]+)"', source), question.name
+    figures = {(question.name, figure.key) for question in QUESTIONS for figure in question.figures}
+    assert {(name, key) for name, key, _ in SUMMARY} <= figures
+
+
+def test_the_readme_is_short_and_shows_its_commands_first() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 90
+    assert {line.split("#")[0].strip() for line in lines[:30]} >= {"make demo", "make test"}

@@ -1,0 +1,221 @@
+"""What a header costs to read: linear in the file whatever it holds, and never much more than a walk over its parts."""
+
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings, target
+from hypothesis import strategies as st
+from PIL import Image
+
+from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
+from encoder_contract.header import MAX_JPEG_SCANS, read_header
+from encoder_contract.orientation import orientation
+from testing.photos import encoded, photo
+
+PNG_START = photo(8, 8, 1, "PNG")[:33]
+WEBP_START = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0" + bytes([12]) + bytes(9)
+XMP = b"http://ns.adobe.com/xap/1.0/\0" + b"tiff:Orientation" * 99
+GIF_START = b"GIF89a\x01\0\x01\0\0\0\0"
+JPEG = photo(8, 8, 1)
+PROGRESSIVE = encoded(Image.new("RGB", (64, 48), "teal"), "JPEG", progressive=True)
+
+
+def jpeg_segment(marker: int, payload: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
+
+
+def png_chunk(kind: bytes, payload: bytes) -> bytes:
+    return struct.pack(">L", len(payload)) + kind + payload + struct.pack(">L", zlib.crc32(kind + payload))
+
+
+def png_text(inflated: bytes, keyword: bytes = b"Raw profile type exif") -> bytes:
+    return PNG_START + png_chunk(b"zTXt", keyword + b"\0\0" + zlib.compress(inflated, 9))
+
+
+def directory(tags: int) -> bytes:
+    return b"MM\0\x2a\0\0\0\x08" + struct.pack(">H", tags) + struct.pack(">HHLL", 0x10E, 4, 1, 0) * tags
+
+
+def jpeg_strips(strips: int) -> bytes:
+    """Return a TIFF of so many strips of JPEG, a byte each."""
+    fields = [(256, 1, 64), (257, 1, strips), (259, 1, 7), (277, 1, 1), (273, strips, 0), (279, strips, 0)]
+    tags, values = b"", b""
+    begin = 8 + 2 + 12 * len(fields) + 4
+    for number, count, value in sorted(fields):
+        if count > 1:
+            value, values = begin + len(values), values + struct.pack("<L", 1 if number == 279 else 8) * count
+        tags += struct.pack("<HHLL", number, 4, count, value)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + tags + bytes(4) + values
+
+
+AVIF, JP2, J2K = (
+    photo(8, 8, 1, "AVIF"),
+    photo(8, 8, 1, "JPEG2000"),
+    encoded(Image.new("L", (8, 8)), "JPEG2000", no_jp2=True),
+)
+AVIF_LENGTH = AVIF.index(b"iloc") + 22
+AVIF_START, AVIF_FRAME = AVIF[: AVIF.index(b"mdat") + 4], AVIF[AVIF.index(b"mdat") + 4 :]
+
+
+def avif_units(units: int) -> bytes:
+    """Return an AVIF with so many empty units before its frame."""
+    (length,) = struct.unpack_from(">L", AVIF_START, AVIF_LENGTH)
+    start = AVIF_START[:AVIF_LENGTH] + struct.pack(">L", length + 2 * units) + AVIF_START[AVIF_LENGTH + 4 :]
+    return start + b"\x12\0" * units + AVIF_FRAME
+
+
+TILE_PART = struct.pack(">HHHLBB", 0xFF90, 10, 0, 14, 0, 1) + b"\xff\x93"
+
+
+# For each a function from an amount of trouble to a file; at the largest amount it is still within the bounds.
+WORST: dict[str, tuple[Callable[[int], bytes], int]] = {
+    "jpeg exif pieces": (
+        lambda n: JPEG[:2] + jpeg_segment(0xE1, b"Exif\0\0" + bytes(1000)) * n + JPEG[2:],
+        1000,
+    ),
+    "jpeg segments": (lambda n: JPEG[:2] + jpeg_segment(0xFE, b"") * n + JPEG[2:], 1000),
+    "jpeg padding": (lambda n: JPEG[:2] + b"\xff" * n + JPEG[2:], 60_000),
+    "jpeg junk": (lambda n: JPEG[:2] + b"\xff\0" * n + JPEG[2:], 30_000),
+    "jpeg xmp": (lambda n: JPEG[:2] + jpeg_segment(0xE1, XMP) * n + JPEG[2:], 1000),
+    "jpeg scans": (lambda n: PROGRESSIVE + b"\xff" * n, 4_000_000),
+    "png chunks": (lambda n: PNG_START + png_chunk(b"tIME", b"") * n, 16_000),
+    "png texts": (lambda n: PNG_START + png_chunk(b"tEXt", b"Raw profile type exif\0a") * n, 16_000),
+    "png newlines": (lambda n: png_text(b"\n" * n), 160_000),
+    "png digits": (lambda n: png_text(b"\nexif\n1\n" + b"0" * n), 160_000),
+    "png xmp": (lambda n: png_text(b"tiff:Orientation" * n, b"XML:com.adobe.xmp"), 10_000),
+    "png exif": (lambda n: PNG_START + png_chunk(b"eXIf", bytes(n)), 1_000_000),
+    "webp chunks": (lambda n: WEBP_START + b"ABCD\0\0\0\0" * n, 16_000),
+    "webp exif": (lambda n: WEBP_START + b"EXIF" + struct.pack("<L", n) + bytes(n), 1_000_000),
+    "gif blocks": (lambda n: GIF_START + b"!\xfe" + b"\x01a" * n, 4000),
+    "gif extensions": (lambda n: GIF_START + b"!\xfe\0" * n, 2000),
+    "gif junk": (lambda n: GIF_START + bytes(n), 60_000),
+    "tiff tags": (directory, 500),
+    "tiff strips of jpeg": (jpeg_strips, 60_000),
+    "avif boxes": (lambda n: AVIF[:32] + b"\0\0\0\x08free" * n + AVIF[32:], 2000),
+    "avif units": (avif_units, 8000),
+    "jpeg2000 boxes": (lambda n: JP2[:12] + b"\0\0\0\x08free" * n + JP2[12:], 2000),
+    "jpeg2000 tiles": (lambda n: J2K[: J2K.index(b"\xff\x90")] + TILE_PART * n, 4000),
+    "jpeg2000 segments": (lambda n: J2K[: J2K.index(b"\xff\x90")] + b"\xff\x64\0\2" * n, 500),
+    "exif tags": (lambda n: PNG_START + png_chunk(b"eXIf", directory(n)), 500),
+}  # fmt: skip
+
+
+# The parsers do several things for a chunk where the plain walk does one; what a few bytes inflate to takes as long
+# as a walk or two.
+MOST_WALKS = 14
+
+
+def seconds(image: bytes) -> float:
+    """Return what reading the header takes of a processor, the best of some: others may use it too."""
+    best = float("inf")
+    for _ in range(7):
+        began = time.thread_time()
+        with suppress(EncoderError):
+            read_header(image)
+        best = min(best, time.thread_time() - began)
+    return best
+
+
+def walk_seconds() -> float:
+    """Return what a plain walk takes over as many chunks as a file may have, in Python, here and now."""
+    data, best = bytes(12 * 16384), float("inf")
+    for _ in range(7):
+        began = time.thread_time()
+        for position in range(0, len(data), 12):
+            struct.unpack_from(">L4s", data, position)
+        best = min(best, time.thread_time() - began)
+    return best
+
+
+@pytest.mark.parametrize("what", WORST)
+def test_four_times_the_trouble_costs_no_more_than_about_four_times(what):
+    make, most = WORST[what]
+    small, large = make(most // 4), make(most)
+    with suppress(InvalidImageError):  # a file without end may lack a frame; it may not be over a bound
+        read_header(large)
+    assert seconds(large) <= 8 * max(seconds(small), walk_seconds() / 100)
+
+
+@pytest.mark.parametrize("what", WORST)
+def test_no_file_costs_much_more_than_a_walk_over_its_parts(what):
+    make, most = WORST[what]
+    for image in (make(most), make(20 * most)):
+        assert seconds(image) <= MOST_WALKS * walk_seconds() * (1 + len(image) / 4_000_000)
+
+
+# What files are made of, to be repeated and mixed; a file begins as its format says, and then comes anything.
+PIECES = [
+    b"\xff", b"\xff\xd8", b"\xff\xda\0\x02", b"\0", b"!", b"!\xfe", b"\x01a", b",", b";", b"\n", b"tiff:Orientation",
+    jpeg_segment(0xE1, b"Exif\0\0"), jpeg_segment(0xE1, b"Exif\0\0" + directory(40)), jpeg_segment(0xC2, bytes(6)),
+    jpeg_segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0tiff:Orientation"), png_chunk(b"tIME", b""),
+    png_chunk(b"tEXt", b"Raw profile type exif\0\n\n\n00"), png_chunk(b"eXIf", directory(20)),
+    png_text(b"\n" * 10**6)[33:], png_text(b"tiff:Orientation" * 10_000, b"XML:com.adobe.xmp")[33:],
+    png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\x01\0\0\0" + zlib.compress(bytes(10**6), 9)), b"ABCD\0\0\0\0",
+    b"EXIF\x02\0\0\0ab", b"XMP \0\0\0\0",
+]  # fmt: skip
+STARTS = [JPEG[:2] + b"\xff", JPEG[:-400], PROGRESSIVE, PNG_START, WEBP_START, GIF_START, b"BM" + bytes(60)]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(STARTS),
+    st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 20_000)), min_size=1, max_size=6),
+)
+def test_nothing_that_can_be_put_together_costs_much_more_than_that(start, parts):
+    image = start + b"".join(
+        piece * (times if len(piece) < 100 else 1 + times % 300) for piece, times in parts
+    )
+    walks = seconds(image) / (walk_seconds() * (1 + len(image) / 4_000_000))
+    target(walks)
+    assert walks <= MOST_WALKS
+
+
+def with_scans(image: bytes, scans: int) -> bytes:
+    """Repeat the last scan of a progressive JPEG until it has so many."""
+    last, have = image.rindex(b"\xff\xda"), image.count(b"\xff\xda")
+    return image[:last] + image[last:-2] * (scans - have + 1) + image[-2:]
+
+
+def test_a_jpeg_of_more_scans_than_any_sound_one_is_refused_by_its_header():
+    assert read_header(with_scans(PROGRESSIVE, MAX_JPEG_SCANS)).format == "JPEG"
+    for scans in (MAX_JPEG_SCANS + 1, 4000):
+        with pytest.raises(ImageLimitError, match="more than 100 scans"):
+            read_header(with_scans(PROGRESSIVE, scans))
+
+
+def test_a_large_jpeg_may_have_fewer_scans():
+    large = PROGRESSIVE.replace(struct.pack(">HH", 48, 64), struct.pack(">HH", 9000, 9000))
+    assert read_header(with_scans(large, 20)).pixels == 81_000_000
+    with pytest.raises(ImageLimitError, match="more than 20 scans"):
+        read_header(with_scans(large, 21))
+
+
+def test_scans_are_counted_behind_anything_that_looks_like_the_end():
+    hidden = with_scans(PROGRESSIVE, 200)
+    first = hidden.index(b"\xff\xda")
+    second = hidden.index(b"\xff\xda", first + 2)
+    comment = jpeg_segment(0xFE, b"\xff\xd9")
+    with pytest.raises(ImageLimitError):
+        read_header(hidden[:second] + comment + hidden[second:])
+
+
+def test_scans_that_no_decoder_reads_do_not_count():
+    assert read_header(JPEG + b"\xff\xda" * 500).format == "JPEG"
+    preview = jpeg_segment(0xE2, b"\xff\xda" * 500)
+    assert read_header(PROGRESSIVE[:2] + preview + PROGRESSIVE[2:]).format == "JPEG"
+
+
+def test_a_profile_of_64_kib_as_hexadecimal_text_is_read_to_its_end():
+    exif = (
+        directory(40)[: -12 * 2]
+        + struct.pack(">HHLL", 0x10F, 2, 65_000, 500)
+        + struct.pack(">HHLHH", 0x112, 3, 1, 6, 0)
+    )
+    digits = (exif + bytes(65_535 - len(exif))).hex().encode()
+    lines = b"\n".join(digits[at : at + 72] for at in range(0, len(digits), 72))
+    assert orientation(exif + bytes(65_535 - len(exif))) == 6
+    assert read_header(png_text(b"\nexif\n   65535\n" + lines + b"\n")).orientation == 6

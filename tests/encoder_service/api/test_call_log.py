@@ -1,0 +1,88 @@
+"""The one line that a call leaves in the log, and the log's level."""
+
+import json
+import logging
+
+import grpc
+import pytest
+
+from encoder_contract.errors import EncoderError
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.app import Server
+from encoder_service.observability.logs import ConsoleFormatter, JsonFormatter, toggle_debug
+from prefill_client.client import EncoderClient
+from testing.photos import photo
+from tests.operator_view import numbers, settled, use
+
+
+async def test_each_call_leaves_one_line_with_its_stages_and_no_image(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with await EncoderClient.connect(server.endpoint) as client:
+        await use(client)
+    await settled(server, "calls_total", 3)
+    lines = [record for record in caplog.records if record.name == "encoder_service.api.call_log"]
+    assert [line.message for line in lines] == ["submit", "fetch", "fetch"]
+    submit, inline, shm = (json.loads(JsonFormatter().format(line)) for line in lines)
+    assert (submit["images"], submit["queued"], submit["status"]) == (3, 3, "OK")
+    assert (inline["images"], inline["failed"], inline["invalid_image"]) == (3, 1, 1)
+    assert {"wait_ms", "ms", "bytes"} <= inline.keys()
+    assert {f"{stage}_ms" for stage in ("queue", "decode", "preprocess", "vit", "copy_out")} <= (
+        inline.keys() | shm.keys()
+    )
+    assert {line["request"] for line in (submit, inline, shm)} == {"chat-1"}
+    assert " status=OK" in ConsoleFormatter("%(message)s").format(lines[0])
+    assert all(len(line.getMessage()) + len(str(line.__dict__.get("fields"))) < 1000 for line in lines)
+
+
+async def test_a_refused_call_is_counted_and_logged_with_its_status(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with await EncoderClient.connect(server.endpoint) as client:
+        server.service.draining = True
+        (answer,) = await client.submit([photo(64, 64, 5)], timeout_s=1)
+        assert isinstance(answer.error, EncoderError)
+    now = await numbers(server)
+    assert now.total("calls_total", call="submit", status="UNAVAILABLE") >= 1
+    assert now.total("calls_in_progress") == 0
+    assert "draining" in str(caplog.records[-1].__dict__["fields"])
+
+
+async def test_what_a_caller_calls_itself_cannot_forge_a_line_or_flood_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        caller = pb.Caller(request_id="a\nERROR b=c", client_id="x" * 10_000)
+        call = EncoderServiceStub(channel).Fetch(pb.FetchRequest(caller=caller))
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 128 bytes"):
+            await call.read()
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        call = EncoderServiceStub(channel).Fetch(
+            pb.FetchRequest(), metadata=(("x-request-id", "from-a-proxy"),)
+        )
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+    await settled(server, "calls_total", 2, call="fetch")
+    forged, proxied = (record for record in caplog.records if record.name == "encoder_service.api.call_log")
+    line = ConsoleFormatter("%(message)s").format(forged)
+    assert "\n" not in line
+    assert "request='a\\nERROR b=c'" in line
+    assert len(line) < 600
+    assert "request=from-a-proxy" in ConsoleFormatter("%(message)s").format(proxied)
+
+
+def test_the_log_level_of_a_running_server_is_toggled() -> None:
+    root = logging.getLogger()
+    before = root.level
+    try:
+        root.setLevel("WARNING")
+        toggle_debug("warning")
+        assert root.level == logging.DEBUG
+        toggle_debug("warning")
+        assert root.level == logging.WARNING
+    finally:
+        root.setLevel(before)

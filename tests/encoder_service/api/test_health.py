@@ -1,0 +1,91 @@
+"""Health by gRPC: answers at once, tells every watcher when the server ends, and waits for none that does not read."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from encoder_service.api import health
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from testing.raw_http2 import RawConnection
+from tests.waiting import soon
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE = "encoder_contract.v1.EncoderService"
+WATCH = "/grpc.health.v1.Health/Watch"
+
+
+def request(service: str = "") -> health_pb2.HealthCheckRequest:
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+async def test_check_and_watch_know_the_server_and_its_service_and_nothing_else(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            assert (await stub.Check(request(name), timeout=10)).status == SERVING
+            assert (await stub.Watch(request(name), timeout=10).read()).status == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(request("nobody"), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        unknown = await stub.Watch(request("nobody"), timeout=10).read()
+        assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+async def test_a_drain_tells_every_watcher_though_another_has_left_and_one_never_reads(
+    config: Config, model: Model
+) -> None:
+    server = Server(replace(config, drain_s=60), model)
+    await server.start()
+    raw = await RawConnection.open(server.endpoint, window=0)  # its first answer never finds room
+    await raw.call(WATCH, b"")
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(request(), timeout=60) for _ in range(3)]
+        assert [(await watch.read()).status for watch in watches] == [SERVING] * 3
+        leaver = watches.pop()
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver.read()
+        late = stub.Watch(request(SERVICE), timeout=60)
+        assert (await late.read()).status == SERVING
+        began = time.monotonic()
+        draining = asyncio.create_task(server.drain())
+        for watch in (*watches, late):
+            assert (await watch.read()).status == NOT_SERVING
+            assert await watch.read() is grpc.aio.EOF
+        await draining
+    assert time.monotonic() - began < 30, "not as long as it may take"
+    await raw.close()
+
+
+async def test_a_connection_has_a_bounded_number_of_watches_and_others_are_answered(server: Server) -> None:
+    async with (
+        grpc.aio.insecure_channel(server.endpoint) as greedy,
+        grpc.aio.insecure_channel(server.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as other,
+    ):
+        stub = health_pb2_grpc.HealthStub(greedy)
+        watches = [stub.Watch(request(), timeout=60) for _ in range(health.MAX_WATCHES_OF_A_CONNECTION)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(request(), timeout=10).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(request(), timeout=10)).status == SERVING
+        assert (await health_pb2_grpc.HealthStub(other).Watch(request(), timeout=10).read()).status == SERVING
+        for watch in watches:
+            watch.cancel()
+
+        async def heard() -> bool:
+            try:
+                return (await stub.Watch(request(), timeout=10).read()).status == SERVING
+            except grpc.aio.AioRpcError:
+                return False
+
+        await soon(heard, 20)

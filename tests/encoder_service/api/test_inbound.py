@@ -1,0 +1,207 @@
+"""What may come in at the port: bounded before it is parsed, uncompressed, and refused with a status that says why."""
+
+import asyncio
+import gzip
+from dataclasses import replace
+from time import process_time
+
+import grpc
+import psutil
+import pytest
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.api import messages
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from testing.raw_http2 import RawConnection, framed
+from tests.waiting import soon
+
+OURS = "/encoder_contract.v1.EncoderService/"
+ADMIN = "/encoder_contract.v1.AdminService/"
+EMPTY_NAMES = b"\x12\x00" * 1_000_000  # a million empty FetchImage messages in two megabytes
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNIMPLEMENTED = "3", "8", "12"
+
+
+async def status(connection: RawConnection, stream: int, within_s: float = 20) -> str:
+    await soon(lambda: "grpc-status" in connection.trailers.get(stream, {}), within_s)
+    return connection.trailers[stream]["grpc-status"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity", "nonsense", None])
+async def test_a_compressed_message_is_refused_and_never_expanded(
+    server: Server, encoding: str | None
+) -> None:
+    raw = await RawConnection.open(server.endpoint)
+    headers = (("grpc-encoding", encoding),) if encoding else ()
+    stream = await raw.call(OURS + "Fetch", headers=headers)
+    began = process_time()
+    await raw.send(stream, framed(gzip.compress(EMPTY_NAMES * 2), compressed=True), end=True)
+    assert await status(raw, stream) in (INVALID_ARGUMENT, UNIMPLEMENTED, "13")
+    assert process_time() - began < 0.2, "two million messages were not made"
+    await raw.close()
+
+
+async def test_a_gzip_client_hears_that_compression_is_off(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await EncoderServiceStub(channel).Describe(
+                pb.DescribeRequest(), compression=grpc.Compression.Gzip, timeout=20
+            )
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (OURS + "Describe", b"\xfa\x01\x80\x20" + bytes(4096)),
+        (ADMIN + "Stats", b"\xfa\x01\x80\x20" + bytes(4096)),
+        ("/grpc.health.v1.Health/Check", b"\x0a\x80\x20" + b"a" * 4096),
+        (OURS + "Fetch", EMPTY_NAMES[:200_000]),
+        (OURS + "Submit", b"\x12\x80\x80\x08" + (b"\x0a\x00" * 65536)),
+        (OURS + "Submit", b"\x1a\x00" + b"\x12\x80\x80\x08" + (b"\x0a\x00" * 65536)),
+        (OURS + "Fetch", b"\x0a\xff\xff"),
+        (OURS + "Submit", b"\x0a\xff\xff"),
+        (OURS + "Describe", b"\xff"),
+    ],
+)  # fmt: skip
+async def test_a_request_too_large_for_its_kind_or_no_message_at_all_is_invalid(
+    server: Server, path: str, message: bytes
+) -> None:
+    raw = await RawConnection.open(server.endpoint)
+    stream = await raw.call(path, message)
+    assert await status(raw, stream) == INVALID_ARGUMENT
+    await raw.close()
+
+
+async def test_a_message_larger_than_a_piece_is_not_received(server: Server) -> None:
+    raw = await RawConnection.open(server.endpoint)
+    stream = await raw.call(OURS + "Submit")
+    await raw.send(stream, framed(bytes(4 << 20))[:5])  # its length alone is enough
+    assert await status(raw, stream) == RESOURCE_EXHAUSTED
+    await raw.close()
+
+
+def test_a_piece_may_be_larger_than_names_only_if_it_is_one_piece_from_end_to_end() -> None:
+    piece = pb.SubmitRequest(bytes=pb.ImageBytes(index=7, data=bytes(messages.PIECE_BYTES), last=True))
+    assert messages.parse_submit(piece.SerializeToString(), 1).bytes.last
+    for size in (0, 1, 100, 200, 20_000, 200_000):
+        small = pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=bytes(size)))
+        assert messages.parse_submit(small.SerializeToString(), 1) == small
+    names = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(index=9, digest=bytes(32))] * 100))
+    for raw in (
+        names.SerializeToString(),
+        piece.SerializeToString() + b"\x12\x00",
+        b"\x1a\x00" + names.SerializeToString(),
+        b"",
+    ):
+        if len(raw) > messages.names_bytes(1):
+            with pytest.raises(Exception, match="may have"):
+                messages.parse_submit(raw, 1)
+
+
+def test_the_largest_names_of_a_call_fit() -> None:
+    most, huge = 2**32 - 1, 2**64 - 1
+    variant = pb.Variant(min_pixels=huge, max_pixels=huge)
+    name = pb.ImageName(
+        index=most, digest=bytes(32), variant=variant, grid=pb.Grid(t=most, h=most, w=most), size_bytes=huge
+    )
+    image = pb.FetchImage(
+        index=most,
+        digest=bytes(32),
+        variant=variant,
+        row_begin=most,
+        row_end=most,
+        chunk=most,
+        needed_in_ms=most,
+    )
+    caller = pb.Caller(
+        request_id="x" * 128,
+        client_id="y" * 128,
+        priority=-8,
+        model_fingerprint=bytes(32),
+        processor_fingerprint=bytes(32),
+        tenant_salt=bytes(64),
+    )
+    for count in (1, 512, 4096):
+        fetch = pb.FetchRequest(
+            caller=caller, images=[image] * count, transports=[1, 2], grace_ms=most, shm_proof=bytes(16)
+        )
+        submit = pb.SubmitRequest(names=pb.ImageNames(names=[name] * count))
+        assert len(fetch.SerializeToString()) <= messages.names_bytes(count)
+        assert len(submit.SerializeToString()) <= messages.names_bytes(count)
+
+
+async def test_reflection_names_the_services(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        call = ServerReflectionStub(channel).ServerReflectionInfo(timeout=20)
+        await call.write(ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+        await call.done_writing()
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"encoder_contract.v1.EncoderService", "grpc.health.v1.Health"} <= names
+
+
+async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
+    config: Config, model: Model
+) -> None:
+    server = Server(replace(config, max_calls=8), model)
+    await server.start()
+    raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
+    held = [await raw.call(OURS + "Submit") for _ in range(6)]  # three quarters of the places, for one host
+
+    async def refused() -> bool:
+        return await status(other, await other.call(OURS + "Describe", b"")) == RESOURCE_EXHAUSTED
+
+    await soon(refused, 20)
+    health = await other.call("/grpc.health.v1.Health/Check", b"")
+    assert await status(other, health) == "0"
+    for stream in held:
+        raw.reset_stream(stream)
+
+    async def let_in() -> bool:
+        return await status(other, await other.call(OURS + "Describe", b"")) == "0"
+
+    await soon(let_in, 20)
+    await raw.close()
+    await other.close()
+    await server.drain()
+
+
+async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: Config, model: Model) -> None:
+    server = Server(config, model)
+    await server.start()
+    connections = [await RawConnection.open(server.endpoint) for _ in range(4)]
+    before = psutil.Process().memory_info().rss
+    for size, calls in ((4 << 20, 8), (250 << 10, 40)):
+        unfinished = framed(bytes(size))[:-1]
+        for connection in connections:
+            for _ in range(calls):
+                await connection.send(await connection.call(OURS + "Submit"), unfinished)
+    grown = psutil.Process().memory_info().rss - before
+    assert grown < 160 * (messages.PIECE_BYTES + (64 << 10)) + (32 << 20)
+    for connection in connections:
+        await connection.close()
+    await server.drain()
+
+
+async def test_a_drain_step_that_fails_takes_none_of_the_others_with_it(
+    config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(config, model)
+    await server.start()
+    segment = server.store.segment.path
+
+    async def fails(*_: object) -> None:
+        raise RuntimeError("on a bad day")
+
+    monkeypatch.setattr(server.index, "leave", fails)
+    monkeypatch.setattr(server.pipeline, "stop", fails)
+    await server.drain()
+    assert not segment.exists()
+    host, _, port = server.endpoint.rpartition(":")
+    with pytest.raises(OSError):
+        await asyncio.open_connection(host, int(port))

@@ -1,0 +1,142 @@
+"""Readers that take nothing, and readers that hold everything: what they pin is bounded, and others are served."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import OverloadedError
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api.fetch import PINNED_AHEAD
+from encoder_service.api.pin_budget import PinRoom
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.job_queue import Job
+from encoder_service.engine.model import Model
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from testing.photos import photo
+from tests.calls import collect, stub
+from tests.waiting import soon
+
+MIB = 1 << 20
+PHOTOS = [photo(1024, 800, n) for n in range(12)]
+
+
+@pytest.fixture
+async def small(config: Config, model: Model) -> AsyncIterator[Server]:
+    """A server whose store holds a few of the photos."""
+    server = Server(replace(config, store_host_gib=6 / 1024, drain_s=1), model)
+    await server.start()
+    yield server
+    await server.drain()
+
+
+def host_bytes(server: Server) -> tuple[int, int]:
+    """Return how many bytes are pinned, and of how many."""
+    (tier,) = server.store.stats().tiers
+    return tier.pinned_bytes, tier.size_bytes
+
+
+async def submitted(client: EncoderClient, images: list[bytes]) -> list[RowRequest]:
+    for image in await client.submit(images):
+        assert image.error is None
+    return [RowRequest(content_digest(image)) for image in images]
+
+
+async def test_a_fetch_that_nobody_reads_pins_two_images_and_all_others_are_served(small: Server) -> None:
+    async with (
+        await EncoderClient.connect(small.endpoint) as client,
+        await EncoderClient.connect(small.endpoint, client_id="other") as other,
+    ):
+        await submitted(client, PHOTOS[:8])
+        names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(PHOTOS[:8])]
+        unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
+        await soon(lambda: small.store.stats().misses > 0 and small.pipeline.queued_images == 0, within_s=30)
+        await soon(lambda: small.store.stats().pins == PINNED_AHEAD, within_s=30)
+        outcomes = await collect(other, await submitted(other, PHOTOS[8:]), shm=False)
+        assert [outcomes[n].error for n in range(4)] == [None] * 4
+        await soon(lambda: small.store.stats().pins <= PINNED_AHEAD, within_s=30)
+        # Should it read after all, it gets every image, those included that were evicted while they waited.
+        messages = [message async for message in unread]
+        ready = [message.ready.index for message in messages if message.WhichOneof("message") == "ready"]
+        assert sorted(ready) == list(range(8))
+
+
+async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Server) -> None:
+    async with (
+        await EncoderClient.connect(small.endpoint, client_id="greedy") as greedy,
+        await EncoderClient.connect(small.endpoint, client_id="other") as other,
+    ):
+        requests = await submitted(greedy, PHOTOS[:8])
+        held: list[int] = []
+
+        async def hold_all() -> None:
+            async with greedy.fetch(requests, shm=True, timeout_s=60) as stream:
+                async for outcome in stream:
+                    assert outcome.error is None
+                    held.append(outcome.index)
+
+        holding = asyncio.create_task(hold_all())
+        await soon(lambda: bool(held) and small.service.pinned_bytes > 0, within_s=30)
+        for image in PHOTOS[8:]:
+            outcomes = await collect(other, await submitted(other, [image]), shm=True)
+            assert outcomes[0].error is None
+            pinned, size = host_bytes(small)
+            assert 0 < pinned <= 0.9 * size
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+        assert 0 < len(held) < len(requests)
+        await soon(lambda: host_bytes(small)[0] == 0, within_s=20)
+
+
+async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, client: EncoderClient) -> None:
+    requests = await submitted(client, PHOTOS[:2])
+    async with client.fetch(requests, shm=True, timeout_s=30) as stream:
+        async for outcome in stream:
+            assert outcome.error is None
+        gc.collect()
+        assert not [thing for thing in gc.get_objects() if type(thing) is Job]
+
+
+async def test_who_waits_for_room_to_pin_gets_it_when_it_is_given_back_or_an_error_in_time() -> None:
+    room = PinRoom(100)
+    await room.take("a", b"1", 60)
+    await room.take("a", b"1", 60)  # the same image once more costs nothing
+    assert room.held_bytes == 60
+    waiting = asyncio.create_task(room.take("b", b"2", 60))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    room.give_back("a", b"1", 60)
+    room.give_back("a", b"1", 60)
+    await waiting
+    with pytest.raises(OverloadedError) as refused:
+        await room.take("c", b"3", 60)
+    assert refused.value.retry_after_ms > 0
+    room.give_back("b", b"2", 60)
+    await room.take("c", b"larger than all", 1000)
+    room.give_back("c", b"larger than all", 1000)
+    assert room.held_bytes == 0
+
+
+async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Config, model: Model) -> None:
+    server = Server(replace(config, reader_idle_s=0.5, drain_s=1), model)
+    await server.start()
+    try:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            requests = await submitted(client, PHOTOS[:8])
+            names = [pb.FetchImage(index=n, digest=request.digest) for n, request in enumerate(requests)]
+            unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
+            await soon(lambda: server.service.pinned_bytes > 0, within_s=30)
+            await soon(lambda: server.service.pinned_bytes == 0, within_s=30)
+            assert server.store.stats().pins == 0
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                async for _ in unread:
+                    pass
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    finally:
+        await server.drain()

@@ -1,0 +1,90 @@
+"""Bytes on their way in: room before they travel, bounded per image, per call, per caller and over all."""
+
+import pytest
+
+from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_service.api.upload_budget import MIN_BYTES_PER_S, Uploads
+from encoder_service.scheduler.shares import Shares
+
+
+def uploads(room: Shares, *holders: str, max_image_bytes: int = 50) -> Uploads:
+    return Uploads(room, holders or ("someone",), max_image_bytes=max_image_bytes, idle_s=10)
+
+
+def test_pieces_are_joined_in_order_and_then_no_longer_counted() -> None:
+    room = Shares(1000, "uploads")
+    ours = uploads(room)
+    ours.expect(1, 13)
+    for piece in (b"one ", b"two ", b"three"):
+        upload = ours.add(1, piece)
+    assert (upload.joined(), upload.size, room.held) == (b"one two three", 13, 13)
+    ours.drop(1)
+    assert (ours.expected, room.held) == ([], 0)
+
+
+def test_a_call_sets_room_aside_for_its_largest_image_and_no_more_than_it_still_needs() -> None:
+    room = Shares(1000, "uploads")
+    ours = uploads(room)
+    for index, size in enumerate((10, 50, 20)):
+        ours.expect(index, size)
+    assert room.held == 50
+    ours.add(0, bytes(10))
+    ours.drop(1)
+    assert room.held == 20
+    ours.add(2, bytes(15))
+    assert room.held == 25, "pieces of two images are held"
+    ours.drop(0)
+    ours.drop(2)
+    assert room.held == 0
+
+
+def test_a_size_that_was_not_said_counts_as_the_largest() -> None:
+    room = Shares(100, "uploads")
+    uploads(room, "a").expect(1, 0)
+    assert room.held == 50
+    tiny = Shares(30, "uploads")
+    uploads(tiny, "a").expect(1, 0)
+    assert tiny.held == 30
+
+
+def test_what_is_over_a_bound_is_refused_before_it_is_kept() -> None:
+    room = Shares(100, "uploads")
+    first, second = uploads(room, "a"), uploads(room, "b")
+    with pytest.raises(ImageLimitError, match="max_image_bytes"):
+        first.expect(1, 51)
+    first.expect(1, 40)
+    first.add(1, bytes(40))
+    with pytest.raises(ImageLimitError, match="size_bytes"):
+        first.add(1, b"x")
+    first.expect(2, 50)
+    with pytest.raises(ImageLimitError, match="one after another"):
+        first.add(2, bytes(11))
+    assert room.held == 50
+    second.expect(1, 50)
+    with pytest.raises(OverloadedError) as caught:
+        uploads(room, "c").expect(1, 1)
+    assert caught.value.retry_after_ms > 0
+    assert room.held == 100
+
+
+def test_one_caller_leaves_room_to_others_and_so_does_one_host_of_many_names() -> None:
+    room = Shares(1000, "uploads")
+    for name in range(15):
+        uploads(room, f"client {name}", "host h").expect(1, 50)
+    with pytest.raises(OverloadedError, match="share"):
+        uploads(room, "client 15", "host h").expect(1, 50)
+    uploads(room, "client new", "host other").expect(1, 50)
+
+
+def test_bytes_that_come_fast_enough_keep_the_patience_up_and_a_byte_now_and_then_does_not() -> None:
+    room = Shares(10_000_000, "uploads")
+    ours = uploads(room, max_image_bytes=10_000_000)
+    ours.expect(1, 0)
+    for _ in range(20):
+        ours.patience_s -= 1.0
+        ours.add(1, bytes(2 * MIN_BYTES_PER_S))
+    assert ours.patience_s == 10
+    for _ in range(11):
+        ours.patience_s -= 1.0
+        ours.add(1, b"x")
+    assert ours.patience_s < 0

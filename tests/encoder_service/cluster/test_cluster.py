@@ -1,0 +1,283 @@
+"""Replicas over a real Redis: one store, one encoder per image, and what one began another finishes."""
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import cast
+
+import grpc
+import numpy as np
+import pytest
+
+from encoder_contract.errors import Status, UnknownImageError
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.address import ImageRef
+from encoder_service.app import Server
+from encoder_service.cluster.index import Tier
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine.model import Model
+from encoder_service.observability.scrape import scrape
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest, read_images
+from prefill_client.transport.connection import Connection
+from testing.photos import photo
+from testing.redis_servers import RedisServer, redis_server
+from tests.cluster_replica import Replica, Start, starting
+from tests.index_replicas import grids
+from tests.waiting import soon
+
+numbers = itertools.count(1000)
+
+
+def new_photo(width: int = 300, height: int = 280) -> bytes:
+    return photo(width, height, next(numbers))
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterator[Start]:
+    """Starts a replica on an address of its own; all are gone at the end of the test."""
+    async with starting(config, model, redis.url) as start:
+        yield start
+
+
+async def test_what_one_replica_holds_is_fetched_through_another_and_encoded_once(start: Start) -> None:
+    a, b = await start(), await start()
+    (image,) = await a.client.submit([new_photo()])
+    made = await a.fetch(image.digest)
+    assert made.source == "encoded"
+    await soon(lambda: b.locates(image.digest), within_s=10)
+    brought = await b.fetch(image.digest)
+    assert (brought.error, brought.source) == (None, "peer")
+    assert np.array_equal(brought.array, made.array)
+    assert (await b.fetch(image.digest)).source == "host"
+    assert await a.encodes() + await b.encodes() == 1
+
+
+async def test_a_replica_that_a_peer_spares_the_work_does_not_ask_for_the_bytes(start: Start) -> None:
+    a, b = await start(), await start()
+    file = new_photo()
+    (image,) = await a.client.submit([file])
+    await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest), within_s=10)
+    (known,) = await b.client.submit([file])
+    assert known.cached
+    found = await asyncio.to_thread(scrape, b.server.watch.endpoint, 10)
+    assert found.total("uploaded_bytes_total") == 0
+
+
+async def test_an_image_sent_to_two_replicas_at_once_is_encoded_by_one(start: Start) -> None:
+    a, b = await start(), await start()
+    file = new_photo()
+    with a.gate.closed():
+        (first,) = await a.client.submit([file])
+        (second,) = await b.client.submit([file])
+        assert not second.cached
+        waiting = asyncio.create_task(b.fetch(second.digest))
+        await asyncio.sleep(0.3)
+        assert not waiting.done(), "the lease is with the other replica"
+    assert (await waiting).source == "peer"
+    assert (await a.fetch(first.digest)).error is None
+    assert (await a.encodes(), await b.encodes()) == (1, 0)
+
+
+async def test_what_a_killed_replica_began_is_finished_from_the_shared_source(start: Start) -> None:
+    a, b = await start(), await start()
+    with a.gate.closed():
+        (image,) = await a.client.submit([new_photo()])
+        await soon(lambda: a.server._fleet.sharing.shared == 1, within_s=10)
+        await a.die()
+        # B's caller knows nothing but the digest.
+        finished = await b.fetch(image.digest)
+    assert (finished.error, finished.source) == (None, "encoded")
+    assert await b.encodes() == 1
+
+
+async def test_bytes_sent_to_a_second_replica_are_encoded_there_when_the_first_dies_without_them(
+    start: Start,
+) -> None:
+    a, b = await start(), await start()
+    file = new_photo()
+    call = await _named_only(a, file)
+    (image,) = await b.client.submit([file])
+    assert image.error is None
+    await a.die()
+    assert (await b.fetch(image.digest)).source == "encoded"
+    call.cancel()
+
+
+async def test_a_caller_that_leaves_before_its_bytes_gives_the_lease_back_at_once(start: Start) -> None:
+    a, b = await start(), await start()
+    file = new_photo()
+    call = await _named_only(a, file)
+    (image,) = await b.client.submit([file])
+    call.cancel()
+    async with asyncio.timeout(4):
+        assert (await b.fetch(image.digest)).source == "encoded"
+
+
+async def test_a_caller_that_stalls_with_its_bytes_stalls_nobody_else(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_service.encoder.UPLOAD_WAIT_S", 0.5)
+    a, b = await start(), await start()
+    file = new_photo()
+    call = await _named_only(a, file)
+    (image,) = await b.client.submit([file])
+    assert (await b.fetch(image.digest)).source == "encoded"
+    call.cancel()
+    assert (await a.encodes(), await b.encodes()) == (0, 1)
+
+
+async def test_a_stale_location_costs_one_try(start: Start) -> None:
+    a, b = await start(), await start()
+    file = new_photo()
+    (image,) = read_images([file], b.client.description.geometry)
+    address = b.server._model.recipe.address(ImageRef(image.digest))
+    await a.server.index.publish(grids([address]), Tier.HOST)  # which it does not hold
+    (submitted,) = await b.client.submit([file])
+    assert submitted.cached
+    found = await b.fetch(image.digest)
+    assert (found.error, found.source) == (None, "encoded")
+    assert not await b.server.index.locate([address]), "the location was taken out"
+
+
+async def test_a_peer_that_cannot_be_reached_is_gone_round_and_stays_in_the_index(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hole:  # takes connections, never answers
+        a = await start(advertise=f"127.0.0.1:{hole.getsockname()[1]}")
+        b, c = await start(), await start()
+        images = await a.client.submit([new_photo() for _ in range(6)])
+        assert [(await a.fetch(image.digest)).error for image in images] == [None] * 6
+        await soon(lambda: c.locates(images[-1].digest), within_s=10)
+        async with asyncio.timeout(30):
+            found = [await b.fetch(image.digest) for image in images]
+        assert {(outcome.error, outcome.source) for outcome in found} == {(None, "encoded")}
+        # What B encoded is now at two replicas; that B could not reach A is B's own affair.
+        address = found[0].address
+        at = {location.replica_id for location in (await c.server.index.locate([address]))[address]}
+        assert a.server.replica_id in at
+
+
+async def test_encoding_is_chosen_over_a_slow_peer_and_no_lease_stands_in_the_way(start: Start) -> None:
+    a, b = await start(), await start()
+    (warm,) = await b.client.submit([new_photo()])
+    await b.fetch(warm.digest)  # B knows how fast it encodes
+    file = new_photo()
+    with a.gate.closed():
+        await a.client.submit([file])
+        (image,) = await b.client.submit([file])
+    await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest), within_s=10)
+    b.server._peers.bytes_per_s = 1.0
+    async with asyncio.timeout(20):
+        assert (await b.fetch(image.digest)).source == "encoded"
+
+
+async def test_replicas_that_hold_nothing_do_not_ask_each_other_in_circles(start: Start) -> None:
+    a, b = await start(), await start()
+    image = read_images([new_photo()], a.client.description.geometry)[0]
+    address = a.server._model.recipe.address(ImageRef(image.digest))
+    for replica in (a, b):
+        await replica.server.index.publish(grids([address]), Tier.HOST)
+    async with asyncio.timeout(20):
+        outcomes = await asyncio.gather(*(r.fetch(image.digest, grace_ms=500) for r in (a, b)))
+    assert [type(outcome.error) for outcome in outcomes] == [UnknownImageError] * 2
+
+
+async def test_a_client_of_the_fleet_goes_on_when_a_replica_dies_with_its_images(start: Start) -> None:
+    replicas = [await start() for _ in range(3)]
+    files = [new_photo(200, 200) for _ in range(12)]
+    async with await EncoderClient.connect([replica.endpoint for replica in replicas]) as client:
+        with replicas[0].gate.closed():
+            images = await client.submit(files)
+            assert [image.error for image in images] == [None] * len(files)
+            await replicas[0].die()
+            async with asyncio.timeout(60):
+                async with client.fetch([RowRequest(i.digest) for i in images], shm=False) as stream:
+                    outcomes = [outcome async for outcome in stream]
+    assert [outcome.error for outcome in outcomes] == [None] * len(files)
+    assert sorted(outcome.index for outcome in outcomes) == list(range(len(files)))
+    assert sum([await replica.encodes() for replica in replicas[1:]]) <= len(files)
+
+
+async def test_a_drained_replica_leaves_its_images_to_the_others(start: Start) -> None:
+    a, b = await start(), await start()
+    async with await EncoderClient.connect([a.endpoint, b.endpoint]) as client:
+        images = await client.submit([new_photo(200, 200) for _ in range(8)])
+        await a.server.drain()
+        async with client.fetch([RowRequest(i.digest) for i in images], shm=False, timeout_s=60) as stream:
+            assert [outcome.error async for outcome in stream] == [None] * len(images)
+
+
+async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start: Start) -> None:
+    a, b, c = await start(hand_over_s=20), await start(), await start()
+    images = await a.client.submit([new_photo(200, 200) for _ in range(4)])
+    made = [await a.fetch(image.digest) for image in images]
+    await soon(lambda: b.locates(images[-1].digest), within_s=10)
+    await b.fetch(images[0].digest)  # which a peer holds already
+    await soon(lambda: len(a.server.index.peers()) == 2, within_s=10)
+    await a.server.drain()
+    await soon(
+        lambda: not any(r.server.index.peers()[1:] for r in (b, c)), within_s=10
+    )  # they know that A has left
+    for image, before in zip(images, made, strict=True):
+        after = await c.fetch(image.digest)
+        assert after.source in ("host", "peer")
+        assert np.array_equal(after.array, before.array)
+    assert (await b.encodes(), await c.encodes()) == (0, 0)
+
+
+async def test_another_processor_in_the_same_namespace_is_refused_with_both_fingerprints(
+    start: Start, config: Config, model: Model
+) -> None:
+    a = await start()
+    recipe = replace(model.recipe, processor=bytes(32))
+    settings = a.server._config
+    other = Server(replace(settings, listen="127.0.0.1:0"), replace(model, recipe=recipe))
+    with pytest.raises(ConfigError, match=r"another model or processor") as refusal:
+        await other.start()
+    for processor in (model.recipe.processor, recipe.processor):
+        assert processor[:8].hex() in str(refusal.value)
+
+
+async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
+    """Name an image to a replica and leave it waiting for the bytes; cancel what is returned to leave."""
+    connection = await Connection.open(replica.endpoint)
+    call = EncoderServiceStub(connection.channel).Submit()
+    (image,) = read_images([file], connection.description.geometry)
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    await call.write(
+        pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(index=0, digest=image.digest)]))
+    )
+    answer = await call.read()
+    assert answer.state.state == pb.STATE_NEEDS_BYTES
+    return cast("asyncio.Future[None]", call)
+
+
+async def test_unknown_digests_cost_the_index_a_few_questions_however_many_wait(start: Start) -> None:
+    a, b = await start(), await start()
+    await soon(lambda: bool(a.server.index.peers()), within_s=10)
+    before = await _index_calls(a)
+    images = [pb.FetchImage(index=n, digest=n.to_bytes(32, "big")) for n in range(200)]
+    async with grpc.aio.insecure_channel(a.server.endpoint) as channel:
+        call = EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images, grace_ms=1500))
+        outcomes = [message.error.code async for message in call]
+    assert outcomes == [Status.NOT_FOUND.value] * 200
+    # Two for the call, two for each sweep; a replica that waits for each by itself asks a thousand times.
+    assert await _index_calls(a) - before < 50
+    assert await b.encodes() == 0
+
+
+async def _index_calls(replica: Replica) -> float:
+    found = await asyncio.to_thread(scrape, replica.server.watch.endpoint, 10)
+    return sum(
+        found.total("index_call_seconds_count", call=name) for name in ("locate", "get_source", "sources")
+    )

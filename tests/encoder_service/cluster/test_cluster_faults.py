@@ -1,0 +1,274 @@
+"""Bad days of a fleet, under load: every image ends in its rows or one error, in time, and is encoded once per life."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest, read_images
+from prefill_client.transport.connection import Connection
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo
+from testing.redis_servers import RedisServer, redis_server
+from testing.replicas import ReplicaProcess, fleet_of, start_all
+from testing.server_process import ServerStartError
+from testing.traffic import Supply, Traffic, marked
+from tests.cluster_load import alone, encodes, joined, seeds, steady, traffic
+from tests.waiting import soon
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+# What a death may cost: two seconds until its heartbeat has lapsed, and encoding once more on a machine that is busy.
+BUMP_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def three(checkpoint: Path, redis: RedisServer) -> Iterator[Sequence[ReplicaProcess]]:
+    with fleet_of([ReplicaProcess(checkpoint, n, index=redis.url) for n in range(3)]) as replicas:
+        yield replicas
+
+
+@pytest.fixture
+async def fleet(three: Sequence[ReplicaProcess], redis: RedisServer) -> Sequence[ReplicaProcess]:
+    """Three replicas that see each other, whatever the last test did to them."""
+    if redis.process is None:
+        redis.start()
+    await asyncio.to_thread(start_all, three)
+    await joined(three)
+    return three
+
+
+async def test_in_the_steady_state_each_image_is_encoded_once_per_fleet(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    await steady(fleet, prompts=40)
+
+
+async def test_a_replica_killed_while_it_encodes_costs_a_moment_and_no_image(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    victim, *others = fleet
+    before = await encodes(others)
+    async with traffic(fleet, workers=6) as load:
+        await load.more(15)
+        await soon(lambda: asyncio.to_thread(_encodes_now, victim), within_s=30)
+        victim.kill()
+        killed_s = time.monotonic()
+        await load.more(40)
+    assert load.errors == []
+    # Of what the victim had encoded, some was asked for again: once more per death, and only at one other.
+    assert await encodes(others) - before <= load.distinct
+    assert max(served.seconds for served in load.since(killed_s)) < BUMP_S
+
+
+def _encodes_now(replica: ReplicaProcess) -> bool:
+    return replica.metrics().total("queue_images") > 0
+
+
+async def test_a_replica_killed_while_it_streams_is_gone_on_from_elsewhere(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    base, seed = photo(1280, 720, 1), next(seeds) << 32
+    files = [marked(base, seed + n) for n in range(24)]  # 1.8 MB of rows each
+    before = await encodes(fleet[1:])
+    async with await EncoderClient.connect([r.endpoint for r in fleet], timeout_s=30) as client:
+        images = await client.submit(files)
+        assert [image.error for image in images] == [None] * len(files)
+        seen = []
+        async with client.fetch([RowRequest(i.digest) for i in images], shm=False, timeout_s=90) as stream:
+            async for outcome in stream:
+                assert outcome.error is None
+                assert outcome.array.shape[0] == images[outcome.index].tokens
+                seen.append(outcome.index)
+                if len(seen) == 4:
+                    fleet[0].kill()
+    assert sorted(seen) == list(range(len(files)))
+    assert await encodes(fleet[1:]) - before <= len(files)
+
+
+async def test_a_replica_killed_while_it_holds_leases_gives_them_up_by_dying(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    victim, *others = fleet
+    base, seed = photo(200, 200, 1), next(seeds) << 32
+    files = [marked(base, seed + n) for n in range(8)]
+    connection = await Connection.open(victim.endpoint)
+    named = read_images(files, connection.description.geometry)
+    call = EncoderServiceStub(connection.channel).Submit()
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    names = [pb.ImageName(index=n, digest=image.digest) for n, image in enumerate(named)]
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
+    for _ in names:
+        assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
+    before = await encodes(others)
+    async with await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as client:
+        images = await client.submit(files)
+        victim.kill()
+        killed_s = time.monotonic()
+        async with client.fetch([RowRequest(i.digest) for i in images], timeout_s=60) as stream:
+            assert [outcome.error async for outcome in stream] == [None] * len(files)
+    assert time.monotonic() - killed_s < BUMP_S
+    assert await encodes(others) - before == len(files)
+
+
+async def test_a_client_of_a_dead_replica_finds_what_it_began_by_its_digest_alone(
+    fleet: Sequence[ReplicaProcess],
+) -> None:
+    victim, *others = fleet
+    base, seed = photo(1280, 720, 2), next(seeds) << 32
+    files = [marked(base, seed + n) for n in range(6)]
+    async with await EncoderClient.connect(victim.endpoint, timeout_s=30) as sender:
+        shared = await _shared(victim)
+        images = await sender.submit(files)
+        assert [image.error for image in images] == [None] * len(files)
+        await soon(lambda: _shared_more(victim, shared + len(files)), within_s=30)
+        victim.kill()
+    async with (
+        await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as reader,
+        reader.fetch([RowRequest(i.digest) for i in images], timeout_s=60) as stream,
+    ):
+        assert [outcome.error async for outcome in stream] == [None] * len(files)
+
+
+async def _shared(replica: ReplicaProcess) -> int:
+    """Image files that it has shared."""
+    found = await asyncio.to_thread(replica.metrics)
+    return int(found.total("sources_offered_total", outcome="shared"))
+
+
+async def _shared_more(replica: ReplicaProcess, files: int) -> bool:
+    return await _shared(replica) >= files
+
+
+async def test_redis_killed_and_back_empty_costs_no_image_and_the_fleet_is_one_again(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    async with traffic(fleet) as load:
+        await load.more(10)
+        redis.kill()
+        await load.more(20)
+        redis.start()
+        await load.more(10)
+        await joined(fleet)
+        await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+async def test_redis_paused_for_ten_seconds_costs_no_image(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    async with traffic(fleet) as load:
+        await load.more(10)
+        redis.pause()
+        paused_s = time.monotonic()
+        try:
+            await load.more(10)
+            await asyncio.sleep(max(0.0, paused_s + 10 - time.monotonic()))
+        finally:
+            redis.resume()
+        await joined(fleet)
+        await load.more(10)
+    assert load.errors == []
+    assert max(served.seconds for served in load.since(paused_s)) < BUMP_S
+    await steady(fleet)
+
+
+async def test_redis_out_of_memory_costs_no_image(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    with redis.client() as client:
+        async with traffic(fleet) as load:
+            await load.more(10)
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("maxmemory", 1)
+            await load.more(20)
+            client.config_set("maxmemory", 0)
+            await joined(fleet)
+            await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+async def test_redis_on_a_full_disk_costs_no_image(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer
+) -> None:
+    with redis.client() as client, _unwritable(redis):
+        async with traffic(fleet) as load:
+            await load.more(10)
+            client.config_set("save", "3600 1")  # from here a snapshot that fails stops all writes
+            client.bgsave()
+            await soon(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", within_s=30)
+            await load.more(20)
+            assert await alone(fleet[0])
+            client.config_set("save", "")
+            client.config_set("stop-writes-on-bgsave-error", "no")
+            await joined(fleet)
+            await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+@contextmanager
+def _unwritable(redis: RedisServer) -> Iterator[None]:
+    """Take the folder of its snapshots from under the server."""
+    shutil.rmtree(redis.folder)
+    try:
+        yield
+    finally:
+        redis.folder.mkdir()
+
+
+async def test_a_stale_location_costs_one_try(fleet: Sequence[ReplicaProcess], redis: RedisServer) -> None:
+    endpoints, supply = [replica.endpoint for replica in fleet], Supply(seed=next(seeds))
+    async with Traffic(endpoints, supply) as load:
+        await load.more(10)
+    # What the replica published outlives it in Redis; its new life, under the same endpoint, holds none of it.
+    fleet[0].kill()
+    await asyncio.to_thread(start_all, fleet)
+    supply.shared = 1.0  # only what was sent before
+    async with Traffic(endpoints, supply) as again:
+        await again.more(20)
+    assert load.errors + again.errors == []
+
+
+async def test_a_rolling_restart_under_load_loses_nothing(fleet: Sequence[ReplicaProcess]) -> None:
+    async with traffic(fleet, pause_s=0.02) as load:
+        for replica in fleet:
+            await load.more(10)
+            assert await asyncio.to_thread(replica.process.terminate, 40) == 0
+            await asyncio.to_thread(replica.start)
+            await joined(fleet)
+        await load.more(10)
+    assert load.errors == []
+    await steady(fleet)
+
+
+async def test_another_processor_in_the_namespace_is_refused_and_another_model_is_none_of_its_business(
+    fleet: Sequence[ReplicaProcess], redis: RedisServer, tmp_path: Path
+) -> None:
+    checkpoint = fleet[0]._model
+    shutil.copytree(checkpoint, tmp_path / "processor")
+    settings = tmp_path / "processor" / "preprocessor_config.json"
+    settings.write_text(settings.read_text().replace('"shortest_edge": 65536', '"shortest_edge": 131072'))
+    stranger = ReplicaProcess(tmp_path / "processor", 8, index=redis.url)
+    with pytest.raises(ServerStartError, match=r"another model or processor"):
+        await asyncio.to_thread(stranger.start)
+
+    other = ReplicaProcess(write_checkpoint(tmp_path / "model", seed=7), 9, index=redis.url)
+    with fleet_of([other]):
+        assert (await asyncio.to_thread(other.metrics)).total("index_peers") == 0
+        await steady(fleet)
+        await steady([other])

@@ -1,0 +1,122 @@
+"""What a replica confirms of an image that a peer holds or is encoding: the image's own grid, or nothing."""
+
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from encoder_contract.errors import Status
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client.client import EncoderClient
+from prefill_client.images import read_images
+from testing.photos import photo
+from tests.calls import named, naming, raw_submit, stub
+from tests.cluster_replica import Replica, Start, starting
+from tests.waiting import soon
+
+numbers = itertools.count(70_000)
+IMPOSSIBLE = {
+    "empty": pb.Grid(t=1, h=0, w=0),
+    "half a token": pb.Grid(t=1, h=3, w=20),
+    "a film": pb.Grid(t=2, h=20, w=20),
+    "tokens past 32 bits": pb.Grid(t=1, h=2**32 - 2, w=2**32 - 2),
+    "over the model's size": pb.Grid(t=1, h=512, w=512),
+}
+
+
+def new_photo(width: int = 300, height: int = 280) -> bytes:
+    return photo(width, height, next(numbers))
+
+
+@pytest.fixture
+async def start(config: Config, model: Model, redis_url: str) -> AsyncIterator[Start]:
+    async with starting(config, model, redis_url) as start:
+        yield start
+
+
+def grid_of(replica: Replica, file: bytes) -> pb.Grid:
+    (image,) = read_images([file], replica.client.description.geometry)
+    return pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w)
+
+
+async def held_by(replica: Replica, seen_by: Replica) -> bytes:
+    """Have `replica` hold a new photo, and `seen_by` know it."""
+    file = new_photo()
+    (image,) = await replica.client.submit([file])
+    assert (await replica.fetch(image.digest)).error is None
+    await soon(lambda: seen_by.locates(image.digest), within_s=30)
+    return file
+
+
+async def first_answers(client: EncoderClient, *names: pb.ImageName) -> dict[int, pb.ImageState]:
+    """Name images, read one answer each, and leave."""
+    call = (await stub(client)).Submit(timeout=30)
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    await call.write(naming(*names))
+    states = [(await call.read()).state for _ in names]
+    call.cancel()
+    return {state.index: state for state in states}
+
+
+async def test_what_a_peer_holds_is_confirmed_with_the_images_own_grid(start: Start) -> None:
+    a, b = await start(), await start()
+    file = await held_by(a, seen_by=b)
+    (state,) = (await first_answers(b.client, named(0, file)[0])).values()
+    assert (state.state, state.grid) == (pb.STATE_CACHED, grid_of(b, file))
+    assert state.tokens == state.grid.h * state.grid.w // 4
+
+
+async def test_a_wrong_grid_for_what_a_peer_holds_is_never_confirmed_and_the_header_refutes_it(
+    start: Start,
+) -> None:
+    a, b = await start(), await start()
+    file = await held_by(a, seen_by=b)
+    wrong = pb.Grid(t=1, h=2, w=2)
+    states = await raw_submit(b.client, [named(0, file, grid=wrong)])
+    assert [state.state for state in states[0]] == [pb.STATE_NEEDS_BYTES, pb.STATE_FAILED]
+    assert states[0][-1].error.code == Status.INVALID_ARGUMENT.value
+
+
+async def test_a_wrong_grid_for_what_a_peer_is_encoding_is_refuted_by_the_bytes_at_hand(start: Start) -> None:
+    a, b = await start(), await start()
+    file = new_photo()
+    with a.gate.closed():
+        await a.client.submit([file])
+        (image,) = await b.client.submit([file])  # B keeps the bytes; the lease is A's
+        right, wrong = named(0, file)[0], named(1, file, grid=pb.Grid(t=1, h=2, w=2))[0]
+        states = await first_answers(b.client, right, wrong)
+    assert (states[0].state, states[0].grid) == (pb.STATE_QUEUED, grid_of(b, file))
+    assert states[1].error.code == Status.INVALID_ARGUMENT.value
+    assert (await b.fetch(image.digest)).error is None
+
+
+@pytest.mark.parametrize("grid", IMPOSSIBLE.values(), ids=list(IMPOSSIBLE))
+async def test_a_grid_that_no_image_has_fails_its_image_and_nobody_elses(start: Start, grid: pb.Grid) -> None:
+    a, b = await start(), await start()
+    held, unknown = await held_by(a, seen_by=b), new_photo()
+    names = [named(n, file, grid=grid)[0] for n, file in enumerate((held, unknown))]
+    states = await first_answers(b.client, *names, named(2, held)[0])
+    for n in (0, 1):
+        assert states[n].state == pb.STATE_FAILED
+        assert states[n].error.code == Status.INVALID_ARGUMENT.value
+    assert states[2].state == pb.STATE_CACHED
+
+
+async def test_a_peer_that_holds_the_thinnest_image_is_believed(
+    config: Config, model: Model, redis_url: str
+) -> None:
+    small = replace(model.processor.geometry, min_pixels=1 << 16, max_pixels=1 << 16)
+    thin = replace(model, processor=replace(model.processor, geometry=small))
+    async with starting(config, thin, redis_url) as start:
+        a, b = await start(), await start()
+        (image,) = await a.client.submit([new_photo(2000, 10)])
+        made = await a.fetch(image.digest)
+        assert image.tokens > small.max_pixels // small.factor**2 + 1
+        await soon(lambda: b.locates(image.digest), within_s=30)
+        brought = await b.fetch(image.digest)
+        assert (brought.error, brought.source) == (None, "peer")
+        assert np.array_equal(brought.array, made.array)

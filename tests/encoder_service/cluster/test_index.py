@@ -1,0 +1,164 @@
+"""Who has what: the contract of an index, kept by memory, by Redis (installed and 6.2) and by a Redis Cluster alike."""
+
+import pytest
+from redis.exceptions import ResponseError
+
+from encoder_contract.errors import InvalidRequestError, ModelMismatchError
+from encoder_contract.geometry import Grid
+from encoder_service.cluster.index import (
+    IndexState,
+    Location,
+    RedisIndex,
+    Replica,
+    Tier,
+)
+from tests.index_replicas import MODEL, PROCESSOR, Join, as_replica, grids, new_addresses, redis_settings
+from tests.waiting import soon
+
+
+async def test_what_one_publishes_all_others_locate_and_itself_does_not(join: Join) -> None:
+    a, b, c = await join("a"), await join("b"), await join("c")
+    held, other = new_addresses(40), new_addresses(1)
+    of = {address: Grid(1, 2 * n, 70_000) for n, address in enumerate(held)}
+    await a.publish(of, Tier.HOST)
+    expected = {address: (Location("a", "a.example:50051", Tier.HOST, of[address]),) for address in held}
+    assert await b.locate(held + other) == expected
+    assert await c.locate(held + held) == expected
+    assert await a.locate(held) == {}
+
+
+async def test_publishing_again_moves_the_tier_and_retracting_ends_it(join: Join) -> None:
+    a, b, c = await join("a"), await join("b"), await join("c")
+    (address,) = new_addresses(1)
+    await a.publish(grids([address]), Tier.DEVICE)
+    await b.publish(grids([address]), Tier.HOST)
+    await a.publish(grids([address]), Tier.HOST)
+    assert {place.replica_id: place.tier for place in (await c.locate([address]))[address]} == {
+        "a": Tier.HOST,
+        "b": Tier.HOST,
+    }
+    await a.retract([address])
+    assert [place.replica_id for place in (await c.locate([address]))[address]] == ["b"]
+    await b.retract([address])
+    assert await c.locate([address]) == {}
+
+
+async def test_a_stale_location_can_be_retracted_by_whoever_found_out(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    (address,) = new_addresses(1)
+    await a.publish(grids([address]), Tier.HOST)
+    assert address in await b.locate([address])
+    await b.retract([address], replica_id="a")
+    assert await b.locate([address]) == {}
+    await b.retract([address], replica_id="nobody")
+
+
+async def test_a_restarted_replica_is_not_asked_for_what_its_earlier_life_held(join: Join) -> None:
+    a, b = await join("a", epoch=1), await join("b")
+    addresses = new_addresses(2)
+    await a.publish(grids(addresses), Tier.HOST)
+    assert set(await b.locate(addresses)) == set(addresses)
+    await a.close()
+    await join("a", epoch=2)
+
+    async def renewed() -> bool:
+        return [peer.epoch for peer in b.peers()] == [2]
+
+    await soon(renewed, within_s=3)
+    assert await b.locate(addresses) == {}
+
+
+async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+
+    async def both() -> bool:
+        return [p.replica_id for p in a.peers()] == ["b"] and [p.replica_id for p in b.peers()] == ["a"]
+
+    await soon(both, within_s=3)
+    assert a.peers()[0].endpoint == "b.example:50051"
+    held, working = new_addresses(2)
+    await b.publish(grids([held]), Tier.HOST)
+    await b.acquire([working])
+    await b.leave()
+    assert b.state is IndexState.LEFT
+
+    async def alone() -> bool:
+        return a.peers() == ()
+
+    await soon(alone, within_s=1.0)  # a departure is not waited for as a death is
+    assert await a.locate([held]) == {}
+    assert (await a.acquire([working])).granted == {working}
+
+
+async def test_one_that_left_is_answered_as_by_an_empty_index(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    addresses = new_addresses(2)
+    await a.publish(grids(addresses), Tier.HOST)
+    await b.leave()
+    assert await b.locate(addresses) == {}
+    assert (await b.acquire(addresses)).granted == frozenset(addresses)
+    assert await b.wait_published(addresses[0], 5.0) == ()
+    assert not await b.put_source(b"key", b"image")
+    await b.publish(grids(addresses), Tier.HOST)
+    assert [place.replica_id for place in (await a.acquire(addresses)).located.get(addresses[0], ())] == []
+
+
+@pytest.mark.parametrize("other", [{"model": b"x" * 32}, {"processor": b"x" * 32}])
+async def test_a_replica_with_another_model_is_refused(join: Join, other: dict[str, bytes]) -> None:
+    a = await join("a")
+    with pytest.raises(ModelMismatchError, match=r"a serves|b serves"):
+        await join("b", **other)
+    assert a.state is IndexState.JOINED
+    assert a.peers() == ()
+
+
+async def test_sources_are_shared_within_their_limit(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    key, too_large = b"digest" * 5 + b"salt", b"other"
+    image = bytes(range(256)) * 1000
+    assert await a.put_source(key, image)
+    assert await b.get_source(key) == image
+    assert not await a.put_source(too_large, bytes((1 << 20) + 1))
+    assert await b.get_source(too_large) is None
+
+
+async def test_an_empty_batch_is_no_call(join: Join) -> None:
+    a = await join("a")
+    assert await a.locate([]) == {}
+    assert await a.acquire([]) == (await a.acquire([]))
+    await a.publish(grids([]), Tier.HOST)
+    assert await a.renew([]) == frozenset()
+
+
+async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    addresses = new_addresses(700)
+    assert len((await a.acquire(addresses)).granted) == 700
+    await a.publish(grids(addresses), Tier.HOST)
+
+    async def all_are_located() -> bool:  # a busy machine may have struck A off the roll for a moment
+        return len(await b.locate(addresses)) == 700
+
+    await soon(all_are_located, within_s=20)
+
+
+def test_a_replica_that_could_not_be_written_down_is_refused() -> None:
+    with pytest.raises(InvalidRequestError):
+        Replica("a", 1, "two words", MODEL, PROCESSOR)
+
+
+async def test_a_single_server_url_to_a_cluster_node_says_so_and_stays_alone(cluster_url: str) -> None:
+    reasons: list[str] = []
+    node = "redis://" + cluster_url.removeprefix("redis+cluster://").split(",")[0]
+    index = RedisIndex(redis_settings(node, "wrong"), held=list, load=lambda: 0.0)
+    try:
+        await index.register(as_replica("a"))
+        # The roll may live on this very node; any batch of addresses does not.
+        answer = await index.acquire(new_addresses(32))
+        assert len(answer.granted) == 32
+        assert index.state is IndexState.ALONE
+    except ResponseError as escaped:
+        reasons.append(str(escaped))
+    finally:
+        await index.close()
+    assert reasons == []

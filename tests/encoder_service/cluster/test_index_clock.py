@@ -1,0 +1,61 @@
+"""Redis's clock set forward or back: what it leaves on the roll is written there by hand, as the clock is not ours."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from encoder_service.cluster.index import IndexState
+from encoder_service.cluster.index.schema import Keys
+from testing.redis_servers import redis_server
+from tests.index_replicas import JoinWatched, new_addresses, watched_replicas
+from tests.waiting import soon
+
+ROLL = Keys("bad-days").roll
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+async def join() -> AsyncIterator[JoinWatched]:
+    async with watched_replicas() as join:
+        yield join
+
+
+async def test_the_dead_do_not_linger_when_the_clock_is_set_back(join: JoinWatched) -> None:
+    with redis_server() as server:
+        a, dead = await join(server.url, "a"), await join(server.url, "dead")
+        await soon(lambda: [peer.replica_id for peer in a.index.peers()] == ["dead"], within_s=10)
+        with server.client() as client:
+            entry = client.hget(ROLL, "dead")
+            await dead.index.close()
+            client.hset(ROLL, "dead", b"%d %s" % (int(entry.split()[0]) + HOUR_MS, entry.split(b" ", 1)[1]))
+        await soon(lambda: a.index.peers() == (), within_s=20)
+        assert a.index.state is IndexState.JOINED
+
+
+async def test_a_fleet_struck_off_by_a_clock_set_forward_is_whole_again_with_the_next_heartbeats(
+    join: JoinWatched,
+) -> None:
+    with redis_server() as server:
+        a, b = await join(server.url, "a"), await join(server.url, "b")
+        held, leased = new_addresses(4), new_addresses(4)
+        await a.hold(held)
+        assert (await a.index.acquire(leased)).granted == set(leased)
+        with server.client() as client:
+            for name, record in client.hgetall(ROLL).items():
+                client.hset(ROLL, name, b"1 " + record.split(b" ", 1)[1])
+            for address in held + leased:  # Redis counts times to live by the same clock
+                client.delete(Keys("bad-days").location(address), Keys("bad-days").lease(address))
+
+        async def whole() -> bool:
+            seen = [peer.replica_id for each in (a, b) for peer in each.index.peers()]
+            located = await b.index.locate(held)
+            return sorted(seen) == ["a", "b"] and set(located) == set(held)
+
+        await soon(whole, within_s=20)
+
+        async def leases_are_back() -> bool:
+            with server.client() as client:
+                return all(client.exists(Keys("bad-days").lease(address)) for address in leased)
+
+        await soon(leases_are_back, within_s=20)
+        assert {each.index.state for each in (a, b)} == {IndexState.JOINED}

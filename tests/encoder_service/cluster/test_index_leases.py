@@ -1,0 +1,183 @@
+"""Who encodes what: leases, and waiting for what another encodes. By memory, Redis and Redis Cluster alike."""
+
+import asyncio
+import time
+
+import pytest
+
+from encoder_service.cluster.index import (
+    Location,
+    RedisIndex,
+    Tier,
+)
+from tests.index_replicas import (
+    GRID,
+    HEARTBEAT_MS,
+    LEASE_TTL_MS,
+    REPLICA_TTL_MS,
+    Join,
+    as_replica,
+    grids,
+    new_addresses,
+    numbers,
+    redis_settings,
+)
+from tests.waiting import soon
+
+
+async def test_an_address_is_granted_to_one_replica_only(join: Join) -> None:
+    replicas = [await join(name) for name in "abcd"]
+    addresses = new_addresses(32)
+    answers = await asyncio.gather(*(replica.acquire(addresses) for replica in replicas))
+    granted = [address for answer in answers for address in answer.granted]
+    assert sorted(granted) == sorted(addresses)
+    assert all(answer.located == {} for answer in answers)
+
+
+async def test_asking_again_for_a_lease_grants_it_again(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    addresses = new_addresses(3)
+    assert (await a.acquire(addresses)).granted == frozenset(addresses)
+    assert (await a.acquire(addresses)).granted == frozenset(addresses)
+    assert (await b.acquire(addresses)).granted == frozenset()
+
+
+async def test_what_a_peer_holds_is_located_instead_of_granted(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    held, free = new_addresses(2), new_addresses(2)
+    await a.acquire(held)
+    await a.publish(grids(held), Tier.HOST)
+    answer = await b.acquire(held + free)
+    assert answer.granted == frozenset(free)
+    assert set(answer.located) == set(held)
+
+
+async def test_a_location_that_just_failed_does_not_keep_one_from_encoding(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    (address,) = new_addresses(1)
+    await a.publish(grids([address]), Tier.HOST)
+    await b.locate([address])
+    assert (await b.acquire([address], without={"a"})).granted == {address}
+
+
+async def test_what_only_we_published_and_lost_is_granted_to_us(join: Join) -> None:
+    a = await join("a")
+    (address,) = new_addresses(1)
+    await a.publish(grids([address]), Tier.HOST)
+    assert (await a.acquire([address])).granted == {address}
+
+
+async def test_a_released_lease_goes_to_the_next_who_asks(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    addresses = new_addresses(2)
+    await a.acquire(addresses)
+    await b.release(addresses)
+    assert (await b.acquire(addresses)).granted == frozenset()
+    await a.release(addresses)
+    assert (await b.acquire(addresses)).granted == frozenset(addresses)
+
+
+async def test_renewing_keeps_ours_takes_the_free_and_leaves_those_of_others(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    ours, free, theirs = new_addresses(3)
+    await a.acquire([ours])
+    await b.acquire([theirs])
+    assert await a.renew([ours, free, theirs]) == {ours, free}
+
+
+async def test_a_living_holder_keeps_its_lease_beyond_the_time_to_live(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    (address,) = new_addresses(1)
+    await a.acquire([address])
+    await asyncio.sleep(2 * LEASE_TTL_MS / 1000)
+    assert (await b.acquire([address])).granted == frozenset()
+
+
+@pytest.mark.parametrize("lease_ttl_ms", [LEASE_TTL_MS, 60_000])
+async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
+    join: Join, lease_ttl_ms: int
+) -> None:
+    a, b, c = [await join(name, lease_ttl_ms=lease_ttl_ms) for name in "abc"]
+    (address,) = new_addresses(1)
+    await a.acquire([address])
+    waiting = [asyncio.create_task(index.wait_published(address, 5.0)) for index in (b, c)]
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    await a.close()
+    assert await asyncio.gather(*waiting) == [(), ()]
+    # Off the roll, the next heartbeat of the others, their next reread; and what a busy machine adds.
+    assert time.monotonic() - began < (REPLICA_TTL_MS + HEARTBEAT_MS) / 1000 + 0.2 + 0.8
+    granted = [(await index.acquire([address])).granted for index in (b, c)]
+    assert sorted(map(len, granted)) == [0, 1]
+
+
+async def test_a_dead_replica_vanishes_from_what_is_located_and_from_what_is_acquired(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    addresses = new_addresses(3)
+    await a.publish(grids(addresses), Tier.HOST)
+    assert set(await b.locate(addresses)) == set(addresses)
+    await a.close()
+
+    async def gone() -> bool:
+        return await b.locate(addresses) == {} and b.peers() == ()
+
+    await soon(gone, within_s=(REPLICA_TTL_MS + 3 * HEARTBEAT_MS) / 1000 + 0.5)
+    assert (await b.acquire(addresses)).granted == frozenset(addresses)
+
+
+async def test_a_waiter_is_told_where_an_address_was_published(join: Join) -> None:
+    a, b, c = await join("a"), await join("b"), await join("c")
+    addresses = new_addresses(8)
+    await a.acquire(addresses)
+    waits = [asyncio.create_task(index.wait_published(x, 5.0)) for index in (b, c) for x in addresses]
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in waits)
+    began = time.monotonic()
+    await a.publish(grids(addresses), Tier.DEVICE)
+    places = await asyncio.gather(*waits)
+    # Far below the reread interval would be flaky here; the hint's own speed has its test below.
+    assert time.monotonic() - began < 1.0
+    assert places == [(Location("a", "a.example:50051", Tier.DEVICE, GRID),)] * 16
+
+
+async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    held, nobody = new_addresses(2)
+    await a.publish(grids([held]), Tier.HOST)
+    began = time.monotonic()
+    assert [place.replica_id for place in await b.wait_published(held, 5.0)] == ["a"]
+    assert await b.wait_published(nobody, 5.0) == ()
+    assert time.monotonic() - began < 1.0
+
+
+async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    slow, given_up = new_addresses(2)
+    await a.acquire([slow, given_up])
+    assert await b.wait_published(slow, 0.1) == ()
+    waiting = asyncio.create_task(b.wait_published(given_up, 5.0))
+    await asyncio.sleep(0.05)
+    await a.release([given_up])
+    assert await asyncio.wait_for(waiting, 1.0) == ()
+
+
+@pytest.mark.parametrize("fixture", ["redis_url", "cluster_url"])
+async def test_a_hint_wakes_a_waiter_long_before_the_next_reread(
+    fixture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_service.cluster.index.waiters.REREAD_S", 30.0)
+    settings = redis_settings(request.getfixturevalue(fixture), f"hints{next(numbers)}")
+    a, b = (RedisIndex(settings, held=list, load=lambda: 0.0) for _ in range(2))
+    try:
+        await a.register(as_replica("a"))
+        await b.register(as_replica("b"))
+        addresses = new_addresses(16)
+        await a.acquire(addresses)
+        waits = [asyncio.create_task(b.wait_published(address, 10.0)) for address in addresses]
+        await asyncio.sleep(0.2)
+        await a.publish(grids(addresses), Tier.HOST)
+        async with asyncio.timeout(2.0):
+            assert all(await asyncio.gather(*waits))
+    finally:
+        await a.close()
+        await b.close()

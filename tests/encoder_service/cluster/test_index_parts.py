@@ -1,0 +1,143 @@
+"""The parts of the index in Redis, each alone: breaker, leases, republishing, URLs."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from encoder_contract.geometry import Grid
+from encoder_service.cluster.index import Tier
+from encoder_service.cluster.index.breaker import LAST_PROBE_S, Breaker
+from encoder_service.cluster.index.connection import RedisUrl
+from encoder_service.cluster.index.leases import Leases
+from encoder_service.cluster.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
+from encoder_service.cluster.index.schema import Roll
+from encoder_service.config import ConfigError
+from tests.index_replicas import GRID, new_addresses
+from tests.waiting import soon
+
+
+def test_a_breaker_counts_overlapping_failures_once_and_opens_on_a_refusal() -> None:
+    now = 0.0
+    breaker = Breaker(clock=lambda: now)
+    breaker.close()
+    now = 10.0
+    for _ in range(50):
+        breaker.failed(9.9)
+    assert not breaker.is_open
+    now = 11.0
+    assert not breaker.failed(10.5)
+    now = 12.0
+    assert breaker.failed(11.5)
+    breaker.close()
+    assert breaker.failed(12.0, refused=True)
+    breaker.succeeded()
+    assert breaker.is_open
+
+
+def test_probes_come_more_and_more_seldom_and_never_all_at_once() -> None:
+    for uniform, share in ((min, 0.5), (max, 1.5)):
+        breaker = Breaker(uniform=uniform)
+        delays = [breaker.probe_delay_s() for _ in range(10)]
+        assert delays[:2] == [0.25 * share, 0.5 * share]
+        assert delays[-1] == LAST_PROBE_S * share
+
+
+def test_a_breaker_that_opens_again_and_again_is_probed_as_seldom_as_one_that_stays_open() -> None:
+    now = 0.0
+    breaker = Breaker(clock=lambda: now, uniform=max)
+    delays = []
+    for _ in range(8):
+        breaker.close()
+        now += 1.0
+        assert breaker.failed(now, refused=True)
+        delays.append(breaker.probe_delay_s())
+        now += delays[-1]
+    assert delays == sorted(delays)
+    assert delays[-1] == LAST_PROBE_S * 1.5
+    breaker.close()
+    now += 60.0
+    breaker.failed(now, refused=True)
+    assert breaker.probe_delay_s() == delays[0]
+
+
+@pytest.mark.parametrize(
+    ("replica_id", "endpoint"),
+    [
+        ("b\nINFO all is well", "b:1"),
+        ("b\x1b[2K", "b:1"),
+        ("", "b:1"),
+        ("b" * 1000, "b:1"),
+        ("b", "b:1\n"),
+        ("b", "b\x1b:1"),
+        ("b", "b"),
+        ("b", "b:1/path"),
+        ("b", "é:1"),
+    ],
+)
+def test_a_replica_whose_names_are_none_is_not_on_the_roll(replica_id: str, endpoint: str) -> None:
+    record = f"9 1 m.p 0.5 {endpoint}"
+    entries = [b"a", b"9 1 m.p 0.5 a.example:50051", replica_id.encode(), record.encode()]
+    (peer,) = Roll.parse(1, entries).peers.values()
+    assert (peer.replica_id, peer.endpoint) == ("a", "a.example:50051")
+
+
+def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_for_ever() -> None:
+    now = 0.0
+    leases = Leases(renew_s=3.0, clock=lambda: now)
+    leases.add([b"a"])
+    assert leases.due() == []
+    now = 3.0
+    assert leases.due() == [b"a"]
+    leases.renewed([b"a", b"ended meanwhile"])
+    assert leases.due() == []
+    leases.mark_due()
+    assert leases.due() == [b"a"]
+    now = 299.0
+    leases.add([b"a", b"b"])
+    now = 302.0
+    assert leases.due() == [b"b"]
+    assert leases.all() == [b"b"]
+
+
+async def test_republishing_is_paced_and_complete() -> None:
+    held = [(address, GRID, Tier(1 + n % 2)) for n, address in enumerate(new_addresses(400))]
+    told: list[tuple[bytes, Grid, Tier]] = []
+    largest = 0
+
+    async def publish(grids: Mapping[bytes, Grid], tier: Tier) -> bool:
+        nonlocal largest
+        largest = max(largest, len(grids))
+        told.extend((address, grid, tier) for address, grid in grids.items())
+        return True
+
+    republisher = Republisher(lambda: held, publish, ttl_s=3600.0)
+    running = asyncio.create_task(republisher.run())
+    republisher.forgotten()
+    began = time.monotonic()
+    await soon(lambda: len(told) == 400, within_s=5)
+    assert time.monotonic() - began > (400 - BATCH_ADDRESSES) / ADDRESSES_PER_S
+    assert sorted(told) == sorted(held)
+    assert largest <= BATCH_ADDRESSES
+    running.cancel()
+
+
+def test_urls_of_a_server_and_of_a_cluster_are_told_apart() -> None:
+    one = RedisUrl("rediss://user:secret@redis:6380/0?ssl_cert_reqs=required")
+    assert not one.is_cluster
+    assert one.urls == ["rediss://user:secret@redis:6380/0?ssl_cert_reqs=required"]
+    for url in ("redis+cluster://:pw@a:1,b:2", "redis://:pw@a:1,b:2?cluster=true"):
+        cluster = RedisUrl(url)
+        assert cluster.is_cluster
+        assert cluster.urls == ["redis://:pw@a:1", "redis://:pw@b:2"]
+        assert cluster.node_url("::1", 7) == "redis://:pw@[::1]:7"
+
+
+@pytest.mark.parametrize(
+    "url", ["", "redis", "http://redis:6379", "redis+sentinel://:secret@redis:1", "redis://"]
+)
+def test_a_url_of_something_else_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis://") as refusal:
+        RedisUrl(url)
+    assert "secret" not in str(refusal.value)

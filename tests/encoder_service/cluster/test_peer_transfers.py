@@ -1,0 +1,190 @@
+"""Transfers from peers that dawdle: each ends in time, and one peer does not keep the others from giving rows."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+
+from encoder_contract.errors import EncoderError, UnavailableError
+from encoder_contract.framing import checksum, frame
+from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.address import ImageRef
+from encoder_service.cluster.coordinator import MAX_OF_ONE_PEER, MAX_TRANSFERS, Fleet
+from encoder_service.cluster.index import Location, MemoryIndex, Tier
+from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
+from encoder_service.store import Pin
+from tests.small_store import WIDTH, make_store
+
+GRID = Grid(1, 16, 16)
+ROWS = RowType(WIDTH, torch.float32, "float32", Geometry(16, 2, 65536, 1 << 24))
+IMAGE = ImageRef(b"d" * 32)
+BYTES = 64 * ROWS.row_bytes
+Answer = Callable[[], AsyncIterator[bytes]]
+# A sound answer may take so long at the most; what a busy machine adds is far less than for ever.
+MOST_S = 2 * SILENCE_S + BYTES / MIN_BYTES_PER_S
+
+
+def ready(**changes: object) -> bytes:
+    fields = {
+        "address": b"a" * 32,
+        "grid": pb.Grid(t=GRID.t, h=GRID.h, w=GRID.w),
+        "row_end": 64,
+        "width": WIDTH,
+        "dtype": "float32",
+        "row_bytes": BYTES,
+        "checksum": checksum([memoryview(bytes(BYTES))]),
+    }
+    return pb.FetchResponse(ready=pb.ImageReady(**fields | changes)).SerializeToString()  # type: ignore[arg-type]
+
+
+async def sound() -> AsyncIterator[bytes]:
+    yield ready()
+    yield frame(0, [memoryview(bytes(BYTES))])
+
+
+async def trickling() -> AsyncIterator[bytes]:
+    yield ready()
+    while True:
+        yield frame(0, [memoryview(b"\0")])
+        await asyncio.sleep(SILENCE_S / 8)
+
+
+async def without_content() -> AsyncIterator[bytes]:
+    yield ready()
+    while True:
+        yield frame(0, [memoryview(b"")])
+        await asyncio.sleep(SILENCE_S / 8)
+
+
+async def announcing_again_and_again() -> AsyncIterator[bytes]:
+    while True:
+        yield ready()
+        await asyncio.sleep(SILENCE_S / 8)
+
+
+async def rows_before_it_says_of_what() -> AsyncIterator[bytes]:
+    while True:
+        yield frame(0, [memoryview(b"")])
+        await asyncio.sleep(SILENCE_S / 8)
+
+
+async def of_another_grid() -> AsyncIterator[bytes]:
+    yield ready(grid=pb.Grid(t=1, h=2, w=2))
+    yield frame(0, [memoryview(bytes(BYTES))])
+
+
+@asynccontextmanager
+async def peer(answer: Answer) -> AsyncIterator[str]:
+    """A peer that answers every Fetch alike; gives its endpoint."""
+
+    async def fetch(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        async for message in answer():
+            yield message
+
+    service, _, method = FETCH.strip("/").partition("/")
+    server = grpc.aio.server()
+    handlers = {method: grpc.unary_stream_rpc_method_handler(fetch)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def fetched(answer: Answer) -> tuple[Grid, Tensor]:
+    peers = Peers(b"m" * 32, b"p" * 32, ROWS)
+    try:
+        async with peer(answer) as endpoint:
+            return await peers.fetch(endpoint, IMAGE, b"a" * 32)
+    finally:
+        await peers.close()
+
+
+async def test_a_sound_peer_is_believed() -> None:
+    grid, rows = await fetched(sound)
+    assert (grid, rows.shape) == (GRID, (64, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [trickling, without_content, announcing_again_and_again, rows_before_it_says_of_what, of_another_grid],
+)
+async def test_a_peer_that_never_gets_anywhere_is_given_up_in_time(answer: Answer) -> None:
+    async with asyncio.timeout(5 * MOST_S):
+        began = time.monotonic()
+        with pytest.raises(EncoderError) as refusal:
+            await fetched(answer)
+    if answer is trickling:
+        assert isinstance(refusal.value, UnavailableError)
+        assert time.monotonic() - began >= BYTES / MIN_BYTES_PER_S
+
+
+async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=1, wait_s=20.0)
+    pin = store.put(b"pinned", torch.zeros(64, WIDTH), GRID)
+
+    async def fetch(_endpoint: str, _image: ImageRef, _address: bytes) -> tuple[Grid, Tensor]:
+        return GRID, torch.zeros(64, WIDTH)
+
+    fleet = Fleet(MemoryIndex(), fetch, store.put)
+    # As on a small machine: the threads that hash and copy are fewer than the transfers.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    names = [n.to_bytes(32, "big") for n in range(MAX_TRANSFERS)]
+    places = [(Location(f"peer-{n}", "peer", Tier.HOST, GRID),) for n in range(MAX_TRANSFERS)]
+    brought = [
+        asyncio.ensure_future(fleet.fetch_from_peer(IMAGE, *each)) for each in zip(names, places, strict=True)
+    ]
+    try:
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(bytes)
+        assert not any(task.done() for task in brought)
+    finally:
+        pin.release()
+        for pinned in await asyncio.gather(*brought, return_exceptions=True):
+            if isinstance(pinned, Pin):
+                pinned.release()
+        await fleet.stop()
+        store.close()
+
+
+async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=8 * MAX_TRANSFERS)
+    under_way: set[bytes] = set()
+
+    async def fetch(endpoint: str, _image: ImageRef, address: bytes) -> tuple[Grid, Tensor]:
+        if endpoint == "slow":
+            under_way.add(address)
+            await asyncio.Event().wait()
+        return GRID, torch.zeros(64, WIDTH)
+
+    fleet = Fleet(MemoryIndex(), fetch, store.put)
+    names = itertools.count()
+
+    def fetch_from_peer(endpoint: str) -> Awaitable[object]:
+        return fleet.fetch_from_peer(
+            IMAGE, next(names).to_bytes(32, "big"), (Location(endpoint, endpoint, Tier.HOST, GRID),)
+        )
+
+    slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]
+    try:
+        async with asyncio.timeout(30):
+            while len(under_way) < MAX_OF_ONE_PEER:
+                await asyncio.sleep(0.01)
+            assert all(await asyncio.gather(*(fetch_from_peer("quick") for _ in range(4 * MAX_TRANSFERS))))
+        assert len(under_way) == MAX_OF_ONE_PEER < MAX_TRANSFERS
+    finally:
+        for task in (*slow, *fleet._fetching.values()):
+            task.cancel()
+        store.close()

@@ -1,0 +1,171 @@
+"""Image files shared with the fleet: behind the answers, bounded, and left alone where Redis is too slow for them."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from encoder_service.address import ImageRef
+from encoder_service.cluster.index import IndexState, RedisIndex, RedisSettings, Watchers
+from encoder_service.cluster.index.schema import Keys
+from encoder_service.cluster.source_sharing import AT_ONCE, MAX_WAITING_BYTES, MAX_WAITING_IMAGES, Sharing
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from testing.photos import photo
+from testing.redis_servers import RedisServer, redis_server
+from tests.cluster_replica import Start, starting
+from tests.index_replicas import as_replica, new_addresses
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import soon
+
+numbers = itertools.count(90_000)
+SLOW_BYTES_PER_S = 40_000  # index calls of some hundred bytes pass; a picture takes seconds
+SOURCE_TIMEOUT_MS = 300
+
+
+def new_picture() -> bytes:
+    picture = photo(400, 300, next(numbers), "PNG")
+    assert len(picture) > 2 * SLOW_BYTES_PER_S
+    return picture
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def proxy(redis: RedisServer) -> AsyncIterator[TcpProxy]:
+    proxy = await TcpProxy(redis.port).lay()
+    yield proxy
+    await proxy.remove()
+
+
+@pytest.fixture
+async def start(config: Config, model: Model, proxy: TcpProxy) -> AsyncIterator[Start]:
+    async with starting(config, model, f"redis://127.0.0.1:{proxy.port}") as start:
+        yield start
+
+
+async def test_a_redis_that_is_slow_for_pictures_holds_up_no_answer(start: Start, proxy: TcpProxy) -> None:
+    a = await start()
+    proxy.throttle(SLOW_BYTES_PER_S)
+    pictures = [new_picture() for _ in range(6)]
+    began = time.monotonic()
+    images = await a.client.submit(pictures)
+    assert time.monotonic() - began < 4, "each waited for Redis in its turn, one second"
+    assert [image.error for image in images] == [None] * 6
+    assert a.server.index.state is IndexState.JOINED
+
+
+async def test_what_was_submitted_before_a_replica_drains_is_shared_when_it_has_left(
+    start: Start, redis: RedisServer
+) -> None:
+    a = await start()
+    with a.gate.closed():
+        images = await a.client.submit([new_picture() for _ in range(4)])
+        await a.server._fleet.leave()
+    keys = Keys(a.server.index._settings.namespace)  # type: ignore[attr-defined]
+    with redis.client() as client:
+        for image in images:
+            assert client.exists(keys.source(ImageRef(image.digest).source_key))
+
+
+async def joined(proxy: TcpProxy, calls: Counter[str], **settings: int) -> RedisIndex:
+    index = RedisIndex(
+        RedisSettings(url=f"redis://127.0.0.1:{proxy.port}", namespace="slow", **settings),  # type: ignore[arg-type]
+        held=list,
+        load=lambda: 0.0,
+        watchers=Watchers(on_call=lambda name, _seconds, ok: calls.update([f"{name} {ok}"])),
+    )
+    await index.register(as_replica("a"))
+    return index
+
+
+async def test_large_values_rest_after_three_failures_while_small_ones_go_on(proxy: TcpProxy) -> None:
+    calls: Counter[str] = Counter()
+    index = await joined(proxy, calls, call_timeout_ms=2000, source_timeout_ms=SOURCE_TIMEOUT_MS)
+    try:
+        proxy.throttle(SLOW_BYTES_PER_S)
+        picture = new_picture()
+        for _ in range(40):
+            assert not await index.put_source(b"key", picture)
+            assert (await index.acquire(new_addresses(1))).granted
+        assert index.state is IndexState.JOINED
+        assert 3 <= calls["put_source False"] < 20, "each of them took its time-out"
+        assert calls["acquire True"] == 40
+        proxy.mend()
+        await soon(lambda: index.put_source(b"key", picture), within_s=60)
+        assert await index.get_source(b"key") == picture
+    finally:
+        await index.close()
+
+
+async def test_a_redis_that_only_patient_heartbeats_can_use_counts_as_gone(proxy: TcpProxy) -> None:
+    index = await joined(proxy, Counter(), call_timeout_ms=100, heartbeat_ms=50)
+    try:
+        proxy.throttle(500)
+        seen = set()
+        for _ in range(12):
+            await index.locate(new_addresses(4))
+            seen.add(index.state)
+            await asyncio.sleep(1.2)  # at least one heartbeat gets through
+            seen.add(index.state)
+        assert IndexState.ALONE in seen
+    finally:
+        await index.close()
+
+
+async def test_a_source_larger_than_any_image_is_not_read(redis: RedisServer, proxy: TcpProxy) -> None:
+    index = await joined(proxy, Counter(), source_timeout_ms=10_000, max_source_bytes=1 << 20)
+    try:
+        with redis.client() as client:
+            client.set(Keys("slow").source(b"fits"), bytes(1 << 20))
+            client.set(Keys("slow").source(b"huge"), bytes(64 << 20))
+            before = client.info("stats")["total_net_output_bytes"]
+            assert await index.get_source(b"fits") == bytes(1 << 20)
+            assert await index.get_source(b"huge") is None
+            assert await index.get_source(b"none") is None
+            assert client.info("stats")["total_net_output_bytes"] - before < 4 << 20
+    finally:
+        await index.close()
+
+
+async def test_what_waits_to_be_shared_is_bounded_in_images_and_in_bytes() -> None:
+    for size, most in ((10, MAX_WAITING_IMAGES), (MAX_WAITING_BYTES // 8, 8)):
+        door = asyncio.Event()
+
+        async def put(_key: bytes, _data: bytes, door: asyncio.Event = door) -> bool:
+            return await door.wait()
+
+        sharing = Sharing(put)
+        sharing.start()
+        for number in range(most + 5):
+            sharing.offer(number.to_bytes(4, "big"), bytes(size))
+        assert sharing.dropped == 5
+        door.set()
+        await sharing.finish(within_s=30)
+        assert (sharing.shared, sharing.dropped) == (most, 5)
+        sharing.offer(b"more", bytes(size))
+        await sharing.finish(within_s=30)
+        assert sharing.shared == most + 1
+        await sharing.stop()
+
+
+async def test_sharing_that_gets_nowhere_ends_when_its_time_is_up() -> None:
+    async def put(_key: bytes, _data: bytes) -> bool:
+        return await asyncio.Event().wait()
+
+    sharing = Sharing(put)
+    sharing.start()
+    for number in range(AT_ONCE + 3):
+        sharing.offer(number.to_bytes(4, "big"), b"picture")
+    began = time.monotonic()
+    await sharing.finish(within_s=0.2)
+    await sharing.stop()
+    assert time.monotonic() - began < 10
+    assert sharing.shared == 0

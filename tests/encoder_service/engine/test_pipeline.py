@@ -1,0 +1,241 @@
+"""The pipeline's threads over the real rooms: order, overlap, departures, culprits, and a loop that stays free."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import AbandonedError, EncoderError, InternalError, OverloadedError
+from encoder_contract.geometry import Grid
+from encoder_service.engine.model import Model
+from encoder_service.scheduler import Claim, Limits, State
+from encoder_service.store import Pin
+from testing.photos import photo
+from tests.pipelines import Gate, demanded, running
+from tests.waiting import soon
+
+
+async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:
+    culprit = model.processor.geometry.grid(384, 256)
+
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        if culprit in grids:
+            raise RuntimeError("this image breaks the tower")
+        return model.tower.encode(patches, grids)
+
+    images = [photo(256, 320, n) for n in range(8)]
+    images[3] = photo(384, 256, 3)
+    async with running(model, encode) as bench:
+        results = await asyncio.gather(
+            *(bench.rows(image, demanded(str(n))) for n, image in enumerate(images)), return_exceptions=True
+        )
+    assert isinstance(results[3], InternalError)
+    assert all(isinstance(result, Pin) for n, result in enumerate(results) if n != 3)
+
+
+async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_them(model: Model) -> None:
+    gate = Gate(model)
+    speculative = [photo(256, 256 + 32 * n, n) for n in range(4)]
+    urgent = photo(416, 256, 9)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        for n, image in enumerate(speculative):
+            bench.submit(image, Claim(f"s{n}", "test"))
+        await gate.reached(1)
+        waiting = asyncio.create_task(bench.rows(urgent, demanded("u")))
+        promoted = asyncio.create_task(bench.rows(speculative[3], demanded("p")))
+        await asyncio.sleep(0.1)
+        gate.open.set()
+        (await waiting).release()
+        (await promoted).release()
+        await gate.reached(5)
+    of = model.processor.geometry.grid
+    order = [grids[0] for grids in gate.batches]
+    assert order[0] == of(256, 256)
+    wanted = {order.index(of(416, 256)), order.index(of(256, 352))}
+    assert max(wanted) < min(order.index(of(256, 288)), order.index(of(256, 320)))
+
+
+async def test_the_first_waiters_cancel_leaves_the_others_and_the_last_ones_drops_the_work(
+    model: Model,
+) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        blocker = asyncio.create_task(bench.rows(photo(256, 256, 0), demanded("b")))
+        await gate.reached(1)
+        shared, lonely = photo(256, 320, 1), photo(320, 256, 2)
+        first = asyncio.create_task(bench.rows(shared, demanded("1")))
+        second = asyncio.create_task(bench.rows(shared, demanded("2")))
+        alone = asyncio.create_task(bench.rows(lonely, demanded("3")))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        alone.cancel()
+        await asyncio.gather(first, alone, return_exceptions=True)
+        assert bench.pipeline.queued_images == 2
+        assert isinstance(bench.ended[content_digest(lonely)], AbandonedError)
+        gate.open.set()
+        (await second).release()
+        (await blocker).release()
+    encoded = [grid for grids in gate.batches for grid in grids]
+    assert model.processor.geometry.grid(320, 256) not in encoded
+
+
+async def test_a_store_that_stays_full_of_pins_says_so_in_time(model: Model) -> None:
+    async with running(model, host_bytes=600_000) as bench:
+        held: list[Pin] = []
+
+        async def hold_all() -> None:
+            for n in range(50):
+                held.append(await bench.rows(photo(256, 256, n), demanded(str(n))))
+
+        with pytest.raises(OverloadedError):
+            await hold_all()
+        assert held
+        for pin in held:
+            pin.release()
+        (await bench.rows(photo(256, 256, 99), demanded("again"))).release()
+
+
+async def test_a_full_queue_refuses_with_a_hint_and_goes_on(model: Model) -> None:
+    gate = Gate(model)
+    limits = Limits(images=3, patches=10**6, source_bytes=1 << 30, claims=100, client_share=0.99)
+    async with running(model, gate.encode, limits=limits) as bench:
+        bench.submit(photo(64, 64, 0), demanded("0"))
+        for n in (1, 2):
+            bench.submit(photo(64, 64, n), demanded(str(n)))
+        with pytest.raises(OverloadedError) as refused:
+            bench.submit(photo(64, 64, 3), demanded("3"))
+        assert refused.value.retry_after_ms > 0
+        gate.open.set()
+        async with asyncio.timeout(20):
+            while bench.pipeline.queued_images:
+                await asyncio.sleep(0.01)
+        (await bench.rows(photo(64, 64, 9), demanded("9"))).release()
+
+
+async def test_the_event_loop_stays_free_while_the_tower_works(model: Model) -> None:
+    def heavy(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        until = time.monotonic() + 0.5
+        square = torch.randn(1024, 1024)
+        while time.monotonic() < until:
+            square @ square
+        return model.tower.encode(patches, grids)
+
+    async with running(model, heavy) as bench:
+        waiting = [asyncio.create_task(bench.rows(photo(400, 300 + n, n), demanded())) for n in range(3)]
+        lags: list[float] = []
+        while not all(task.done() for task in waiting):
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            lags.append(time.monotonic() - began - 0.005)
+        for task in waiting:
+            task.result().release()
+    assert len(lags) > 20
+    # Half of what a loop that runs one batch itself would show; the median says that it is free.
+    assert sorted(lags)[len(lags) // 2] < 0.02
+    assert max(lags) < 0.25
+
+
+async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        waiting = [asyncio.create_task(bench.rows(photo(256, 256 + 32 * n, n), demanded())) for n in range(3)]
+        await gate.reached(1)
+        gate.open.set()
+        await bench.pipeline.stop()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        for result in results:
+            assert isinstance(result, (Pin, EncoderError)), result
+        assert isinstance(results[0], Pin)
+
+
+async def test_sleeping_stages_leave_the_loop_its_turn_to_answer(model: Model) -> None:
+    async with running(model) as bench:
+        await asyncio.sleep(0.05)  # the stages sleep now
+        image, claim = photo(64, 64, 77), demanded()
+        _, job = bench.submit(image, claim)
+        time.sleep(0.05)  # the loop has not had its turn yet
+        assert bench.pipeline.queued_images == 1
+        assert not job.stage_ms  # type: ignore[attr-defined]
+        (await bench.pipeline.wait(job, claim)).release()  # type: ignore[arg-type]
+        assert job.stage_ms  # type: ignore[attr-defined]
+
+
+async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew(model: Model) -> None:
+    gate = Gate(model)
+    failing, fail = threading.Event(), threading.Event()
+
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        if len(grids) == 2:
+            failing.set()
+            assert fail.wait(20)
+            raise RuntimeError("this batch fails")
+        return gate.encode(patches, grids)
+
+    images = [photo(128, 128, 1), photo(128, 160, 2)]
+    async with running(model, encode) as bench:
+        blocker = asyncio.create_task(bench.rows(photo(64, 64, 0), demanded("blocker")))
+        await gate.reached(1)
+        left = [asyncio.create_task(bench.rows(image, demanded("left"))) for image in images]
+        await soon(lambda: bench.pipeline.snapshot().images[State.PREPARED, True] == 2, within_s=20)
+        gate.open.set()
+        assert await asyncio.to_thread(failing.wait, 20)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        fail.set()
+        (await blocker).release()
+        await soon(lambda: not bench.pipeline.queued_images, within_s=20)
+        for image in images:
+            assert isinstance(bench.ended[content_digest(image)], AbandonedError)
+            async with asyncio.timeout(20):
+                (await bench.rows(image, demanded("again"))).release()
+
+
+async def test_an_image_for_which_the_store_has_no_room_is_refused_before_the_tower_works(
+    model: Model,
+) -> None:
+    gate = Gate(model)
+    gate.open.set()
+    async with running(model, gate.encode, host_bytes=600_000) as bench:
+        held: list[Pin] = []
+
+        async def hold_all() -> None:
+            for n in range(50):
+                held.append(await bench.rows(photo(256, 256, n), demanded(str(n))))
+
+        with pytest.raises(OverloadedError):
+            await hold_all()
+        encoded = len(gate.batches)
+        assert encoded == len(held)
+        began = time.monotonic()
+        for n in range(
+            60, 70
+        ):  # the store has been full for its time: those who come later do not wait again
+            with pytest.raises(OverloadedError) as refused:
+                await bench.rows(photo(256, 256, n), demanded(str(n)))
+            assert refused.value.retry_after_ms > 0
+        assert time.monotonic() - began < 5
+        assert len(gate.batches) == encoded
+        while held:
+            held.pop().release()
+        (await bench.rows(photo(256, 256, 99), demanded("again"))).release()
+
+
+async def test_a_batch_larger_than_the_store_is_encoded_in_parts(model: Model) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, host_bytes=600_000) as bench:
+
+        async def read(n: int) -> None:
+            (await bench.rows(photo(256, 256, n), demanded("one"))).release()
+
+        reading = [asyncio.create_task(read(n)) for n in range(20)]
+        await gate.reached(1)
+        await soon(lambda: bench.pipeline.snapshot().images[State.PREPARED, True] >= 15, within_s=20)
+        gate.open.set()
+        await asyncio.gather(*reading)
+    assert max(map(len, gate.batches)) < 15

@@ -1,0 +1,129 @@
+"""What decoding takes: memory within the formula for every format and mode, and shortages that are not the image's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from encoder_service.image.decode import (
+    BATCHED_BYTES_PER_PIXEL,
+    PILLOW_BYTES_PER_PIXEL,
+    is_shortage,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+SIDE = 3000
+
+MODES = [
+    ("PNG", "RGB", {}), ("PNG", "RGBA", {}), ("PNG", "P", {}), ("PNG", "P", {"transparency": 0}), ("PNG", "LA", {}),
+    ("PNG", "I;16", {}), ("WEBP", "RGBA", {"lossless": True, "method": 0, "quality": 0}),
+    ("WEBP", "RGB", {"method": 0}), ("WEBP", "RGBA", {"method": 0}),
+    ("JPEG", "CMYK", {"progressive": True, "subsampling": 0}),
+    ("GIF", "P", {}), ("BMP", "RGB", {}), ("BMP", "P", {}), ("JPEG", "RGB", {}),
+    ("JPEG", "CMYK", {"progressive": True}),
+    ("JPEG", "RGB", {"progressive": True, "subsampling": 0}),
+    ("TIFF", "RGB", {}), ("TIFF", "RGBA", {"compression": "tiff_lzw"}), ("TIFF", "F", {}), ("TIFF", "CMYK", {}),
+    ("TIFF", "YCbCr", {"compression": "jpeg"}),
+    ("AVIF", "RGB", {"speed": 10}), ("AVIF", "RGBA", {"speed": 10, "subsampling": "4:4:4"}),
+    ("JPEG2000", "RGB", {}), ("JPEG2000", "RGBA", {}), ("JPEG2000", "L", {}),
+    ("JPEG2000", "RGBA", {"codeblock_size": (32, 32), "irreversible": True}),
+]  # fmt: skip
+
+# Decodes and resizes one file in a process of its own, and prints by how much its largest memory exceeds what it had
+# after a small one.
+CHILD = """
+import json, sys
+from pathlib import Path
+from encoder_contract.geometry import Geometry
+from encoder_service.image.decode import Decoder
+from encoder_service.image.patches import to_patches
+
+def most_bytes():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+small, large, backend = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+decoder, geometry = Decoder(threads=1, backend=backend), Geometry(16, 2, 65536, 1 << 20)
+for file in (small, large):
+    before = most_bytes()
+    (pixels,) = decoder.decode([file.read_bytes()])
+    height, width, _ = pixels.shape
+    to_patches([pixels], [geometry.grid(width, height)], geometry)
+print(json.dumps({"bytes": most_bytes() - before, "pixels": width * height}))
+"""
+
+
+def picture(mode: str, side: int) -> Image.Image:
+    smooth = Image.fromarray(np.random.default_rng(1).integers(0, 255, (side // 20, side // 20, 3), np.uint8))
+    rgb = smooth.resize((side, side))
+    if mode == "I;16":
+        return Image.fromarray(np.asarray(rgb.convert("L")).astype(np.uint16) * 257)
+    return rgb.convert(mode)
+
+
+def run(*arguments: str, code: str = CHILD) -> dict[str, object]:
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "mode", "options"), MODES)
+@pytest.mark.parametrize("backend", ["pillow", "dali"])
+def test_a_pixel_takes_no_more_memory_than_the_formula_says(tmp_path, kind, mode, options, backend):
+    batched = backend == "dali"
+    if batched:
+        pytest.importorskip("nvidia.dali")
+        if kind != "JPEG" or mode == "CMYK":
+            pytest.skip("Pillow's")
+    for name, side in (("small", 64), ("large", SIDE)):
+        picture(mode, side).save(tmp_path / name, kind, **options)
+    most = run(str(tmp_path / "small"), str(tmp_path / "large"), backend)
+    allowed = BATCHED_BYTES_PER_PIXEL if batched else PILLOW_BYTES_PER_PIXEL
+    file_bytes = 2 * (tmp_path / "large").stat().st_size
+    assert most["bytes"] - file_bytes <= allowed * most["pixels"], most["bytes"] / most["pixels"]
+
+
+SHORT = """
+import json, resource, sys
+from pathlib import Path
+from encoder_service.image.decode import Decoder
+
+file = Path(sys.argv[1]).read_bytes()
+decoder = Decoder(threads=1, backend="pillow")
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+no_limit = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (held + (8 << 20), no_limit[1]))
+(short,) = decoder.decode([file])
+resource.setrlimit(resource.RLIMIT_AS, no_limit)
+(pixels,) = decoder.decode([file])
+print(json.dumps({"error": type(short).__name__, "retryable": getattr(short, "retryable", None),
+                  "hint": getattr(short, "retry_after_ms", 0), "then": type(pixels).__name__}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
+def test_a_shortage_of_memory_is_not_the_images_fault(tmp_path, kind):
+    picture("RGB", SIDE).save(tmp_path / "image", kind)
+    outcome = run(str(tmp_path / "image"), code=SHORT)
+    assert outcome == {"error": "OverloadedError", "retryable": True, "hint": 500, "then": "Tensor"}
+
+
+def test_errors_of_the_system_are_told_from_those_about_the_file():
+    import torch
+
+    ours = [
+        MemoryError(),
+        torch.OutOfMemoryError("x"),
+        OSError(24, "too many files"),
+        OSError(12, "no memory"),
+    ]
+    theirs = [OSError("image file is truncated"), ValueError("x"), SyntaxError("x"), RuntimeError("broken")]
+    assert all(map(is_shortage, ours))
+    assert not any(map(is_shortage, theirs))

@@ -1,0 +1,121 @@
+"""Formats: what is damaged is decoded as Pillow decodes it or refused, and an operator may take fewer."""
+
+import io
+import warnings
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from encoder_contract.errors import EncoderError, InvalidImageError, Status
+from encoder_contract.header import FORMATS, Header, read_header
+from encoder_service.app import Server
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine.model import Model
+from encoder_service.image.decode import Decoder
+from prefill_client.client import EncoderClient
+from testing.photos import encoded, photo, pixels
+from tests.encoder_service.image.test_decode import expected
+
+PICTURE = Image.fromarray(pixels(40, 31, 1))
+SOUND = [
+    encoded(PICTURE, "TIFF", 6),
+    encoded(PICTURE, "TIFF", 2, compression="tiff_lzw"),
+    encoded(PICTURE, "TIFF", compression="jpeg", big_tiff=True),
+    encoded(PICTURE.convert("P"), "TIFF", 5, compression="packbits"),
+    encoded(PICTURE, "AVIF", 6, speed=10),
+    encoded(PICTURE.convert("RGBA"), "AVIF", speed=10),
+    encoded(PICTURE, "AVIF", speed=10, save_all=True, append_images=[PICTURE]),
+    encoded(PICTURE, "JPEG2000"),
+    encoded(PICTURE, "JPEG2000", no_jp2=True, tile_size=(16, 16)),
+]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(threads=1, backend="pillow", max_image_pixels=1_000_000)
+
+
+def header_of(image: bytes) -> Header | None:
+    try:
+        return read_header(image)
+    except InvalidImageError:
+        return None
+
+
+def by_transformers(image: bytes) -> torch.Tensor | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return expected(image)
+    except Exception:  # noqa: BLE001 - Pillow lets anything out on damaged files
+        return None
+
+
+CHANGES = st.lists(
+    st.tuples(st.floats(0, 1), st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 0x7F, 0x80, 0xFF]))),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(SOUND), CHANGES, st.floats(0, 1), st.booleans(), st.booleans())
+def test_what_is_damaged_has_the_rows_that_transformers_gives_it_or_none(
+    decoder, sound, changes, cut, is_cut, at_start
+):
+    image = bytearray(sound)
+    reach = min(len(image), 600) if at_start else len(image)
+    for where, value in changes:
+        image[min(len(image) - 1, int(where * reach))] = value
+    if is_cut:
+        del image[int(cut * len(image)) :]
+    (outcome,) = decoder.decode([bytes(image)])
+    header = header_of(bytes(image))
+    if isinstance(outcome, EncoderError):
+        assert isinstance(outcome, InvalidImageError)
+        event("refused by its header" if header is None else "refused by the decoder")
+        return
+    event("decoded")
+    assert header is not None
+    assert tuple(outcome.shape[1::-1]) == header.upright
+    theirs = by_transformers(bytes(image))
+    assert theirs is not None
+    assert torch.equal(outcome, theirs)
+
+
+@pytest.fixture
+async def narrow(config: Config, model: Model) -> AsyncIterator[Server]:
+    """A server of JPEG and PNG only."""
+    server = Server(replace(config, formats="jpeg, PNG"), model)
+    await server.start()
+    yield server
+    await server.drain()
+
+
+async def test_an_operator_takes_fewer_formats(narrow: Server) -> None:
+    images = [photo(64, 64, 1, kind) for kind in ("PNG", "TIFF", "AVIF")]
+    async with await EncoderClient.connect(narrow.endpoint) as client:
+        good, *refused = await client.submit(images)
+    assert good.error is None
+    for each, kind in zip(refused, ("TIFF", "AVIF"), strict=True):
+        assert each.error is not None
+        assert each.error.status is Status.INVALID_ARGUMENT
+        assert each.error.message.endswith(f"{kind} images are not taken here; these are: JPEG, PNG")
+
+
+@pytest.mark.parametrize("formats", ["", "HEIC", "JPEG,,HEIC"])
+def test_a_format_that_is_none_is_refused_at_start(config: Config, formats: str) -> None:
+    with pytest.raises(ConfigError, match="--formats must be some of JPEG, PNG"):
+        replace(config, formats=formats)
+
+
+def test_all_are_taken_unless_told_otherwise(config: Config) -> None:
+    assert config.accepted_formats == FORMATS
+    for kind in FORMATS:
+        with Image.open(io.BytesIO(photo(8, 8, 1, kind))) as opened:
+            assert opened.format == kind

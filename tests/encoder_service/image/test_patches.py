@@ -1,0 +1,183 @@
+"""Preprocessing: patches against the Pillow version of the Hugging Face processor, on the same pixels."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+
+from encoder_contract.geometry import Geometry, Grid
+from encoder_service.image.patches import _calls, _patches_of, _resized_in_float, to_patches
+from testing.photos import photo, pixels
+
+QWEN3_VL = Geometry(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
+QWEN25_VL = Geometry(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=12845056)
+SMALL = Geometry(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=50176)
+MEAN = {QWEN3_VL: [0.5] * 3, QWEN25_VL: [0.48145466, 0.4578275, 0.40821073], SMALL: [0.5] * 3}
+STD = {QWEN3_VL: [0.5] * 3, QWEN25_VL: [0.26862954, 0.26130258, 0.27577711], SMALL: [0.5] * 3}
+
+# (width, height): equal to the grid, odd, up- and downscaled, strips.
+SHAPES = {
+    QWEN3_VL: [(1280, 720), (256, 256), (37, 51), (640, 481), (1, 1), (255, 257), (999, 333), (20, 3000)],
+    QWEN25_VL: [(1280, 720), (28, 28), (37, 51), (640, 481), (15, 15), (255, 257), (333, 999), (3000, 20)],
+    SMALL: [
+        (1280, 720),
+        (224, 224),
+        (1001, 37),
+        (640, 481),
+        (225, 223),
+        (1600, 1200),
+        (333, 999),
+        (90, 3000),
+    ],
+}
+CASES = [(geometry, size) for geometry, sizes in SHAPES.items() for size in sizes]
+
+
+def theirs(picture: Image.Image, geometry: Geometry, **options) -> tuple[torch.Tensor, list[int]]:
+    """Patches of both temporal slots, [patches, 3, 2, patch²], and the grid, by `transformers`."""
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=geometry.patch_size,
+        merge_size=geometry.merge_size,
+        size={"shortest_edge": geometry.min_pixels, "longest_edge": geometry.max_pixels},
+        image_mean=MEAN[geometry],
+        image_std=STD[geometry],
+    )
+    made = processor(images=picture, return_tensors="pt", **options)
+    return made["pixel_values"].reshape(-1, 3, 2, geometry.patch_size**2), made["image_grid_thw"][0].tolist()
+
+
+def rows_first(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize each row, then each column: what Pillow did in one call before version 13 chose the order."""
+    bicubic = Image.Resampling.BICUBIC
+    return picture.resize((size[0], picture.height), bicubic).resize(size, bicubic)
+
+
+def levels_apart(patches: torch.Tensor, expected: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    assert patches.dtype == torch.uint8
+    assert patches.is_contiguous()
+    assert patches.shape == (expected.shape[0], 3 * geometry.patch_size**2)
+    assert torch.equal(expected[:, :, 0], expected[:, :, 1])
+    return (
+        (normalised(patches, geometry) - expected[:, :, 0]) * torch.tensor(STD[geometry])[:, None] * 255
+    ).abs()
+
+
+def normalised(patches: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    channels = patches.reshape(-1, 3, geometry.patch_size**2).float() / 255
+    mean, std = torch.tensor(MEAN[geometry]), torch.tensor(STD[geometry])
+    return (channels - mean[:, None]) / std[:, None]
+
+
+def grid_of(image: torch.Tensor, geometry: Geometry) -> Grid:
+    return geometry.grid(image.shape[1], image.shape[0])
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize(("geometry", "size"), CASES, ids=str)
+def test_patches_are_within_one_level_of_the_processors(geometry, size, mode):
+    picture = Image.fromarray(pixels(*size, 3)).convert(mode)
+    image = torch.from_numpy(np.array(picture.convert("RGB")))
+    expected, grid = theirs(picture, geometry)
+    (patches,) = to_patches([image], [grid_of(image, geometry)], geometry)
+    assert list(grid_of(image, geometry)) == grid
+    apart = levels_apart(patches, expected, geometry)
+    assert (apart < 1.01).float().mean() >= 0.999
+    assert apart.max() < 2.01
+
+
+@pytest.mark.parametrize(("geometry", "size"), CASES, ids=str)
+def test_the_hardest_edges_are_within_one_level_of_pillow_rows_first(geometry, size):
+    width, height = size
+    noise = np.random.default_rng(7).integers(0, 256, (height, width, 3), np.uint8)
+    resized = rows_first(Image.fromarray(noise), geometry.resized(width, height))
+    expected, _ = theirs(resized, geometry, do_resize=False)
+    image = torch.from_numpy(noise)
+    (patches,) = to_patches([image], [grid_of(image, geometry)], geometry)
+    apart = levels_apart(patches, expected, geometry)
+    assert (apart < 1.01).float().mean() >= 0.999
+
+
+@pytest.mark.parametrize("geometry", [QWEN3_VL, QWEN25_VL], ids=["patch 16", "patch 14"])
+def test_without_resizing_patches_equal_the_processors_exactly(geometry):
+    width, height = 13 * geometry.factor, 9 * geometry.factor
+    image = torch.from_numpy(pixels(width, height, 5))
+    (patches,) = to_patches([image], [grid_of(image, geometry)], geometry)
+    expected, _ = theirs(Image.fromarray(image.numpy()), geometry)
+    for slot in (0, 1):
+        assert torch.allclose(normalised(patches, geometry), expected[:, :, slot], rtol=0, atol=1e-6)
+
+
+def test_patches_are_the_same_bits_alone_and_in_any_batch():
+    images = [
+        torch.from_numpy(pixels(w, h, n))
+        for n, (w, h) in enumerate([(300, 200)] * 3 + [(200, 300), (90, 90)])
+    ]
+    grids = [grid_of(image, QWEN3_VL) for image in images]
+    alone = [to_patches([image], [grid], QWEN3_VL)[0] for image, grid in zip(images, grids, strict=True)]
+    for order in ([0, 1, 2, 3, 4], [4, 2, 3, 0, 1], [1, 1]):
+        together = to_patches([images[n] for n in order], [grids[n] for n in order], QWEN3_VL)
+        assert all(torch.equal(a, alone[n]) for a, n in zip(together, order, strict=True))
+
+
+def test_images_of_one_size_and_grid_share_a_call_within_its_memory():
+    small, large = torch.zeros(300, 400, 3, dtype=torch.uint8), torch.zeros(2000, 3000, 3, dtype=torch.uint8)
+    images = [small, large, small, large, large, small]
+    grids = [grid_of(image, QWEN3_VL) for image in images]
+    grids[5] = grid_of(small, QWEN3_VL.variant(max_pixels=70_000))
+    assert list(_calls(images, grids, together=True)) == [[0, 2], [1, 3], [4], [5]]
+    assert list(_calls(images, grids, together=False)) == [[n] for n in range(6)]
+
+
+def test_a_shared_call_makes_the_same_bits_as_single_ones():
+    images = [torch.from_numpy(pixels(300, 200, n)) for n in range(3)]
+    grid = grid_of(images[0], QWEN3_VL)
+    for patches, image in zip(_patches_of(images, grid, QWEN3_VL), images, strict=True):
+        assert torch.equal(patches, to_patches([image], [grid], QWEN3_VL)[0])
+
+
+def test_one_image_may_have_two_grids_in_one_call():
+    image = torch.from_numpy(pixels(500, 400, 1))
+    geometries = [QWEN3_VL, QWEN3_VL.variant(max_pixels=100_000)]
+    grids = [grid_of(image, geometry) for geometry in geometries]
+    for patches, grid in zip(to_patches([image, image], grids, QWEN3_VL), grids, strict=True):
+        assert patches.shape[0] == grid.patches
+
+
+def test_no_image_is_no_patches():
+    assert to_patches([], [], QWEN3_VL) == []
+
+
+@pytest.mark.parametrize("size", [(1280, 704), (384, 256), (96, 64), (320, 192)])
+def test_the_resize_for_gpus_equals_pillows(size):
+    noise = np.random.default_rng(7).integers(0, 256, (200, 300, 3), np.uint8)
+    for array in (noise, pixels(300, 200, 1)):
+        expected = np.asarray(rows_first(Image.fromarray(array), size)).astype(int)
+        made = _resized_in_float(torch.from_numpy(array).permute(2, 0, 1)[None], size[::-1])
+        apart = np.abs(made[0].permute(1, 2, 0).numpy() - expected)
+        assert apart.max() <= 1
+        assert (apart == 0).mean() >= 0.998
+
+
+@pytest.mark.gpu
+def test_patches_on_a_gpu_are_within_one_level_and_the_same_bits_in_any_batch():
+    images = [
+        torch.from_numpy(pixels(w, h, n)) for n, (w, h) in enumerate([(300, 200)] * 3 + [(1280, 720)] * 20)
+    ]
+    grids = [grid_of(image, QWEN3_VL) for image in images]
+    on_gpu = [image.cuda() for image in images]
+    together = to_patches(on_gpu, grids, QWEN3_VL)
+    on_cpu = to_patches(images, grids, QWEN3_VL)
+    for image, grid, patches, reference in zip(on_gpu, grids, together, on_cpu, strict=True):
+        assert patches.is_cuda
+        assert torch.equal(patches, to_patches([image], [grid], QWEN3_VL)[0])
+        apart = (patches.cpu().int() - reference.int()).abs()
+        assert (apart <= 1).float().mean() >= 0.999
+
+
+def test_a_decoded_file_goes_through():
+    image = torch.from_numpy(np.array(Image.open(io.BytesIO(photo(70, 50, 1)))))
+    (patches,) = to_patches([image], [grid_of(image, QWEN3_VL)], QWEN3_VL)
+    assert patches.shape == (grid_of(image, QWEN3_VL).patches, 768)

@@ -1,0 +1,158 @@
+"""Processor settings: read from every form a checkpoint folder has, refused when we would not honour them."""
+
+import json
+
+import pytest
+from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
+
+from encoder_contract.geometry import Geometry
+from encoder_service.image.processor import ProcessorSettings
+
+# What the published checkpoints hold (fields that matter, and some that do not).
+QWEN2_VL = {
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+}
+QWEN3_VL = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+
+
+def write(folder, settings, name="preprocessor_config.json"):
+    (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def test_qwen2_vl_style_with_top_level_pixel_bounds(tmp_path):
+    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN2_VL))
+    assert settings.geometry == Geometry(14, 2, 3136, 12845056)
+    assert settings.mean == (0.48145466, 0.4578275, 0.40821073)
+    assert settings.std == (0.26862954, 0.26130258, 0.27577711)
+    assert settings.rescale_factor == 1 / 255
+
+
+def test_qwen3_vl_style_with_edges_in_size(tmp_path):
+    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN3_VL))
+    assert settings.geometry == Geometry(16, 2, 65536, 16777216)
+    assert settings.mean == settings.std == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["preprocessor_config", "nested"])
+@pytest.mark.parametrize("style", [QWEN2_VL, QWEN3_VL], ids=["qwen2_vl", "qwen3_vl"])
+def test_what_transformers_saves_is_read_as_transformers_reads_it(tmp_path, style, nested):
+    processor = Qwen2VLImageProcessorPil(**style)
+    if nested:
+        write(tmp_path, {"image_processor": processor.to_dict()}, "processor_config.json")
+        write(tmp_path, {**style, "patch_size": 99})  # the nested settings win
+    else:
+        processor.save_pretrained(tmp_path)
+    settings = ProcessorSettings.from_folder(tmp_path)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    assert settings.geometry.patch_size == theirs.patch_size
+    assert settings.geometry.merge_size == theirs.merge_size
+    assert settings.geometry.min_pixels == theirs.size["shortest_edge"]
+    assert settings.geometry.max_pixels == theirs.size["longest_edge"]
+    assert settings.mean == tuple(theirs.image_mean)
+    assert settings.std == tuple(theirs.image_std)
+    assert settings.rescale_factor == theirs.rescale_factor
+
+
+def test_top_level_bounds_win_over_size(tmp_path):
+    both = {**QWEN3_VL, "min_pixels": 4096, "max_pixels": 8192}
+    geometry = ProcessorSettings.from_folder(write(tmp_path, both)).geometry
+    assert (geometry.min_pixels, geometry.max_pixels) == (4096, 8192)
+
+
+def test_a_processor_config_without_image_settings_is_passed_over(tmp_path):
+    write(tmp_path, {"processor_class": "Qwen3VLProcessor"}, "processor_config.json")
+    assert ProcessorSettings.from_folder(write(tmp_path, QWEN3_VL)).geometry.patch_size == 16
+
+
+def test_a_folder_without_settings_names_both_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"preprocessor_config.json.*processor_config.json"):
+        ProcessorSettings.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["patch_size", "merge_size", "image_mean", "image_std", "size"])
+def test_a_missing_setting_is_named_with_its_file(tmp_path, missing):
+    settings = {name: value for name, value in QWEN3_VL.items() if name != missing}
+    expected = "min_pixels" if missing == "size" else missing
+    with pytest.raises(ValueError, match=rf"preprocessor_config.json: .*{expected}"):
+        ProcessorSettings.from_folder(write(tmp_path, settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("resample", 2),
+        ("do_resize", False),
+        ("do_rescale", False),
+        ("do_normalize", False),
+        ("do_convert_rgb", False),
+        ("image_processor_type", "CLIPImageProcessor"),
+        ("patch_size", "16"),
+        ("patch_size", True),
+        ("patch_size", 0),
+        ("merge_size", 1.5),
+        ("min_pixels", 16777217),
+        ("image_mean", [0.5, 0.5]),
+        ("image_mean", 0.5),
+        ("image_mean", [0.5, "x", 0.5]),
+        ("image_std", [0.5, 0.0, 0.5]),
+        ("image_std", [0.5, float("nan"), 0.5]),
+        ("rescale_factor", 0),
+        ("rescale_factor", "1/255"),
+    ],
+)
+def test_a_setting_we_would_not_honour_is_refused_by_name(tmp_path, name, value):
+    with pytest.raises(ValueError, match=name):
+        ProcessorSettings.from_folder(write(tmp_path, {**QWEN3_VL, name: value}))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"])
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / "preprocessor_config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"preprocessor_config.json"):
+        ProcessorSettings.from_folder(tmp_path)
+
+
+def test_the_fingerprint_changes_with_every_setting_and_with_nothing_else(tmp_path):
+    changes = [
+        {},
+        {"patch_size": 14},
+        {"merge_size": 1},
+        {"min_pixels": 65537},
+        {"max_pixels": 16777215},
+        {"image_mean": [0.5, 0.5, 0.4]},
+        {"image_std": [0.5, 0.4, 0.5]},
+        {"rescale_factor": 1 / 127.5},
+    ]
+    prints = [ProcessorSettings.from_folder(write(tmp_path, {**QWEN3_VL, **c})).fingerprint for c in changes]
+    assert len(set(prints)) == len(changes)
+    assert all(len(fingerprint) == 32 for fingerprint in prints)
+    unrelated = {
+        **QWEN3_VL,
+        "processor_class": "Other",
+        "resample": 3,
+        "image_processor_type": "Qwen2VLImageProcessor",
+    }
+    assert ProcessorSettings.from_folder(write(tmp_path, unrelated)).fingerprint == prints[0]
+
+
+def test_the_fingerprint_is_pinned(tmp_path):
+    fingerprint = ProcessorSettings.from_folder(write(tmp_path, QWEN3_VL)).fingerprint
+    assert fingerprint.hex()[:16] == "6f027ccbdeafbcf5"

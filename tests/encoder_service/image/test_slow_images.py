@@ -1,0 +1,125 @@
+"""Images that cost more than others, or break a stage: their neighbours do not wait, and do not fail."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from encoder_contract.errors import EncoderError, InternalError, InvalidImageError
+from encoder_contract.geometry import Grid
+from encoder_service.engine.model import Model
+from encoder_service.image.patches import to_patches
+from encoder_service.image.source import Source
+from encoder_service.scheduler import State
+from encoder_service.store import Pin
+from testing.photos import photo
+from tests.pipelines import Gate, demanded, running
+
+
+async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> None:
+    fast = [photo(256, 256 + n, n) for n in range(8)]
+    slow = photo(256, 320, 9, "PNG")
+    held, open_ = threading.Event(), threading.Event()
+
+    def decode_one(source: Source) -> Tensor | EncoderError:
+        if source.data == slow:
+            held.set()
+            assert open_.wait(60)
+        return model.decoder.decode_one(source)
+
+    async with running(model, decode_one=decode_one) as bench:
+        waiting = asyncio.create_task(bench.rows(slow, demanded("slow")))
+        await asyncio.to_thread(held.wait, 20)
+        for image in (*fast, photo(256, 300, 10, "PNG")):
+            (await asyncio.wait_for(bench.rows(image, demanded()), 60)).release()
+        assert not waiting.done(), "it is still being decoded"
+        open_.set()
+        (await waiting).release()
+
+
+async def test_a_jpeg_that_the_batch_decoder_refuses_fails_nobody_and_is_decoded_by_itself(
+    model: Model,
+) -> None:
+    good = photo(256, 256, 1)
+    tables = good.index(b"\xff\xdb")
+    odd = good[:tables] + b"junk" * 9 + good[tables:]
+    half = photo(320, 256, 2)[:3000]
+    async with running(model) as bench:
+        results = await asyncio.gather(
+            *(bench.rows(image, demanded(str(n))) for n, image in enumerate([good, odd, half])),
+            return_exceptions=True,
+        )
+    assert [type(result) for result in results] == [Pin, Pin, InvalidImageError]
+
+
+async def test_what_is_decoded_one_by_one_is_bounded_in_pixels_and_one_that_is_larger_goes_alone(
+    model: Model,
+) -> None:
+    lock = threading.Lock()
+    now: list[int] = []
+    most: list[int] = []
+
+    def decode_one(source: Source) -> Tensor | EncoderError:
+        with lock:
+            now.append(source.header.pixels)
+            most.append(sum(now))
+        time.sleep(0.02)
+        outcome = model.decoder.decode_one(source)
+        with lock:
+            now.remove(source.header.pixels)
+        return outcome
+
+    small = [photo(100, 100 + n, n, "PNG") for n in range(6)]
+    large = [photo(300, 300 + n, n, "PNG") for n in range(3)]
+    async with running(model, decode_one=decode_one, decode_pixels=25_000) as bench:
+        for images in (small, large, small[:2] + large[:1]):
+            for pin in await asyncio.gather(*(bench.rows(i, demanded(str(n))) for n, i in enumerate(images))):
+                pin.release()
+            assert not now
+            assert max(most) <= (25_000 if images is small else 300 * 302)
+
+
+async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(model: Model) -> None:
+    pytest.importorskip("nvidia.dali")
+    culprit = model.processor.geometry.grid(384, 256)
+    sizes: list[int] = []
+
+    def cut(pixels: Sequence[Tensor], grids: Sequence[Grid], **geometry: object) -> list[Tensor]:
+        sizes.append(len(grids))
+        if culprit in grids:
+            raise torch.OutOfMemoryError("this image does not fit")
+        return to_patches(pixels, grids, **geometry)  # type: ignore[arg-type]
+
+    gate = Gate(model)
+    images = [photo(256, 320 + n, n) for n in range(6)]
+    images[3] = photo(384, 256, 3)
+    async with running(model, gate.encode, cut=cut) as bench:
+        first = asyncio.create_task(bench.rows(photo(256, 256, 99), demanded("first")))
+        await gate.reached(1)
+        waiting = [asyncio.create_task(bench.rows(image, demanded())) for image in images]
+        await asyncio.sleep(0)
+        gate.open.set()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        (await first).release()
+    assert max(sizes) > 1, "they came together"
+    assert isinstance(results[3], InternalError)
+    assert results[3].retryable
+    assert all(isinstance(result, Pin) for n, result in enumerate(results) if n != 3)
+
+
+async def test_the_next_image_is_decoded_while_the_vit_is_busy(model: Model) -> None:
+    gate = Gate(model)
+    async with running(model, gate.encode, batch_patches=300) as bench:
+        waiting = [asyncio.create_task(bench.rows(photo(256, 256 + n, n), demanded())) for n in range(4)]
+        await gate.reached(1)
+        async with asyncio.timeout(20):
+            while bench.pipeline.snapshot().images[State.PREPARED, True] < 2:
+                await asyncio.sleep(0.005)
+        assert len(gate.batches) == 1, "the first batch is still in the tower"
+        gate.open.set()
+        for task in waiting:
+            (await task).release()

@@ -1,0 +1,276 @@
+"""Thousands of random schedules against a naive model, and whole deployments in simulation."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.simulation.simulator import Load, Machine, Simulation
+from encoder_contract.errors import OverloadedError
+from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler, State, Task, least_work_left
+from encoder_service.scheduler.policy import STRETCH, allowance
+
+PATCHES = 100
+
+
+@dataclass
+class Model:
+    """What a slow, obvious scheduler would know, from the same calls."""
+
+    clock: int = 0
+    marks: dict[str, int] = field(default_factory=dict)
+    arrivals: list[str] = field(default_factory=list)
+
+    def named(self, claim: Claim, live: list[Claim]) -> None:
+        others = [c for c in live if c.work and c is not claim and c.request_id == claim.request_id]
+        if claim.work not in [c.work for c in others]:
+            self.marks[claim.request_id] = self.clock
+
+    def rank(self, work: Task, live: list[Claim], now: float) -> tuple:
+        ranks = []
+        for claim in (c for c in live if c.work is work):
+            works = {c.work for c in live if c.request_id == claim.request_id and c.work}
+            due = self.marks[claim.request_id] + allowance(sum(w.patches for w in works), claim.request.scale)
+            ahead = claim.demanded and claim.needed_at is not None and claim.needed_at > now
+            ranks.append((not claim.demanded, -claim.priority, ahead, due))
+        return min(ranks)
+
+
+LIMITS = Limits(images=12, patches=1500, source_bytes=9000, claims=25, client_share=0.6)
+AHEAD_PATCHES, AHEAD_IMAGES, BUDGET = 300, 4, 250
+
+
+class Schedule:
+    """A random schedule of calls, with every answer checked against the model."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.scheduler = Scheduler(LIMITS, max_ahead_patches=AHEAD_PATCHES, max_ahead_images=AHEAD_IMAGES)
+        self.model = Model()
+        self.now = 0.0
+        self.live: list[Claim] = []
+        self.preparing: list[Task] = []
+        self.batches: list[list[Task]] = []
+        self.outcomes: dict[int, str] = {}  # id of a work -> its one outcome
+        self.works: list[Task] = []  # keeps identities unique
+
+    def play(self, steps: int) -> None:
+        steps_of = (
+            self.submit,
+            self.submit,
+            self.withdraw,
+            self.prepare,
+            self.prepared,
+            self.start,
+            self.end,
+        )
+        for _ in range(steps):
+            self.now += self.random.choice((0.0, 0.1, 1.0))
+            self.random.choice(steps_of)()
+            self.check()
+        while any(claim.work for claim in self.live) or self.batches or self.preparing:
+            for step in (self.prepare, self.prepared, self.start, self.end):
+                step()
+                self.check()
+        empty = self.scheduler.snapshot()
+        assert (empty.requests, empty.clients, empty.claims, empty.source_bytes) == (0, 0, 0, 0)
+        assert all(id(work) in self.outcomes for work in self.works)
+
+    def outcome(self, work: Task, what: str) -> None:
+        assert id(work) not in self.outcomes, (what, self.outcomes[id(work)])
+        assert work.state is State.GONE
+        self.outcomes[id(work)] = what
+
+    def submit(self) -> None:
+        pick = self.random
+        address = bytes([pick.randrange(20)])
+        claim = Claim(
+            f"r{pick.randrange(5)}", f"c{pick.randrange(3)}", pick.choice((0, 0, 1)), pick.randrange(4),
+            pick.choice((None, self.now, self.now + 2)), demanded=pick.random() < 0.7,
+        )  # fmt: skip
+        held = [w for w in self.works if w.address == address and w.state is not State.GONE]
+        try:
+            new = self.scheduler.admit(claim, address, 20 + 10 * address[0], 1000, self.now)
+        except OverloadedError:
+            assert claim.work is None
+            return
+        assert new == (not held)
+        if new:
+            self.works.append(claim.work)
+        else:
+            assert claim.work is held[0]
+        self.live.append(claim)
+        self.model.named(claim, self.live)
+
+    def withdraw(self) -> None:
+        if self.live:
+            claim = self.live.pop(self.random.randrange(len(self.live)))
+            work = claim.work
+            dropped = self.scheduler.withdraw(claim)
+            if dropped is not None:
+                assert dropped is work
+                self.outcome(dropped, "dropped")
+
+    def expected(self, state: State) -> list[tuple]:
+        works = [w for w in self.works if w.state is state and w.claims]
+        return sorted(self.model.rank(w, self.live, self.now) for w in works)
+
+    def prepare(self) -> None:
+        order = self.expected(State.WAITING)
+        before = {
+            id(w): self.model.rank(w, self.live, self.now) for w in self.works if w.state is State.WAITING
+        }
+        taken = self.scheduler.next_to_prepare(self.now, BUDGET, 3)
+        assert [before[id(w)] for w in taken] == order[: len(taken)]
+        self.preparing += taken
+
+    def prepared(self) -> None:
+        if self.preparing:
+            work = self.preparing.pop(self.random.randrange(len(self.preparing)))
+            if self.random.random() < 0.1 and work.state is State.PREPARING:
+                self.scheduler.drop(work)
+                self.outcome(work, "not decoded")
+            else:
+                assert self.scheduler.prepared(work, self.now) == (id(work) not in self.outcomes)
+
+    def start(self) -> None:
+        retry = any(w.state is State.SPLIT for w in self.works)
+        order = self.expected(State.PREPARED)
+        ranks = {id(w): self.model.rank(w, self.live, self.now) for w in self.works if w.claims}
+        batch = self.scheduler.next_batch(self.now, BUDGET)
+        assert bool(batch) == bool(order or retry), "work-conserving"
+        if not batch:
+            return
+        if not retry:
+            assert [ranks[id(w)] for w in batch] == order[: len(batch)]
+        assert all(w.claims for w in batch), "departed work is never batched"
+        assert len({w.demanded for w in batch}) == 1 or retry
+        assert len(batch) == 1 or sum(w.patches for w in batch) <= BUDGET
+        self.model.clock += sum(w.patches for w in batch)
+        self.batches.append(batch)
+
+    def end(self) -> None:
+        if not self.batches:
+            return
+        batch = self.batches.pop(self.random.randrange(len(self.batches)))
+        if self.random.random() < 0.8:
+            self.scheduler.done(batch, 0.1)
+            for work in batch:
+                self.outcome(work, "encoded")
+        else:
+            departed = [work for work in batch if not work.claims]
+            ended = self.scheduler.failed(batch)
+            assert set(departed) <= set(ended), "who is not tried again has ended"
+            for work in ended:
+                self.outcome(work, "failed")
+
+    def check(self) -> None:
+        self.live = [claim for claim in self.live if claim.work]
+        held = [w for w in self.works if w.state is not State.GONE]
+        assert len({w.address for w in held}) == len(held), "single flight"
+        snapshot = self.scheduler.snapshot()
+        assert sum(snapshot.images.values()) == len(held) <= LIMITS.images
+        assert sum(snapshot.patches.values()) == sum(w.patches for w in held) <= LIMITS.patches
+        assert snapshot.source_bytes == sum(w.source_bytes for w in held) <= LIMITS.source_bytes
+        assert snapshot.claims == len(self.live) <= LIMITS.claims
+        ahead = [w for w in held if w.state in (State.PREPARING, State.PREPARED)]
+        assert len(ahead) <= 2 * AHEAD_IMAGES
+        assert sum(w.patches for w in ahead) <= 2 * AHEAD_PATCHES
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_schedules_agree_with_a_naive_model(block):
+    for seed in range(250 * block, 250 * (block + 1)):
+        Schedule(seed).play(80)
+
+
+# A flood of small requests
+
+
+def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
+    """Let small requests flood the queue from the moment a big one is demanded.
+
+    Return the patches encoded until the big one is done, and the bound that the documentation states.
+    """
+    limits = Limits(images=10**6, patches=40 * PATCHES, source_bytes=10**12, claims=10**6, client_share=0.99)
+    ahead = 2 * PATCHES
+    scheduler = Scheduler(
+        limits, max_ahead_patches=ahead, max_ahead_images=10, policy=least_work_left(stretch)
+    )
+    for number in range(50):  # so that the scheduler knows what an ordinary request is: one small image
+        scheduler.admit(Claim(f"w{number}", "warm"), b"warm", PATCHES, 1000, 0.0)
+        (work,) = scheduler.next_to_prepare(0.0, 10**9, 10)
+        scheduler.prepared(work, 0.0)
+        scheduler.done(scheduler.next_batch(0.0, PATCHES), 0.1)
+    big = [Claim("big", "big", chunk=chunk, demanded=True) for chunk in range(10)]
+    for claim in big:
+        scheduler.admit(claim, f"big{claim.chunk}".encode(), PATCHES, 1000, 0.0)
+    encoded = number = 0
+    while any(claim.work for claim in big) and encoded < 10**6:
+        try:
+            while True:
+                number += 1
+                patches = small_patches[number % len(small_patches)]
+                small = Claim(f"s{number}", f"c{number % 40}", demanded=True)
+                scheduler.admit(small, f"s{number}".encode(), patches, 1000, 0.0)
+        except OverloadedError:
+            pass
+        for work in scheduler.next_to_prepare(0.0, 10**9, 10):
+            scheduler.prepared(work, 0.0)
+        batch = scheduler.next_batch(0.0, PATCHES)
+        encoded += sum(work.patches for work in batch)
+        scheduler.done(batch, 0.1)
+    return encoded, allowance(10 * PATCHES, 2 * PATCHES, stretch) + limits.patches + 2 * ahead
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(20, PATCHES), min_size=1, max_size=20))
+def test_a_big_request_is_done_within_the_stated_bound_under_a_flood_of_small_ones(small_patches):
+    encoded, bound = finish_clock(STRETCH, small_patches)
+    assert encoded <= bound
+
+
+def test_without_ageing_the_flood_breaks_the_bound():
+    encoded, _ = finish_clock(10**6, [PATCHES])
+    assert encoded > finish_clock(STRETCH, [PATCHES])[1]
+
+
+# The whole deployment in simulation
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("seed", range(15))
+def test_every_request_is_answered_or_refused_whatever_the_deployment(policy, seed):
+    pick = random.Random(seed)
+    load = Load({1: 3, 5: 2, 64: 1}, load=pick.choice((0.5, 0.9, 5.0)), burst=pick.choice((1, 6)), clients=5,
+                image_patches=pick.choice((1, 3)), replicas=pick.choice((1, 3, 16)))  # fmt: skip
+    limits = Limits(images=pick.choice((80, 10**6)), patches=10**9, source_bytes=10**12, claims=10**6)
+    machine = Machine(
+        policy=policy, replicas=load.replicas, prefill_engines=pick.choice((1, 4)), limits=limits,
+        images_per_chunk=pick.choice((1, 3)), budget_patches=pick.choice((1, 8)), max_ahead_patches=16,
+        prepare_s=pick.choice((0.0, 0.5)), index_s=pick.choice((0.0, 0.1)),
+    )  # fmt: skip
+    jobs = load.jobs(60, seed)
+    jobs += [type(job)(job.arrived_s + 1.0, job.images, "other") for job in jobs[::3]]  # shared images
+    outcome = Simulation(machine, jobs).run()
+    answered = [job for job, ttft in zip(jobs, outcome.ttft_s, strict=True) if ttft is not None]
+    images = {image.address for job in answered for image in job.images}
+    assert outcome.most_queued_images <= limits.images
+    assert outcome.encodes >= len(images)
+    if not outcome.retry_after_ms:
+        assert len(answered) == len(jobs)
+        assert outcome.encodes == len(images), "each image is encoded once"
+    assert all(hint > 0 for hint in outcome.retry_after_ms)
+
+
+def test_least_work_left_halves_the_mean_of_first_come_on_skewed_sizes():
+    load = Load({1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1})
+    jobs = load.jobs(2000, seed=3)
+    means = {}
+    for policy in POLICIES:
+        ttft = Simulation(Machine(policy=policy), jobs).run().ttft_s
+        means[policy.name] = sum(ttft) / len(ttft)
+    assert 2 * means["least-work-left"] < means["first-come"]
+    assert means["least-work-left"] == min(means.values())

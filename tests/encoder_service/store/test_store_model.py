@@ -1,0 +1,128 @@
+"""The store against a simple model: anything anyone may do, in any order."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from encoder_contract.errors import OverloadedError
+from tests.small_store import PAGE_BYTES, PAGE_ROWS, embedding, make_store, read
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Anything anyone may do, in any order. `versions` is all the model knows: what an address means while held."""
+
+    pins = Bundle("pins")
+    device_pages = 0
+    folder: Path
+
+    def __init__(self):
+        super().__init__()
+        self.evicted = []
+        self.store = make_store(
+            self.folder, 12, self.device_pages, on_evict=lambda *dropped: self.evicted.append(dropped)
+        )
+        self.live = []
+        self.versions = {}
+        self.version = 0
+
+    @rule(target=pins, name=st.integers(0, 9), pages=st.sampled_from([0.01, 0.5, 1, 1.5, 3, 4.25, 11]))
+    def put(self, name, pages):
+        address = bytes([name])
+        held = self.store.contains(address)
+        self.version += 1
+        rows = embedding(self.version, pages)
+        try:
+            pin = self.store.put(address, rows, (1, 1, self.version))
+        except OverloadedError:
+            host = self.store.stats().tiers[-1]
+            needed = -(-len(rows) // PAGE_ROWS) * PAGE_BYTES
+            assert host.size_bytes - host.pinned_bytes < needed
+            return None
+        if not held:
+            self.versions[address] = rows.numpy().tobytes()
+        self.live.append(pin)
+        return pin
+
+    @rule(target=pins, name=st.integers(0, 9))
+    def pin(self, name):
+        pin = self.store.pin(bytes([name]))
+        if pin is not None:
+            self.live.append(pin)
+        return pin
+
+    @rule(pin=pins)
+    def to_host(self, pin):
+        if pin in self.live:
+            try:
+                pin.to_host(wait_s=0)
+            except OverloadedError:
+                assert pin.tier == "device"
+
+    @rule(pin=consumes(pins))
+    def release(self, pin):
+        if pin is not None:
+            pin.release()
+            pin.release()
+            self.live = [other for other in self.live if other is not pin]
+
+    @rule(name=st.integers(0, 9))
+    def evict(self, name):
+        address = bytes([name])
+        held, pinned = self.store.contains(address), any(pin.address == address for pin in self.live)
+        assert self.store.evict(address) == (held and not pinned)
+        assert self.store.contains(address) == (held and pinned)
+
+    @rule()
+    def flush(self):
+        self.store.flush()
+        stats = self.store.stats()
+        assert all(tier.entries == tier.pinned_entries for tier in stats.tiers)
+
+    @rule()
+    def move(self):
+        self.store.move_once()
+
+    @invariant()
+    def every_pin_reads_the_bytes_that_its_address_had_when_it_was_first_put(self):
+        for pin in self.live:
+            assert self.store.contains(pin.address)
+            slot = pin._held
+            found = b"".join(piece.numpy().tobytes() for piece in slot.tier.pieces(slot))
+            assert found == self.versions[pin.address]
+            if pin.tier == "host":
+                assert read(pin) == found
+
+    @invariant()
+    def no_page_has_two_owners_and_none_is_lost(self):
+        for tier in self.store._entries.tiers:
+            runs = [run for slot in tier.slots.values() for run in slot.runs]
+            pages = [page for start, count in runs for page in range(start, start + count)]
+            assert len(pages) == len(set(pages))
+            assert len(pages) + tier.arena.free_pages == tier.arena.pages
+
+    @invariant()
+    def the_numbers_add_up(self):
+        stats = self.store.stats()
+        assert stats.pins == len(self.live)
+        assert len(self.evicted) == sum(tier.evictions for tier in stats.tiers)
+        for tier in stats.tiers:
+            assert tier.entries == tier.writes - tier.evictions
+            assert tier.pinned_bytes <= tier.used_bytes <= tier.size_bytes
+
+    def teardown(self):
+        self.store.close()
+
+
+class TieredStoreMachine(StoreMachine):
+    device_pages = 5
+
+
+@pytest.mark.parametrize("machine", [StoreMachine, TieredStoreMachine])
+def test_whatever_happens_in_whatever_order_the_store_is_as_the_model_says(machine, tmp_path):
+    machine.folder = tmp_path
+    case = machine.TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    case("runTest").runTest()

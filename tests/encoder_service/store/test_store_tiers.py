@@ -1,0 +1,87 @@
+"""The tiers of the store: what is where, and what moves. A second CPU arena stands for the device."""
+
+import threading
+import time
+
+from encoder_service.store.tier_migrator import PROMOTE_HITS
+from tests.small_store import embedding, make_store, put, read
+
+
+def test_rows_go_to_the_device_and_come_to_the_host_when_someone_reads(tmp_path):
+    store = make_store(tmp_path, device_pages=8)
+    pin = store.put(b"a", embedding(1, 2), (1, 1, 1))
+    assert pin.tier == "device"
+    pin.to_host()
+    pin.to_host()
+    assert pin.tier == "host"
+    assert read(pin) == embedding(1, 2).numpy().tobytes()
+    pin.release()
+    device, host = store.stats().tiers
+    assert (device.entries, host.entries, store.stats().pins) == (1, 1, 0)
+    with store.pin(b"a") as again:
+        assert again.tier == "host"
+    store.close()
+
+
+def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(tmp_path):
+    gone = []
+    store = make_store(tmp_path, device_pages=4, on_evict=lambda *dropped: gone.append(dropped))
+    for name in b"abcde":
+        put(store, bytes([name]))
+    assert [store.tier_of(bytes([name])) for name in b"abcde"] == ["device"] * 4 + ["host"]
+    assert store.move_once()
+    assert not store.move_once()
+    assert store.tier_of(b"a") == "host"
+    assert gone == [(b"a", "device")]
+    with store.pin(b"a") as pin:
+        assert read(pin) == embedding(ord("a")).numpy().tobytes()
+    assert store.stats().demotions == 1
+    store.close()
+
+
+def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
+    store = make_store(tmp_path, host_pages=4, device_pages=4)
+    for name in b"abcd":
+        put(store, bytes([name]))
+    pin = store.put(b"p", embedding(1, 4), (1, 1, 1))
+    assert pin.tier == "host"
+    assert not store.move_once()
+    assert all(store.tier_of(bytes([name])) == "device" for name in b"abcd")
+    pin.release()
+    assert store.move_once()
+    assert not store.contains(b"p")
+    store.close()
+
+
+def test_repeated_hits_bring_an_embedding_to_the_device(tmp_path):
+    store = make_store(tmp_path, device_pages=4)
+    for name in b"abcde":
+        put(store, bytes([name]))
+    assert store.move_once()  # room for the promotion
+    for _ in range(PROMOTE_HITS):
+        assert not store.move_once()
+        store.pin(b"e").release()
+    assert store.move_once()
+    assert store.stats().promotions == 1
+    assert store.evict(b"e")
+    assert not store.contains(b"e")
+    store.close()
+
+
+def test_the_mover_thread_keeps_room_on_the_device_and_ends_with_the_store(tmp_path):
+    store = make_store(tmp_path, host_pages=64, device_pages=8)
+    thread = threading.Thread(target=store.keep_moving)
+    thread.start()
+    deadline = time.monotonic() + 5
+    for name in range(30):
+        while (tier := store.stats().tiers[0]).used_bytes == tier.size_bytes and time.monotonic() < deadline:
+            time.sleep(0.005)
+        put(store, bytes([name]))
+    assert store.stats().tiers[0].writes == 30
+    for name in range(30):
+        with store.pin(bytes([name])) as pin:
+            pin.to_host()
+            assert read(pin) == embedding(name).numpy().tobytes()
+    store.close()
+    thread.join(5)
+    assert not thread.is_alive()

@@ -1,0 +1,199 @@
+"""The command lines, as real processes: what they print, what they refuse, how they end."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import UnavailableError
+from encoder_contract.version import __version__
+from encoder_service.api.admin_client import run as operate
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from testing.photos import photo
+from tests.processes import run, running
+
+
+@pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
+def test_version_and_help(command: str) -> None:
+    assert run(command, "--version").stdout.split() == [command, __version__]
+    assert "COMMAND" in run(command, "--help").stdout
+    assert run(command).returncode == 2
+
+
+def test_a_wrong_flag_is_named() -> None:
+    result = run("encoder-service", "serve", "--modle", "x")
+    assert result.returncode == 2
+    assert "--modle" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "is not a Hugging Face checkpoint folder"),
+        ({"config.json": '{"model_type": "llama"}'}, "qwen3_vl"),
+        ({"config.json": "{"}, "config.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused_naming_what_is_wrong(
+    tmp_path: Path, checkpoint: Path, files: dict[str, str], says: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    if files:
+        settings = (checkpoint / "preprocessor_config.json").read_text()
+        (tmp_path / "preprocessor_config.json").write_text(settings)
+    result = run("encoder-service", "serve", "--model", tmp_path)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_taken_port_is_a_clear_error(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run(
+            "encoder-service", "serve", "--model", checkpoint, "--listen", address, "--store-host-gib", "0.1"
+        )
+    assert result.returncode == 2
+    assert address in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_store_that_does_not_fit_is_refused_naming_what_to_set(checkpoint: Path) -> None:
+    result = run("encoder-service", "serve", "--model", checkpoint, "--store-host-gib", "100000")
+    assert result.returncode == 2
+    assert "--store-host-gib" in result.stderr
+    assert "shm_size" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+HOLD = """
+import asyncio, sys
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+
+async def hold(endpoint, path):
+    async with await EncoderClient.connect(endpoint) as client:
+        (image,) = await client.submit([open(path, "rb").read()])
+        async with client.fetch([RowRequest(image.digest)]) as stream:
+            async for rows in stream:
+                print(rows.transport, flush=True)
+            await asyncio.sleep(60)
+
+asyncio.run(hold(*sys.argv[1:]))
+"""
+
+
+def test_a_client_that_is_killed_while_it_reads_shared_rows_holds_them_for_less_than_a_second(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
+    with running(checkpoint) as server:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLD, server.endpoint, tmp_path / "photo.jpg"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert holder.stdout
+        assert holder.stdout.readline() == "shm\n"
+        assert " 1 pins" in operate("stats", server.endpoint)
+        holder.kill()
+        holder.wait()
+        until = time.monotonic() + 1
+        while " 0 pins" not in (shown := operate("stats", server.endpoint)) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert " 0 pins" in shown
+
+
+def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:
+    result = run("encoder-service", "serve", "--model", checkpoint, "--device", "cuda:7")
+    assert result.returncode == 2
+    assert "cuda:7" in result.stderr
+
+
+def test_encode_prints_address_grid_and_stages_and_fails_for_what_is_no_image(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "photo.jpg", tmp_path / "notes.txt"
+    good.write_bytes(photo(320, 240, 1))
+    bad.write_bytes(b"not an image")
+    with running(checkpoint) as server:
+        banner = "\n".join(server.lines)
+        for word in ("qwen3_vl", "cpu", "attention", "decoder", "store", "limits"):
+            assert word in banner
+        first = run("prefill-client", "encode", good, "--server", server.endpoint)
+        second = run("prefill-client", "encode", good, bad, "--server", server.endpoint, "--inline")
+    assert first.returncode == 0, first.stderr
+    assert "decode" in first.stdout
+    assert "vit" in first.stdout
+    assert "by shm" in first.stdout
+    assert second.returncode == 1
+    assert "it was held" in second.stdout
+    assert "InvalidImageError" in second.stdout
+
+
+def test_the_operator_looks_into_the_store_and_drops_what_nobody_uses(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
+    with running(checkpoint) as server:
+        encoded = run("prefill-client", "encode", tmp_path / "photo.jpg", "--server", server.endpoint).stdout
+        address = next(line.split()[1] for line in encoded.splitlines() if "address" in line)
+        shown = run("encoder-service", "stats", "--server", server.endpoint).stdout
+        assert address in shown
+        assert "hit rate" in shown
+        dropped = run("encoder-service", "evict", address, "--server", server.endpoint)
+        again = run("encoder-service", "evict", address, "--server", server.endpoint)
+        flushed = run("encoder-service", "flush", "--server", server.endpoint)
+        wrong = run("encoder-service", "evict", "xyz", "--server", server.endpoint)
+        after = run("encoder-service", "stats", "--server", server.endpoint).stdout
+    assert (dropped.stdout, again.stdout) == ("dropped\n", "not dropped: it is not held, or in use\n")
+    assert flushed.stdout == "0 entries dropped\n"
+    assert (wrong.returncode, "hexadecimal" in wrong.stderr) == (1, True)
+    assert address not in after
+    assert "0 image files kept" in after
+
+
+def test_encode_says_when_there_is_no_server(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    result = run(
+        "prefill-client",
+        "encode",
+        tmp_path / "photo.jpg",
+        "--server",
+        f"127.0.0.1:{port}",
+        "--timeout-s",
+        "1",
+    )
+    assert result.returncode == 1
+    assert "UnavailableError" in result.stderr
+    assert str(port) in result.stderr
+
+
+async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkpoint: Path) -> None:
+    images = [photo(900 + n, 700, n) for n in range(24)]
+    with running(checkpoint, log_format="json") as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            await client.submit(images)
+            requests = [RowRequest(content_digest(image)) for image in images]
+            async with client.fetch(requests, timeout_s=60, shm=False) as stream:
+                outcomes = aiter(stream)
+                first = await anext(outcomes)
+                assert first.error is None
+                ending = asyncio.create_task(asyncio.to_thread(server.terminate))
+                await asyncio.sleep(0.3)
+                (refused,) = await client.submit([photo(64, 64, 99)], timeout_s=1)
+                rest = [outcome async for outcome in outcomes]
+            assert [outcome.error for outcome in rest] == [None] * 23
+            assert isinstance(refused.error, UnavailableError)
+        assert await ending == 0
+    assert json.loads(server.lines[-1])["message"] == "drained"

@@ -1,0 +1,229 @@
+"""What a person meets on a bad day: each is one line that says what to mend, soon, and never a traceback."""
+
+import asyncio
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.errors import UnavailableError
+from prefill_client.client import EncoderClient
+from testing.photos import photo
+from tests.processes import SCRIPTS, run, running
+
+# It takes a tenth of a second, and this long on a machine that does three other things; waiting for a server is 10 s.
+AT_ONCE_S = 5
+CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
+
+
+def refused(*command: str | Path, code: int) -> str:
+    """Run a command that has to fail, and return the one line that it says."""
+    result = run(*command)
+    assert result.returncode == code, result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert not CORE_LOG.search(result.stderr)
+    return result.stderr
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def free() -> str:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999 must be host:port"),
+        (["--listen", "unix:/nowhere/encoder.sock"], "No such file or directory"),
+        (
+            ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:99999"],
+            "--metrics-listen 127.0.0.1:99999",
+        ),
+        (["--listen", "192.0.2.1:50051"], "--listen 192.0.2.1:50051: Cannot assign"),
+        (["--listen", "127.0.0.1:1", "--metrics-listen", "127.0.0.1:1"], "must not be that of --listen"),
+        (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),
+        (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
+        (["--drain-s", "nan"], "--drain-s"),
+        (["--attention", "flash"], "--attention"),
+        (["--index", "reddis://:secret@host"], "reddis://***@host"),
+        (["--metric-listen", "127.0.0.1:0"], "did you mean --metrics-listen?"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_before_torch_is_imported(
+    checkpoint: Path, flags: list[str], says: str
+) -> None:
+    began = time.monotonic()
+    assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags, code=2)
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+@pytest.mark.parametrize("option", ["foo=1", "socket_timeout=soon"])
+def test_an_option_of_the_index_that_redis_does_not_know_is_told(checkpoint: Path, option: str) -> None:
+    url = f"redis://127.0.0.1:1/0?{option}"
+    serve = ("encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0", "--index", url)
+    result = run(*serve, "--store-host-gib", "0.05", "--store-prefault", "no")
+    assert result.returncode == 2, result.stderr
+    assert "--index: an option of the URL" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_misspelt_environment_name_is_met_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENCSVC_MODLE", "x")
+    assert "did you mean ENCSVC_MODEL?" in refused("encoder-service", "serve", code=2)
+
+
+@pytest.mark.parametrize("setting", ["--listen", "--metrics-listen"])
+def test_a_taken_port_is_told_before_the_model_is_read(checkpoint: Path, taken: str, setting: str) -> None:
+    other = "--metrics-listen" if setting == "--listen" else "--listen"
+    began = time.monotonic()
+    said = refused(
+        *("encoder-service", "serve", "--model", checkpoint, setting, taken, other, "127.0.0.1:0"), code=2
+    )
+    assert said == f"encoder-service: {setting} {taken}: the address is taken\n"
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_a_socket_file_of_a_running_server_is_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "encoder.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        said = refused("encoder-service", "serve", "--model", checkpoint, "--listen", f"unix:{path}", code=2)
+        assert "the address is taken" in said
+
+
+def test_a_refused_connection_is_told_at_once(free: str, tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    for command in (
+        ("prefill-client", "encode", tmp_path / "photo.jpg", "--server", free),
+        ("encoder-service", "stats", "--server", free),
+    ):
+        began = time.monotonic()
+        said = refused(*command, code=1)
+        assert f"{free}: no server answers (Connection refused)" in said
+        assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_a_port_of_another_kind_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    encode = ("prefill-client", "encode", tmp_path / "photo.jpg", "--server")
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        assert "HTTP/2" in refused(*encode, f"127.0.0.1:{web.server_port}", code=1)
+        web.shutdown()
+
+
+def test_what_is_no_address_is_refused_and_never_looked_up() -> None:
+    assert "64 hexadecimal" in refused("encoder-service", "evict", "abcd", code=1)
+    assert "unix:/path" in refused("encoder-service", "stats", "--server", "http://127.0.0.1:1", code=2)
+    assert "unix:/path" in refused("prefill-client", "encode", "x.jpg", "--server", "nowhere", code=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--device", "gpu"], "--device must be cpu, cuda or cuda:N, got gpu"),
+        (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999 must be host:port"),
+        (["--encoder", "nowhere"], "--encoder nowhere must be host:port"),
+        (["--listn", "127.0.0.1:0"], "did you mean --listen?"),
+    ],
+)
+def test_the_prefill_service_refuses_what_cannot_be_meant(
+    checkpoint: Path, flags: list[str], says: str
+) -> None:
+    assert says in refused("prefill-client", "serve", "--model", checkpoint, *flags, code=2)
+
+
+def test_the_prefill_service_tells_of_a_taken_port_before_it_reads_the_model(
+    checkpoint: Path, taken: str, free: str
+) -> None:
+    said = refused(
+        *("prefill-client", "serve", "--model", checkpoint, "--listen", taken, "--encoder", free), code=2
+    )
+    assert said == f"prefill-client: --listen {taken}: the address is taken\n"
+
+
+def test_the_prefill_service_tells_of_weights_that_cannot_be_read(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(checkpoint, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    said = refused("prefill-client", "serve", "--model", folder, "--listen", "127.0.0.1:0", code=2)
+    assert "its weights cannot be read" in said
+
+
+@pytest.mark.parametrize(("command", "module"), [("serve --model x", "torch"), ("top --once", "rich")])
+def test_what_was_not_installed_is_named_with_what_installs_it(command: str, module: str, free: str) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; from encoder_service.cli import main; sys.exit(main())"
+    )
+    words = [*command.split(), *(["--listen", free] if "serve" in command else [])]
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert module in result.stderr
+    assert "pip install 'encoder-service[server]'" in result.stderr
+
+
+def test_a_disk_that_is_too_small_for_the_store_is_told_in_the_words_of_its_flag(checkpoint: Path) -> None:
+    # There is no small disk here; a limit on the size of a file fails in the same call.
+    serve = [str(SCRIPTS / "encoder-service"), "serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
+    limited = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", limited, *serve, "--store-host-gib", "0.1"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    assert "--store-host-gib" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_left_and_a_full_disk_under_the_output_are_no_tracebacks(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    with running(checkpoint) as server:
+        for words in (
+            ["encoder-service", "stats", "--server", server.endpoint],
+            ["prefill-client", "encode", tmp_path / "photo.jpg", "--server", server.endpoint],
+        ):
+            command = [SCRIPTS / str(words[0]), *words[1:]]
+            read, write = os.pipe()
+            os.close(read)
+            left = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+            os.close(write)
+            assert (left.returncode, left.stderr) == (1, b"")
+            with open("/dev/full", "w") as full:
+                told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+            assert (told.returncode, told.stderr) == (1, b"standard output: No space left on device\n")
+
+
+async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path, free: str) -> None:
+    connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=30))
+    await asyncio.sleep(0.2)
+    with pytest.raises(UnavailableError, match="no server answers"):
+        await EncoderClient.connect(free, timeout_s=30, wait=False)
+    assert not connecting.done()
+    with running(checkpoint, listen=free):
+        async with await connecting as client:
+            assert client.description.model_name == checkpoint.name

@@ -1,0 +1,94 @@
+"""Two thousand damaged files of every format against a server process: rows or one typed error each, and no trace."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import Status
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from testing.checkpoints import write_checkpoint
+from testing.photos import damaged, photo
+from tests.processes import running
+
+FILES, CALL = 2000, 50
+# What is wrong with a file is its sender's fault, and nothing else is: no INTERNAL, no RESOURCE_EXHAUSTED.
+EXPECTED = {"rows", Status.INVALID_ARGUMENT.value}
+# After the first quarter pools and caches are full. What is left is the list of refused addresses (4096 at most, a
+# few hundred bytes each) and the allocator's slack.
+MAX_GROWTH_BYTES = 16 << 20
+
+
+@pytest.fixture(scope="module")
+def small_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that resizes whatever it gets to 16 patches: the files are the work here, not the tower."""
+    size = {"shortest_edge": 1024, "longest_edge": 4096}
+    return write_checkpoint(tmp_path_factory.mktemp("small"), preprocessor={"size": size})
+
+
+async def submit(stub: EncoderServiceStub, files: list[bytes]) -> dict[int, int | str]:
+    """Send every file, unread, and return the code of each that failed; `EncoderClient` would stop most of them."""
+    call = stub.Submit(timeout=30)
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    names = [pb.ImageName(index=index, digest=content_digest(file)) for index, file in enumerate(files)]
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
+    outcomes: dict[int, int | str] = {}
+    answered: set[int] = set()
+    while len(answered) < len(files):
+        state = (await call.read()).state
+        if state.state == pb.STATE_NEEDS_BYTES:
+            piece = pb.ImageBytes(index=state.index, data=files[state.index], last=True)
+            await call.write(pb.SubmitRequest(bytes=piece))
+            continue
+        assert state.index not in answered, "an image is answered once"
+        answered.add(state.index)
+        if state.state == pb.STATE_FAILED:
+            outcomes[state.index] = state.error.code
+    await call.done_writing()
+    return outcomes
+
+
+async def fetch(stub: EncoderServiceStub, files: dict[int, bytes]) -> dict[int, int | str]:
+    """Fetch every file's rows inline and return the one outcome of each."""
+    images = [pb.FetchImage(index=index, digest=content_digest(file)) for index, file in files.items()]
+    outcomes: dict[int, int | str] = {}
+    async for message in stub.Fetch(pb.FetchRequest(images=images), timeout=30):
+        kind = message.WhichOneof("message")
+        if kind != "rows":
+            index = getattr(message, kind).index
+            assert index not in outcomes, "an image has one outcome"
+            outcomes[index] = "rows" if kind == "ready" else message.error.code
+    return outcomes
+
+
+async def outcomes_of(stub: EncoderServiceStub, seeds: range) -> list[int | str]:
+    files = dict(enumerate(damaged(seed) for seed in seeds))
+    files[len(files)] = photo(300, 200, seeds.start)  # among the damaged ones, a sound one
+    outcomes = await submit(stub, list(files.values()))
+    outcomes |= await fetch(stub, {index: file for index, file in files.items() if index not in outcomes})
+    assert outcomes.keys() == files.keys()
+    assert outcomes[len(files) - 1] == "rows"
+    return list(outcomes.values())
+
+
+async def test_2000_damaged_files_end_in_rows_or_one_error_each_and_leave_no_trace(
+    small_images: Path,
+) -> None:
+    counts: Counter[int | str] = Counter()
+    resident: list[int] = []
+    with running(small_images, source_gib=0.001) as server:  # full after a few calls
+        process = psutil.Process(server.process.pid)
+        async with grpc.aio.insecure_channel(server.endpoint) as channel:
+            stub = EncoderServiceStub(channel)
+            for begin in range(0, FILES, CALL):
+                counts.update(await asyncio.wait_for(outcomes_of(stub, range(begin, begin + CALL)), 60))
+                resident.append(process.memory_info().rss - process.memory_info().shared)
+        assert server.terminate() == 0
+    assert set(counts) == EXPECTED, counts
+    assert min(counts.values()) > FILES // 10, f"a test of both outcomes: {counts}"
+    assert resident[-1] - resident[len(resident) // 4] < MAX_GROWTH_BYTES, resident

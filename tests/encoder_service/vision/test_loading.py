@@ -1,0 +1,172 @@
+"""Loading a tower: what is refused and how it is named, what is read, and what the fingerprint covers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from encoder_contract.geometry import Grid
+from encoder_service.image.processor import ProcessorSettings
+from encoder_service.vision import load_tower, model_fingerprint
+from encoder_service.vision.checkpoint import VisionTensors
+from testing.checkpoints import write_checkpoint
+from testing.reference_tower import random_patches
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return write_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), depth=2, vision={"deepstack_visual_indexes": [0]}
+    )
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "copy")
+
+
+def load(folder, **options):
+    processor = ProcessorSettings.from_folder(folder)
+    return load_tower(folder, **{"device": "cpu", "dtype": "float32", "processor": processor} | options)
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        part = config if name in config else config["vision_config"]
+        part[name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_an_unsupported_model_type_is_refused_with_the_list(folder):
+    edit_config(folder, model_type="llava")
+    with pytest.raises(ValueError, match=r"'llava' is not supported .*qwen3_vl, .*qwen2_5_vl, qwen3_5"):
+        load(folder)
+
+
+def test_settings_that_would_be_computed_otherwise_are_refused(folder):
+    edit_config(folder, hidden_act="relu")
+    with pytest.raises(ValueError, match="hidden_act 'relu' is not supported"):
+        load(folder)
+
+
+@pytest.mark.parametrize("levels", [[0, 0], [1, 0], [2]])
+def test_deepstack_levels_that_are_not_blocks_in_order_are_refused(folder, levels):
+    edit_config(folder, deepstack_visual_indexes=levels)
+    with pytest.raises(ValueError, match=r"deepstack_visual_indexes .* must be blocks in order"):
+        load(folder)
+
+
+def test_missing_left_over_and_misshapen_tensors_are_all_named(folder):
+    def change(tensors):
+        del tensors["model.visual.blocks.1.attn.qkv.bias"]
+        tensors["model.visual.blocks.9.norm1.weight"] = torch.ones(3)
+        tensors["model.visual.merger.norm.weight"] = torch.ones(3)
+
+    edit_tensors(folder, change)
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    for problem in (
+        "missing: blocks.1.attn.qkv.bias",
+        "left over: blocks.9.norm1.weight",
+        "of shape (3,) instead of (144,): merger.norm.weight",
+    ):
+        assert problem in str(error.value)
+
+
+def test_a_folder_without_config_or_weights_or_with_a_lost_shard_is_refused(original, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        load_tower(tmp_path, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(original))
+    folder = write_checkpoint(tmp_path / "sharded", depth=2, shards=3)
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=lost.name):
+        load(folder)
+
+
+def test_a_damaged_weight_file_is_refused_by_name(folder):
+    (folder / "model.safetensors").write_bytes(b"not a tensor in sight")
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "option", [{"device": "tpu"}, {"device": "cuda:0"}, {"dtype": "int8"}, {"head_size": 64}]
+)
+def test_options_that_cannot_be_served_are_refused(folder, option):
+    with pytest.raises(ValueError, match=str(next(iter(option.values())))):
+        load(folder, **option)
+
+
+def test_a_processor_of_another_patch_size_is_refused(folder):
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 14}))
+    with pytest.raises(ValueError, match=r"patches of 14 .* config\.json says 16"):
+        load(folder)
+
+
+def test_only_vision_tensors_are_read(folder):
+    def change(tensors):
+        for name in tensors:
+            if not name.startswith("model.visual."):
+                tensors[name] = torch.full_like(tensors[name], float("nan"))
+
+    names = VisionTensors(folder).names
+    assert "patch_embed.proj.weight" in names
+    assert not any("language_model" in name or "lm_head" in name for name in names)
+    before = load(folder)
+    edit_tensors(folder, change)
+    patches = random_patches([Grid(1, 4, 4)], 768)
+    assert torch.equal(
+        before.encode(patches, [Grid(1, 4, 4)])[0], load(folder).encode(patches, [Grid(1, 4, 4)])[0]
+    )
+
+
+def test_a_config_without_what_equals_the_defaults_loads(folder):
+    config = json.loads((folder / "config.json").read_text())
+    for name in (
+        "hidden_act",
+        "in_channels",
+        "num_position_embeddings",
+        "rope_parameters",
+        "temporal_patch_size",
+    ):
+        config["vision_config"].pop(name)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load(folder).spec.position_side == 48
+
+
+def test_fingerprint_is_the_same_however_the_folder_is_sharded(tmp_path):
+    one, many = (write_checkpoint(tmp_path / str(shards), depth=2, shards=shards) for shards in (1, 4))
+    assert model_fingerprint(one) == model_fingerprint(many)
+    assert len(model_fingerprint(one)) == 32
+
+
+def test_fingerprint_ignores_the_language_model_and_nothing_else(folder):
+    known = {model_fingerprint(folder)}
+
+    def language(tensors):
+        tensors["lm_head.weight"] += 1
+
+    edit_tensors(folder, language)
+    assert model_fingerprint(folder) in known
+
+    def vision(tensors):
+        tensors["model.visual.blocks.0.norm1.bias"][7] += 1e-6
+
+    edit_tensors(folder, vision)
+    assert model_fingerprint(folder) not in known
+    known.add(model_fingerprint(folder))
+    edit_config(folder, rope_parameters={"rope_type": "axial", "rope_theta": 20000.0})
+    assert model_fingerprint(folder) not in known
+    known.add(model_fingerprint(folder))
+    edit_config(folder, model_type="qwen3_5", deepstack_visual_indexes=[])
+    assert model_fingerprint(folder) not in known

@@ -1,0 +1,100 @@
+"""When an attempt at an image is worth another one, and what its caller is told in the end."""
+
+from collections.abc import AsyncIterator
+from time import monotonic
+
+import grpc
+import pytest
+
+from encoder_contract.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidImageError,
+    OverloadedError,
+    UnavailableError,
+    UnknownImageError,
+)
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api.messages import Context
+from encoder_service.api.service import SERVICE
+from encoder_service.app import Server
+from prefill_client.client import EncoderClient
+from prefill_client.fleet.retries import MAX_FAILURES, MAX_REFUSED_PAUSE_S, Attempts
+from testing.photos import photo
+
+
+def attempts(left_s: float = 60.0) -> Attempts:
+    return Attempts(monotonic() + left_s)
+
+
+@pytest.mark.parametrize("error", [InvalidImageError("x"), DeadlineError("x"), UnknownImageError("x")])
+def test_what_a_retry_cannot_help_is_the_outcome(error) -> None:
+    assert attempts().pause_s(error, can_resubmit=False) is None
+
+
+@pytest.mark.parametrize("hint_ms", [0, 1, 200, 4000])
+def test_a_refusal_is_waited_out_for_its_hint_and_longer_each_time_as_often_as_the_deadline_allows(
+    hint_ms: int,
+) -> None:
+    tried = attempts(1e6)
+    pauses = []
+    for _ in range(2000):
+        pause = tried.pause_s(OverloadedError("full", retry_after_ms=hint_ms), can_resubmit=False)
+        assert pause is not None
+        assert pause >= hint_ms / 1000
+        pauses.append(pause)
+    assert pauses[0] <= 1.5 * max(hint_ms / 1000, 0.1)
+    assert sum(pauses[:6]) > 3
+    assert max(pauses) <= 1.5 * max(hint_ms / 1000, MAX_REFUSED_PAUSE_S)
+    assert attempts(0.1).pause_s(OverloadedError("full", retry_after_ms=200), can_resubmit=False) is None
+
+
+async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(server: Server) -> None:
+    """A server whose every Submit ends in RESOURCE_EXHAUSTED, as grpc itself ends a call, and says no more."""
+    asked = 0
+
+    async def refuse(requests: AsyncIterator[object], context: Context) -> None:
+        nonlocal asked
+        asked += 1
+        await anext(requests)  # who it is
+        await anext(requests)  # the names
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
+
+    refusing = grpc.aio.server()
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            server.service.describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+        ),
+        "Submit": grpc.stream_stream_rpc_method_handler(refuse, pb.SubmitRequest.FromString),
+    }
+    refusing.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = refusing.add_insecure_port("127.0.0.1:0")
+    await refusing.start()
+    try:
+        async with await EncoderClient.connect(f"127.0.0.1:{port}") as client:
+            (image,) = await client.submit([photo(64, 64, 1)], timeout_s=3)
+    finally:
+        await refusing.stop(0)
+    assert isinstance(image.error, OverloadedError)
+    assert 2 <= asked <= 6
+
+
+def test_whose_time_runs_out_over_refusals_is_told_of_the_refusal() -> None:
+    tried = attempts()
+    refusal = OverloadedError("full", retry_after_ms=10)
+    tried.pause_s(refusal, can_resubmit=False)
+    assert tried.outcome(DeadlineError("late")) is refusal
+    assert isinstance(attempts().outcome(DeadlineError("late")), DeadlineError)
+    other = InternalError("bug")
+    assert tried.outcome(other) is other
+
+
+def test_failures_are_tried_a_bounded_number_of_times() -> None:
+    tried = attempts()
+    pauses = [tried.pause_s(UnavailableError("gone"), can_resubmit=False) for _ in range(MAX_FAILURES + 1)]
+    assert None not in pauses[:-1]
+    assert pauses[-1] is None
+    bug = attempts()
+    assert bug.pause_s(InternalError("bug"), can_resubmit=False) is not None
+    assert bug.pause_s(InternalError("bug"), can_resubmit=False) is None
+    assert attempts().pause_s(UnknownImageError("lost"), can_resubmit=True) == 0.0

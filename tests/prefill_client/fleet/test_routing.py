@@ -1,0 +1,247 @@
+"""Routing: the same choice everywhere, little movement, bounded load, and a way around what is down."""
+
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import UnavailableError
+from encoder_service.app import Server
+from prefill_client.client import EncoderClient
+from prefill_client.fleet.routing import FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
+from prefill_client.images import RowRequest
+from prefill_client.transport.connection import Connection
+from testing.photos import photo
+from testing.traffic import marked
+from tests.calls import collect
+from tests.waiting import soon
+
+ENDPOINTS = [f"encoder-{n}.encoders:50051" for n in range(5)]
+DIGESTS = [content_digest(b"%d" % n) for n in range(5000)]
+
+some_endpoints = st.lists(
+    st.integers(0, 10_000).map(lambda n: f"10.0.0.1:{n}"), min_size=2, max_size=8, unique=True
+)
+some_digest = st.binary(min_size=32, max_size=32)
+
+
+def first(router: Router, digest: bytes) -> str:
+    return router.order(digest)[0]
+
+
+@given(endpoints=some_endpoints, digest=some_digest, data=st.data())
+def test_the_order_of_the_endpoints_does_not_matter_and_none_is_left_out(
+    endpoints: list[str], digest: bytes, data: st.DataObject
+) -> None:
+    shuffled = data.draw(st.permutations(endpoints))
+    assert Router(endpoints).order(digest) == Router(shuffled).order(digest)
+    assert sorted(Router(endpoints).order(digest)) == sorted(endpoints)
+
+
+@given(endpoints=some_endpoints, digest=some_digest, data=st.data())
+def test_removing_one_moves_only_its_images_and_to_their_next_choice(
+    endpoints: list[str], digest: bytes, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(endpoints))
+    before = Router(endpoints).order(digest)
+    after = Router([name for name in endpoints if name != gone]).order(digest)
+    assert after == [name for name in before if name != gone]
+
+
+def test_another_process_makes_the_same_choices() -> None:
+    code = (
+        "from prefill_client.fleet.routing import Router\n"
+        "from encoder_contract.digest import content_digest\n"
+        f"router = Router({ENDPOINTS!r})\n"
+        "print([router.order(content_digest(b'%d' % n)) for n in range(100)])\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert said.strip() == str([Router(ENDPOINTS).order(digest) for digest in DIGESTS[:100]])
+
+
+def test_images_spread_evenly_and_so_do_those_of_one_that_is_gone() -> None:
+    router = Router(ENDPOINTS)
+    counts = Counter(first(router, digest) for digest in DIGESTS)
+    # 5000 images over 5: 1000 each, standard deviation 28; five of those.
+    assert all(abs(counts[name] - 1000) < 142 for name in ENDPOINTS)
+    orphans = [digest for digest in DIGESTS if first(router, digest) == ENDPOINTS[0]]
+    router.mark_down(ENDPOINTS[0])
+    heirs = Counter(first(router, digest) for digest in orphans)
+    assert set(heirs) == set(ENDPOINTS[1:])
+    assert max(heirs.values()) < 1.4 * min(heirs.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    endpoints=some_endpoints,
+    images=st.lists(st.integers(0, 3), min_size=1, max_size=300),
+    idle=st.integers(1, 8),
+    ends=st.lists(st.booleans(), min_size=300, max_size=300),
+)
+def test_no_endpoint_has_more_than_its_bound_whatever_is_hot(
+    endpoints: list[str], images: list[int], idle: int, ends: list[bool]
+) -> None:
+    router = Router(endpoints, idle_images=idle)
+    under_way: Counter[str] = Counter()
+    for image, one_ends in zip(images, ends, strict=False):
+        bound = router.bound()
+        (chosen,) = router.place([DIGESTS[image]])
+        under_way[chosen] += 1
+        assert under_way[chosen] <= bound
+        if one_ends:
+            under_way[chosen] -= 1
+            router.end(chosen)
+
+
+def test_one_hot_image_stays_at_home_while_that_is_idle_and_then_spreads_in_its_own_order() -> None:
+    router = Router(ENDPOINTS)
+    preferred = router.order(DIGESTS[0])
+    chosen = [router.place([DIGESTS[0]])[0] for _ in range(200)]
+    assert chosen[:IDLE_IMAGES] == [preferred[0]] * IDLE_IMAGES
+    counts = Counter(chosen)
+    assert set(counts) == set(preferred[:4])  # four times 1.25 shares are all there is
+    assert max(counts.values()) <= 1.25 * 201 / 5 + 1
+    for name, count in counts.items():
+        router.end(name, count)
+    assert router.order(DIGESTS[0]) == preferred
+
+
+def test_what_is_down_comes_last_and_returns_to_its_place() -> None:
+    now = 0.0
+    router = Router(ENDPOINTS, clock=lambda: now)
+    preferred = router.order(DIGESTS[0])
+    router.mark_down(preferred[0])
+    assert router.order(DIGESTS[0]) == preferred[1:] + preferred[:1]
+    assert not router.is_up(preferred[0])
+    now = FIRST_BACKOFF_S
+    assert router.is_up(preferred[0])
+    assert router.order(DIGESTS[0]) == preferred
+    router.mark_down(preferred[0])
+    router.mark_up(preferred[0])
+    assert router.order(DIGESTS[0]) == preferred
+
+
+def test_with_all_down_the_soonest_to_be_tried_again_comes_first() -> None:
+    now = 0.0
+    router = Router(ENDPOINTS[:3], clock=lambda: now)
+    for n, name in enumerate(ENDPOINTS[:3]):
+        now = n / 10
+        router.mark_down(name)
+    assert router.order(DIGESTS[0]) == ENDPOINTS[:3]
+
+
+def test_each_failure_in_a_row_doubles_the_wait_up_to_its_bound() -> None:
+    now = 0.0
+    router = Router(ENDPOINTS[:1], clock=lambda: now)
+    waits = []
+    for _ in range(10):
+        router.mark_down(ENDPOINTS[0])
+        router.mark_down(ENDPOINTS[0])  # the same outage, seen by another call
+        begun = now
+        while not router.is_up(ENDPOINTS[0]):
+            now += 0.25
+        waits.append(now - begun)
+    assert waits == [0.5, 1, 2, 4, 8, 16, LAST_BACKOFF_S, LAST_BACKOFF_S, LAST_BACKOFF_S, LAST_BACKOFF_S]
+    router.mark_up(ENDPOINTS[0])
+    router.mark_down(ENDPOINTS[0])
+    now += 0.5
+    assert router.is_up(ENDPOINTS[0])
+
+
+def test_an_outage_ends_with_health_and_a_back_off_only_with_a_call_that_gets_through() -> None:
+    now = 0.0
+    router = Router(ENDPOINTS[:1], clock=lambda: now)
+    (name,) = ENDPOINTS[:1]
+
+    def waited_after_a_failure() -> float:
+        """Fail a call, let the health check say that it serves, and return how long it is not tried."""
+        nonlocal now
+        assert router.is_up(name)
+        router.failed(name)
+        router.mark_up(name)
+        begun = now
+        while not router.is_up(name):
+            now += 0.25
+        return now - begun
+
+    assert [waited_after_a_failure() for _ in range(5)] == [0, 0.5, 1, 2, 4]
+    router.succeeded(name)
+    assert [waited_after_a_failure() for _ in range(2)] == [0, 0.5]
+    for _ in range(20):  # restarts that no call has met
+        router.mark_down(name)
+        router.mark_up(name)
+        router.succeeded(name)
+        assert router.is_up(name)
+    now += 1000
+    for _ in range(3):
+        router.failed(name)
+        now += 30
+    router.succeeded(name)  # with no health check at all
+    router.failed(name)
+    now += FIRST_BACKOFF_S
+    assert router.is_up(name)
+
+
+@pytest.fixture
+async def three_names(server: Server) -> AsyncIterator[tuple[EncoderClient, list[str]]]:
+    """A client of a fleet of three, which are one server by three names."""
+    port = server.endpoint.rpartition(":")[2]
+    names = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "ipv4:127.0.0.1")]
+    async with await EncoderClient.connect(names) as client:
+        await soon(lambda: all(map(client._pool.router.is_up, names)), 10)
+        yield client, names
+
+
+def counting(method: Callable[..., Any], images_at: Counter[str]) -> Callable[..., Any]:
+    def counted(self: Connection, images: Sequence[object], *rest: Any, **more: Any) -> Any:
+        images_at[self.endpoint] += len(images)
+        return method(self, images, *rest, **more)
+
+    return counted
+
+
+async def test_one_submit_and_one_fetch_keep_every_server_within_its_bound(
+    three_names: tuple[EncoderClient, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, names = three_names
+    router = client._pool.router
+    files = (marked(photo(64, 64, 1), number) for number in itertools.count())
+    hot = list(itertools.islice((f for f in files if first(router, content_digest(f)) == names[0]), 60))
+    calls: dict[str, Counter[str]] = {"submit": Counter(), "fetch": Counter()}
+    for method, count in calls.items():
+        monkeypatch.setattr(Connection, method, counting(getattr(Connection, method), count))
+    submitted = await client.submit(hot)
+    assert not [image.error for image in submitted if image.error]
+    assert set(calls["submit"]) == set(names)
+    assert max(calls["submit"].values()) <= 1.25 * 60 / 3
+    assert router.bound() == IDLE_IMAGES  # nothing is under way any more
+    await collect(client, [RowRequest(image.digest) for image in submitted])
+    assert calls["fetch"] == calls["submit"]
+    assert router.bound() == IDLE_IMAGES
+
+
+def test_a_new_answer_of_dns_keeps_what_is_known_of_those_that_stay() -> None:
+    router = Router(ENDPOINTS)
+    router.begin(ENDPOINTS[1], 100)
+    router.mark_down(ENDPOINTS[2])
+    router.set_endpoints([*ENDPOINTS[1:], "new:1"])
+    assert set(router.endpoints) == {*ENDPOINTS[1:], "new:1"}
+    assert not router.is_up(ENDPOINTS[2])
+    assert all(first(router, digest) != ENDPOINTS[1] for digest in DIGESTS[:100])
+    router.end(ENDPOINTS[0])  # was under way when it went
+    assert not router.is_up(ENDPOINTS[0])
+    router.mark_down(ENDPOINTS[0])
+    router.mark_up("never known")
+
+
+def test_no_endpoints_is_no_choice() -> None:
+    assert Router([]).order(DIGESTS[0]) == []
+    with pytest.raises(UnavailableError):
+        Router([]).place([DIGESTS[0]])

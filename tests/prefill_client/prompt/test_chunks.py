@@ -1,0 +1,67 @@
+"""Plan: chunks of the prompt, and the image rows each one needs."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder_contract.errors import InvalidRequestError
+from prefill_client.prompt.chunks import Chunk, Window, plan
+from prefill_client.prompt.layout import Layout, expand_prompt
+
+IMAGE = 7
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    prompt, sizes = [1] * draw(st.integers(0, 9)), []
+    for tokens in draw(st.lists(st.integers(1, 60), max_size=8)):
+        sizes.append(tokens)
+        prompt += [IMAGE] + [1] * draw(st.integers(0, 20))
+    return expand_prompt(prompt, IMAGE, sizes)
+
+
+def test_image_split_across_chunks_is_named_in_each_with_its_own_rows() -> None:
+    layout = expand_prompt([1, 1, IMAGE, 1, IMAGE], IMAGE, [5, 2])
+    assert plan(layout, 4) == (
+        Chunk(0, 0, 4, (Window(0, 0, 2, offset=2),)),
+        Chunk(1, 4, 8, (Window(0, 2, 5, offset=0),)),
+        Chunk(2, 8, 10, (Window(1, 0, 2, offset=0),)),
+    )
+
+
+@given(layouts(), st.integers(1, 70), st.data())
+def test_every_row_behind_the_prefix_is_asked_for_exactly_once(
+    layout: Layout, chunk_tokens: int, data: st.DataObject
+) -> None:
+    begin = data.draw(st.integers(0, layout.tokens))
+    rows: Counter[int] = Counter()
+    for chunk in plan(layout, chunk_tokens, begin=begin):
+        for window in chunk.windows:
+            span = layout.spans[window.image]
+            assert 0 <= window.row_begin < window.row_end <= span.tokens
+            assert chunk.begin + window.offset == span.begin + window.row_begin
+            rows.update(range(span.begin + window.row_begin, span.begin + window.row_end))
+    wanted = [token for span in layout.spans for token in range(span.begin, span.end) if token >= begin]
+    assert rows == Counter(wanted)
+
+
+@given(layouts(), st.integers(1, 70))
+def test_chunks_tile_the_prompt_and_name_only_images_with_rows_in_them(
+    layout: Layout, chunk_tokens: int
+) -> None:
+    chunks = plan(layout, chunk_tokens)
+    assert [c.index for c in chunks] == list(range(len(chunks)))
+    assert [c.begin for c in chunks] == list(range(0, layout.tokens, chunk_tokens))
+    assert [c.end for c in chunks] == [*[c.begin for c in chunks[1:]], layout.tokens][: len(chunks)]
+    for chunk in chunks:
+        overlapping = [s.image for s in layout.spans if s.begin < chunk.end and chunk.begin < s.end]
+        assert [w.image for w in chunk.windows] == overlapping
+        assert chunk.rows == sum((layout.token_ids[chunk.begin : chunk.end] == IMAGE).tolist())
+
+
+@pytest.mark.parametrize(("chunk_tokens", "begin"), [(0, 0), (-1, 0), (4, -1), (4, 99)])
+def test_impossible_chunks_are_refused(chunk_tokens: int, begin: int) -> None:
+    with pytest.raises(InvalidRequestError):
+        plan(expand_prompt([1, 2, 3], IMAGE, []), chunk_tokens, begin=begin)

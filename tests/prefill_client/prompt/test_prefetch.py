@@ -1,0 +1,296 @@
+"""The prefetching session: what it demands when, what it holds, and how it ends."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
+from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.prompt.chunks import Chunk, plan
+from prefill_client.prompt.layout import expand_prompt
+from prefill_client.prompt.prefetch import PrefetchSession
+
+IMAGE = 7
+ROW_BYTES = 10
+IMAGES = [RowRequest(bytes([image]) * 32) for image in range(30)]
+
+
+class Encoder:
+    """An in-process source of rows: an image is ready when told so; a row holds its image and number."""
+
+    def __init__(self, *, ready: bool = False) -> None:
+        self.all_ready = ready
+        self.demands: list[RowRequest] = []
+        self.open: set[int] = set()
+        self._ready: dict[int, asyncio.Event] = {}
+        self._errors: dict[int, EncoderError] = {}
+
+    def finish(self, *images: int, error: EncoderError | None = None) -> None:
+        for image in images:
+            if error:
+                self._errors[image] = error
+            self._event(image).set()
+
+    @asynccontextmanager
+    async def fetch(self, requests: Sequence[RowRequest]) -> AsyncIterator[AsyncIterator[FetchedRows]]:
+        self.demands += requests
+        self.open.add(requests[0].chunk)
+        try:
+            yield self._outcomes(requests)
+        finally:
+            self.open.discard(requests[0].chunk)
+
+    async def _outcomes(self, requests: Sequence[RowRequest]) -> AsyncIterator[FetchedRows]:
+        for index, request in reversed(list(enumerate(requests))):
+            image = request.digest[0]
+            await self._event(image).wait()
+            numbers = np.arange(request.row_begin, request.row_end)
+            array = np.stack([np.full_like(numbers, image), numbers], axis=1)
+            yield FetchedRows(index, request.digest, array, error=self._errors.get(image))
+
+    def _event(self, image: int) -> asyncio.Event:
+        event = self._ready.setdefault(image, asyncio.Event())
+        if self.all_ready:
+            event.set()
+        return event
+
+    def demanded_chunks(self) -> list[int]:
+        return list(dict.fromkeys(request.chunk for request in self.demands))
+
+
+def named(rows: Sequence[FetchedRows]) -> list[tuple[int, int, int]]:
+    """What the rows of a chunk are: image, begin, end."""
+    return [(int(r.array[0, 0]), int(r.array[0, 1]), int(r.array[-1, 1]) + 1) for r in rows]
+
+
+class Clock:
+    """Seconds that pass when told so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def images_of(sizes: Sequence[int], chunk_tokens: int) -> tuple[Chunk, ...]:
+    return plan(expand_prompt([IMAGE] * len(sizes), IMAGE, sizes), chunk_tokens)
+
+
+async def settle() -> None:
+    """Let everything that can run, run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), max_size=6),
+    st.integers(1, 40),
+    st.integers(1, 900),
+)
+def test_every_chunk_comes_in_order_with_exactly_its_rows(
+    parts: list[tuple[int, int]], chunk_tokens: int, max_held_bytes: int
+) -> None:
+    prompt = [token for text, _ in parts for token in [1] * text + [IMAGE]] + [1, 1]
+    chunks = plan(expand_prompt(prompt, IMAGE, [tokens for _, tokens in parts]), chunk_tokens)
+
+    async def run() -> None:
+        encoder = Encoder(ready=True)
+        session = PrefetchSession(
+            encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES, max_held_bytes=max_held_bytes
+        )
+        seen = []
+        async with session:
+            async for ready in session:
+                assert named(ready.rows) == [(w.image, w.row_begin, w.row_end) for w in ready.chunk.windows]
+                assert session.held_bytes <= max(max_held_bytes, ready.chunk.rows * ROW_BYTES)
+                seen.append(ready.chunk)
+        assert seen == list(chunks)
+        rows = Counter((d.digest[0], r) for d in encoder.demands for r in range(d.row_begin, d.row_end))
+        assert rows == Counter((image, r) for image, (_, tokens) in enumerate(parts) for r in range(tokens))
+        assert not encoder.open
+
+    asyncio.run(run())
+
+
+async def test_chunks_behind_are_demanded_while_the_first_is_awaited() -> None:
+    encoder = Encoder()
+    async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
+        first = asyncio.ensure_future(anext(session))
+        await settle()
+        assert encoder.demanded_chunks() == [0, 1, 2, 3]
+        encoder.finish(1)
+        await settle()
+        assert not first.done()
+        encoder.finish(0)
+        assert named((await first).rows) == [(0, 0, 8)]
+
+
+async def test_rows_of_a_chunk_are_released_when_the_next_is_asked_for() -> None:
+    encoder = Encoder(ready=True)
+    async with PrefetchSession(encoder.fetch, images_of([8] * 3, 8), IMAGES, row_bytes=ROW_BYTES) as session:
+        await anext(session)
+        await settle()
+        assert encoder.open == {0, 1, 2}
+        await anext(session)
+        await settle()
+        assert encoder.open == {1, 2}
+
+
+async def test_max_held_bytes_stay_within_their_bound_and_the_next_chunk_always_goes() -> None:
+    encoder = Encoder(ready=True)
+    chunks = images_of([4, 4, 4, 20, 4], 4)
+    held, seen = [], []
+    async with PrefetchSession(
+        encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES, max_held_bytes=85
+    ) as session:
+        async for ready in session:
+            held.append(session.held_bytes)
+            seen.append(ready.chunk.index)
+    assert seen == [chunk.index for chunk in chunks]
+    assert max(held) == 80
+    chunks = images_of([50, 50], 50)
+    async with PrefetchSession(
+        encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES, max_held_bytes=85
+    ) as session:
+        assert [(ready.chunk.index, session.held_bytes) async for ready in session] == [(0, 500), (1, 500)]
+
+
+async def test_chunk_without_images_never_waits() -> None:
+    encoder = Encoder()
+    chunks = plan(expand_prompt([1] * 8 + [IMAGE] + [1] * 4, IMAGE, [4]), 4)
+    async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
+        for index in (0, 1):
+            ready = await asyncio.wait_for(anext(session), 1)
+            assert (ready.chunk.index, ready.rows) == (index, ())
+        assert encoder.demanded_chunks() == [2]
+        third = asyncio.ensure_future(anext(session))
+        await settle()
+        assert not third.done()
+        encoder.finish(0)
+        assert named((await third).rows) == [(0, 0, 4)]
+
+
+async def test_failed_image_fails_the_request_at_once_with_its_own_error() -> None:
+    encoder = Encoder()
+    async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
+        first = asyncio.ensure_future(anext(session))
+        await settle()
+        encoder.finish(2, error=InvalidImageError("no image"))
+        with pytest.raises(InvalidImageError, match="image 2 of the prompt: no image"):
+            await asyncio.wait_for(first, 1)
+    assert not encoder.open
+
+
+async def test_failed_image_is_noticed_by_a_chunk_without_images() -> None:
+    encoder = Encoder()
+    chunks = plan(expand_prompt([1] * 8 + [IMAGE], IMAGE, [4]), 4)
+    async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
+        await anext(session)
+        encoder.finish(0, error=InvalidImageError("no image"))
+        await settle()
+        with pytest.raises(InvalidImageError):
+            await anext(session)
+
+
+async def test_failed_image_fails_only_at_its_chunk_when_the_caller_says_so() -> None:
+    encoder = Encoder()
+    encoder.finish(0, 1, 3)
+    encoder.finish(2, error=InvalidImageError("no image"))
+    session = PrefetchSession(
+        encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES, fail_at_image=True
+    )
+    async with session:
+        for index in (0, 1):
+            await settle()
+            assert (await anext(session)).chunk.index == index
+        with pytest.raises(InvalidImageError, match="image 2"):
+            await anext(session)
+    assert not encoder.open
+
+
+async def test_failed_call_fails_the_request() -> None:
+    @asynccontextmanager
+    async def unreachable(requests: Sequence[RowRequest]) -> AsyncIterator[AsyncIterator[FetchedRows]]:
+        raise UnavailableError("nobody there")
+        yield
+
+    async with PrefetchSession(unreachable, images_of([8], 8), IMAGES, row_bytes=ROW_BYTES) as session:
+        with pytest.raises(UnavailableError, match="nobody there"):
+            await asyncio.wait_for(anext(session), 1)
+
+
+async def test_cancelled_request_leaves_nothing_open() -> None:
+    encoder = Encoder()
+
+    async def request() -> None:
+        async with PrefetchSession(
+            encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES
+        ) as session:
+            await anext(session)
+
+    task = asyncio.create_task(request())
+    await settle()
+    assert encoder.open == {0, 1, 2, 3}
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not encoder.open
+
+
+async def test_need_is_estimated_from_the_measured_prefill_speed() -> None:
+    encoder, clock = Encoder(ready=True), Clock()
+    session = PrefetchSession(
+        encoder.fetch,
+        images_of([10] * 12, 10),
+        IMAGES,
+        row_bytes=ROW_BYTES,
+        max_held_bytes=300,
+        prefill_tokens_per_s=1000,
+        clock=clock,
+    )
+    async with session:
+        async for _ in session:
+            await settle()
+            clock.now += 0.5  # ten tokens in half a second
+    needed = {demand.chunk: demand.needed_in_ms for demand in encoder.demands}
+    assert (needed[0], needed[1], needed[2]) == (0, 10, 20)
+    # Later chunks are demanded when a place is free, one or two chunks of half a second before their need.
+    assert needed[11] == pytest.approx(500, abs=5)
+
+
+async def test_window_follows_how_long_rows_take_to_come() -> None:
+    async def windows(*, slow: bool) -> list[int]:
+        encoder, clock = Encoder(ready=not slow), Clock()
+        session = PrefetchSession(
+            encoder.fetch,
+            images_of([10] * 30, 10),
+            IMAGES,
+            row_bytes=ROW_BYTES,
+            max_held_bytes=500,
+            clock=clock,
+        )
+        sizes = []
+        async with session:
+            for image in range(30):
+                ready = asyncio.ensure_future(anext(session))
+                await settle()
+                if slow:
+                    clock.now += 0.3
+                    encoder.finish(image)
+                await ready
+                sizes.append(session.window)
+                clock.now += 0.1
+        return sizes
+
+    quick, slow = await windows(slow=False), await windows(slow=True)
+    assert quick[0] == slow[0] == 4  # nothing measured yet: as far as memory goes
+    assert quick[12] == 1
+    assert slow[12] == 4

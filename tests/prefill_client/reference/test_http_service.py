@@ -1,0 +1,291 @@
+"""The reference prefill service over HTTP, with the official OpenAI client and with bad input."""
+
+import asyncio
+import base64
+import json
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+import uvicorn
+
+from encoder_contract.settings import ConfigError
+from encoder_service.app import Server
+from prefill_client.cli import main
+from prefill_client.client import EncoderClient
+from prefill_client.reference.chat import Chat
+from prefill_client.reference.config import ServiceConfig
+from prefill_client.reference.engine import Engine
+from prefill_client.reference.http_service import HttpService, Limits
+from prefill_client.reference.image_urls import ImageUrls
+from prefill_client.reference.language_model import load_language_model
+from prefill_client.reference.metrics import Metrics
+from prefill_client.reference.prefix import PrefixCache
+from prefill_client.reference.trace_folder import TraceFolder
+from testing.photos import photo
+from tests.conftest import Gate
+
+MODEL = "tiny"
+FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2, orientation=6)
+
+
+class Service:
+    """The running service and its official client."""
+
+    def __init__(self, port: int, metrics: Metrics) -> None:
+        self.port = port
+        self.metrics = metrics
+        self.openai = openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=30
+        )
+
+    async def ask(self, *messages: dict[str, Any], **options: Any) -> Any:
+        options = {"max_tokens": 6, "temperature": 0, **options}
+        return await self.openai.chat.completions.create(model=MODEL, messages=list(messages), **options)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def serving(
+    client: EncoderClient,
+    checkpoint: Path,
+    limits: Limits,
+    traces: TraceFolder | None = None,
+    urls: ImageUrls | None = None,
+) -> AsyncIterator[Service]:
+    language_model = load_language_model(checkpoint, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    engine, metrics = Engine(language_model, row_width=client.description.width), Metrics()
+    chat = Chat(client, engine, tokenizer, chunk_tokens=50, prefixes=PrefixCache(10_000))
+    urls = urls or ImageUrls([], max_bytes=1 << 20, timeout_s=1)
+    http = HttpService(chat, tokenizer, MODEL, image_urls=urls, metrics=metrics, limits=limits, traces=traces)
+    server = uvicorn.Server(uvicorn.Config(http.app(), log_level="warning"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield Service(listener.getsockname()[1], metrics)
+        server.should_exit = True
+        await running
+    chat.close()
+
+
+@pytest.fixture
+async def service(client: EncoderClient, checkpoint: Path) -> AsyncIterator[Service]:
+    limits = Limits(requests=2, body_bytes=4 << 20, request_s=20)
+    async with serving(client, checkpoint, limits) as service:
+        yield service
+
+
+def data_url(image: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(image).decode()
+
+
+def user(text: str, *urls: str) -> dict[str, Any]:
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+async def test_openai_client_gets_an_answer_about_images(service: Service) -> None:
+    answer = await service.ask(user("What is this?", data_url(FIRST), data_url(SECOND)))
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.usage.completion_tokens <= 6
+    assert answer.usage.prompt_tokens > 120
+    assert [model.id async for model in service.openai.models.list()] == [MODEL]
+
+
+async def test_a_request_leaves_its_trace_and_hands_its_context_on(
+    client: EncoderClient, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    header = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    caplog.set_level("INFO")
+    async with serving(client, checkpoint, Limits(), TraceFolder(tmp_path, kept=2)) as service:
+        question = user("What is this?", data_url(photo(200, 140, 21)))
+        answer = await service.ask(question, extra_headers=header)
+        assert [file.name for file in tmp_path.iterdir()] == [f"{answer.id}.json"]
+        told = json.loads((tmp_path / f"{answer.id}.json").read_text())["otherData"]
+        assert told["trace_id"] == trace_id
+        await service.ask(question, extra_headers={"traceparent": "nonsense"})
+        third = await service.ask(question)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / f"{third.id}.json").exists()
+    fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert {line["request"] for line in fields if line.get("trace") == trace_id} == {told["request_id"]}
+    assert {line["trace"] for line in fields if "trace" in line} == {trace_id}
+
+
+async def test_streamed_answer_equals_the_whole_one(service: Service) -> None:
+    question = user("What is this?", data_url(FIRST))
+    whole = await service.ask(question)
+    stream = await service.ask(question, stream=True, stream_options={"include_usage": True})
+    pieces = [piece async for piece in stream]
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert service.count("prefill_requests_total", outcome="streamed") == 1
+
+
+async def test_follow_up_turn_uses_the_kv_cache_and_fetches_only_the_new_image(service: Service) -> None:
+    question = user("What is this?", data_url(FIRST))
+    answer = await service.ask(question)
+    rows_before = service.count("prefill_rows_total", source="host") + service.count(
+        "prefill_rows_total", source="encoded"
+    )
+    reply = {"role": "assistant", "content": answer.choices[0].message.content}
+    again = await service.ask(question, reply, user("And this?", data_url(SECOND)))
+    rows_after = service.count("prefill_rows_total", source="host") + service.count(
+        "prefill_rows_total", source="encoded"
+    )
+    assert again.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - 1
+    assert rows_after - rows_before == 12 * 8  # 400 × 256 upright: 24 × 16 patches
+
+
+async def test_sampling_with_a_seed_repeats_itself(service: Service) -> None:
+    options = {"temperature": 1.5, "top_p": 0.9, "max_tokens": 12}
+    answers = [
+        (await service.ask(user("Tell"), seed=seed, **options)).choices[0].message for seed in (1, 1, 2)
+    ]
+    assert answers[0].content == answers[1].content
+    assert answers[0].content != answers[2].content
+
+
+async def test_bad_image_is_a_400_that_says_which(service: Service) -> None:
+    with pytest.raises(openai.BadRequestError, match="image 1 of the prompt"):
+        await service.ask(user("What?", data_url(FIRST), data_url(b"no image")))
+    for url in (
+        "data:image/jpeg;base64,@@@@",
+        "data:image/jpeg,abc",
+        "ftp://host/a.jpg",
+        "http://[",
+        "no url",
+    ):
+        with pytest.raises(openai.BadRequestError):
+            await service.ask(user("What?", url))
+    with pytest.raises(openai.PermissionDeniedError, match=r"169\.254\.169\.254"):
+        await service.ask(user("What?", "http://169.254.169.254/latest/meta-data"))
+    assert (await service.ask(user("Still there?"))).choices
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": "other"}, "is not served here"),
+        ({"messages": []}, "messages"),
+        ({"temperature": 3}, "temperature"),
+        ({"tools": []}, "tools"),
+        ({"n": 2}, "n:"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(
+    service: Service, change: dict[str, Any], said: str
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **change}
+    with pytest.raises(openai.BadRequestError, match=said):
+        await service.openai.post("/chat/completions", body=body, cast_to=object)
+
+
+async def test_body_that_is_too_large_is_refused(service: Service) -> None:
+    with pytest.raises(openai.BadRequestError, match="more than 4194304 bytes"):
+        await service.ask({"role": "user", "content": "x" * (5 << 20)})
+
+
+async def test_requests_over_the_bound_are_refused_and_the_place_comes_back(
+    service: Service, gate: Gate
+) -> None:
+    with gate.closed():
+        waiting = [
+            asyncio.create_task(service.ask(user("What?", data_url(photo(100, 100, seed)))))
+            for seed in (5, 6)
+        ]
+        await asyncio.sleep(0.3)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await service.ask(user("Hello"))
+        assert refused.value.response.headers["retry-after"] == "1"
+    await asyncio.gather(*waiting)
+    assert (await service.ask(user("Hello"))).choices
+
+
+async def test_caller_who_hangs_up_leaves_nothing_behind(service: Service, gate: Gate) -> None:
+    body = json.dumps(
+        {"model": MODEL, "messages": [user("What?", data_url(photo(100, 100, 9)))], "max_tokens": 2}
+    ).encode()
+    with gate.closed():
+        _, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        await asyncio.sleep(0.3)
+        writer.close()
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            if service.count("prefill_requests_total", outcome="left"):
+                break
+    assert service.count("prefill_requests_total", outcome="left") == 1
+    assert (await service.ask(user("Hello"))).choices
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "said"),
+    [
+        ({}, {}, "--model"),
+        ({"model": Path("m"), "chunk_tokens": 0}, {}, "--chunk-tokens must be positive"),
+        ({"model": Path("m")}, {"PREFILLSVC_CHUNKS": "5"}, "PREFILLSVC_CHUNKS is not a setting"),
+        (
+            {"model": Path("m")},
+            {"PREFILLSVC_CHUNK_TOKENS": "five"},
+            "PREFILLSVC_CHUNK_TOKENS=five: must be int",
+        ),
+        ({"model": Path("m")}, {"PREFILLSVC_DTYPE": "int8"}, "PREFILLSVC_DTYPE=int8: must be one of"),
+        ({"model": Path("m"), "listen": "nowhere"}, {}, "--listen"),
+    ],
+)
+def test_unknown_and_bad_settings_are_errors_at_start(
+    given: dict[str, Any], environment: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ServiceConfig.read(given, environment)
+
+
+def test_flags_win_over_the_environment() -> None:
+    environment = {"PREFILLSVC_MODEL": "a", "PREFILLSVC_CHUNK_TOKENS": "7", "PREFILLSVC_IMAGE_S": "2.5"}
+    config = ServiceConfig.read({"model": Path("b")}, environment)
+    assert config == ServiceConfig(model=Path("b"), chunk_tokens=7, image_s=2.5)
+
+
+async def test_process_serves_and_ends_with_0(server: Server, checkpoint: Path) -> None:
+    command = [Path(sys.executable).with_name("prefill-client"), "serve", "--model", checkpoint]
+    command += ["--encoder", server.endpoint, "--listen", "127.0.0.1:0", "--dtype", "float32"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout
+    async for line in process.stdout:
+        if found := re.match(rb"\s*listening\s+\S+:(\d+)$", line):
+            break
+    _, writer = await asyncio.open_connection("127.0.0.1", int(found[1]))  # at once: it said that it listens
+    writer.close()
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{int(found[1])}/v1", api_key="none") as asked:
+        answer = await asked.chat.completions.create(
+            model=checkpoint.name, messages=[user("What?", data_url(FIRST))], max_tokens=2
+        )
+    assert answer.choices
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), 20) == 0
+
+
+def test_what_cannot_be_served_ends_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "--model", str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    assert main(["serve", "--model", str(tmp_path), "--chunk-tokens", "0"]) == 2
+    assert "--chunk-tokens must be positive" in capsys.readouterr().err

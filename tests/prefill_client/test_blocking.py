@@ -1,0 +1,112 @@
+"""The synchronous client: from several threads at once, and what closing does to them."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from encoder_contract.errors import InvalidImageError, ModelMismatchError, UnavailableError, UnknownImageError
+from prefill_client.blocking import BlockingClient
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from testing.photos import photo
+from testing.server_process import ServerProcess
+from tests.processes import running
+
+
+@pytest.fixture(scope="module")
+def process(checkpoint: Path) -> Iterator[ServerProcess]:
+    with running(checkpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def client(process: ServerProcess) -> Iterator[BlockingClient]:
+    with BlockingClient.connect(process.endpoint) as client:
+        yield client
+
+
+def rows_of(client: BlockingClient, image: bytes) -> np.ndarray:
+    (submitted,) = client.submit([image])
+    with client.fetch([RowRequest(submitted.digest)]) as outcomes:
+        (outcome,) = outcomes
+        assert outcome.error is None
+        assert outcome.array.shape[0] == submitted.tokens
+        return outcome.array.copy()
+
+
+async def test_rows_equal_those_of_the_asynchronous_client(
+    client: BlockingClient, process: ServerProcess
+) -> None:
+    image = photo(200, 150, 1)
+    ours = rows_of(client, image)
+    async with await EncoderClient.connect(process.endpoint) as other:
+        (submitted,) = await other.submit([image])
+        async with other.fetch([RowRequest(submitted.digest)]) as outcomes:
+            theirs = [outcome.array.copy() async for outcome in outcomes]
+    assert np.array_equal(ours, theirs[0])
+
+
+def test_many_threads_share_one_client(client: BlockingClient) -> None:
+    images = [photo(120 + 8 * number, 90, number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda image: rows_of(client, image), images * 2))
+    for image, first, second in zip(images, together[:8], together[8:], strict=True):
+        assert np.array_equal(first, second)
+        assert np.array_equal(first, rows_of(client, image))
+
+
+def test_a_bad_image_fails_alone_and_an_unknown_one_is_its_outcome(client: BlockingClient) -> None:
+    good, bad = client.submit([photo(100, 80, 50), b"no image"])
+    assert good.error is None
+    assert isinstance(bad.error, InvalidImageError)
+    with client.fetch([RowRequest(b"\0" * 32)], grace_ms=0, timeout_s=5) as outcomes:
+        assert [type(outcome.error) for outcome in outcomes] == [UnknownImageError]
+
+
+def test_a_fetch_left_early_lets_go_and_the_client_goes_on(client: BlockingClient) -> None:
+    submitted = client.submit([photo(130, 90, seed) for seed in (60, 61, 62)])
+    with client.fetch([RowRequest(image.digest) for image in submitted]) as outcomes:
+        next(iter(outcomes))
+    assert rows_of(client, photo(130, 90, 60)).shape[0] == submitted[0].tokens
+
+
+def test_closing_ends_the_calls_of_other_threads_and_later_ones(process: ServerProcess) -> None:
+    client = BlockingClient.connect(process.endpoint)
+    errors: list[BaseException] = []
+    fetching = threading.Event()
+
+    def wait_for_nothing() -> None:
+        try:
+            with client.fetch([RowRequest(b"\1" * 32)], grace_ms=30_000, timeout_s=60) as outcomes:
+                fetching.set()
+                list(outcomes)
+        except UnavailableError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait_for_nothing)
+    thread.start()
+    assert fetching.wait(10)
+    time.sleep(0.1)  # until it waits
+    client.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+    client.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        client.submit([photo(64, 64, 1)])
+
+
+def test_connecting_fails_as_the_asynchronous_client_does_and_leaves_no_thread(
+    process: ServerProcess,
+) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ModelMismatchError):
+        BlockingClient.connect(process.endpoint, model_fingerprint=b"\0" * 32)
+    with pytest.raises(UnavailableError):
+        BlockingClient.connect("127.0.0.1:1", timeout_s=0.3)
+    assert "encoder-client" not in {thread.name for thread in threading.enumerate()} - before

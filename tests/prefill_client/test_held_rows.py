@@ -1,0 +1,219 @@
+"""Rows in shared memory that are held for long, and whose hold is lost: never another image's."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+import pytest
+
+from encoder_contract.errors import DeadlineError, StaleHandleError
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client.client import EncoderClient
+from prefill_client.fleet.fetch_stream import FetchStream
+from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.prompt.chunks import plan
+from prefill_client.prompt.layout import expand_prompt
+from prefill_client.prompt.prefetch import PrefetchSession
+from prefill_client.transport.reading import read
+from testing.photos import photo
+from tests.calls import collect
+from tests.waiting import soon
+
+# The store has room for seven of these embeddings: whatever is not held goes when eight others come.
+SIDE, ROOM, OTHERS = 256, 7, 8
+
+
+@pytest.fixture
+async def small(config: Config, model: Model) -> AsyncIterator[Server]:
+    """A server whose store is as good as full."""
+    rows_bytes = (SIDE // 32) ** 2 * model.tower.spec.width * 4
+    server = Server(replace(config, store_host_gib=ROOM * rows_bytes / (1 << 30)), model)
+    await server.start()
+    yield server
+    await server.drain()
+
+
+async def written_over(client: EncoderClient, seed: int = 100) -> None:
+    """Encode other images until everything that nobody holds has gone, and its pages are others'."""
+    for n in range(OTHERS):
+        (other,) = await client.submit([photo(SIDE, SIDE, seed + n)])
+        outcomes = await collect(client, [RowRequest(other.digest)], shm=False)
+        assert outcomes[0].error is None
+
+
+async def submitted(client: EncoderClient, seed: int) -> tuple[RowRequest, np.ndarray]:
+    """Submit an image; return the request for it, and its rows as they came by the wire."""
+    (image,) = await client.submit([photo(SIDE, SIDE, seed)])
+    request = RowRequest(image.digest)
+    return request, (await collect(client, [request], shm=False))[0].array
+
+
+def lose(server: Server, stream: FetchStream) -> Awaitable[None]:
+    """End the calls of a fetch as a lost connection does, and wait until the server has let go."""
+    for call in stream._streams:
+        call._call.cancel()
+    return soon(lambda: server.store.stats().pins == 0, 20)
+
+
+async def test_the_deadline_bounds_the_wait_for_rows_and_never_the_holding_of_them(small: Server) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        request, expected = await submitted(client, 1)
+        async with client.fetch([request], timeout_s=2) as stream:
+            outcome = await anext(aiter(stream))
+            assert outcome.transport == "shm"
+            await asyncio.sleep(2.5)  # past the deadline
+            await written_over(client)
+            assert small.store.stats().pins == 1
+            assert np.array_equal(outcome.array, expected)
+        await soon(lambda: small.store.stats().pins == 0, 20)
+
+
+async def test_an_image_that_is_late_does_not_take_the_others_away(small: Server) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        request, expected = await submitted(client, 1)
+        late = RowRequest(b"\5" * 32)
+        async with client.fetch([request, late], timeout_s=2, grace_ms=60_000) as stream:
+            outcomes = {outcome.index: outcome async for outcome in stream}
+            assert isinstance(outcomes[1].error, DeadlineError)
+            await written_over(client)
+            assert np.array_equal(outcomes[0].array, expected)
+
+
+async def test_rows_that_become_those_of_another_image_while_they_are_read_are_an_error(
+    small: Server,
+) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        request, expected = await submitted(client, 1)
+        async with client.fetch([request]) as stream:
+            outcome = await anext(aiter(stream))
+            with outcome.in_place() as rows:
+                assert np.array_equal(rows.array, expected)
+            with pytest.raises(StaleHandleError), outcome.in_place() as rows:  # noqa: PT012 - it is raised at the end
+                await lose(small, stream)
+                await written_over(client)
+                assert not np.array_equal(rows.array, expected)
+            for use in (outcome.copy, lambda: outcome.array, outcome.tensor):
+                with pytest.raises(StaleHandleError):
+                    use()
+
+
+async def test_an_error_over_rows_that_were_lost_is_their_loss(small: Server) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        request, _ = await submitted(client, 1)
+        async with client.fetch([request]) as stream:
+            outcome = await anext(aiter(stream))
+            with pytest.raises(ZeroDivisionError), outcome.in_place():
+                raise ZeroDivisionError
+            with pytest.raises(StaleHandleError), outcome.in_place():  # noqa: PT012 - of all this
+                await lose(small, stream)
+                await written_over(client)
+                raise ZeroDivisionError
+
+
+async def test_rows_are_not_used_again_once_the_call_that_held_them_is_known_to_have_ended(
+    small: Server,
+) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        request, _ = await submitted(client, 1)
+        async with client.fetch([request]) as stream:
+            outcome = await anext(aiter(stream))
+            await lose(small, stream)
+            assert outcome.lost
+            with pytest.raises(StaleHandleError, match="has ended"), outcome.in_place():
+                pytest.fail("used")
+
+
+async def test_whoever_reads_rows_that_are_lost_gets_them_fetched_again(small: Server) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        request, expected = await submitted(client, 1)
+        loop, found = asyncio.get_running_loop(), []
+
+        async def away() -> None:
+            await lose(small, stream)
+            await written_over(client)
+
+        def use(rows: Sequence[FetchedRows]) -> np.ndarray:
+            found.append(rows[0].transport)
+            if len(found) == 1:
+                asyncio.run_coroutine_threadsafe(away(), loop).result(60)
+            return rows[0].array.copy()
+
+        async with client.fetch([request]) as stream:
+            outcome = await anext(aiter(stream))
+            assert np.array_equal(await read([outcome], use), expected)
+        assert found == ["shm", "inline"]
+
+
+async def test_a_session_reads_the_right_rows_whenever_its_calls_end(small: Server) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        wanted = [await submitted(client, seed) for seed in (1, 2, 3)]
+        tokens = [len(rows) for _, rows in wanted]
+        streams: list[FetchStream] = []
+
+        def fetch(requests: Sequence[RowRequest]) -> FetchStream:
+            streams.append(client.fetch(requests))
+            return streams[-1]
+
+        chunks = plan(expand_prompt([7, 7, 7], 7, tokens), tokens[0])
+        read_rows = []
+        async with PrefetchSession(fetch, chunks, [r for r, _ in wanted], row_bytes=1) as session:
+            async for ready in session:
+                if ready.chunk.index == 1:  # the third chunk's rows are here too
+                    await soon(lambda: small.store.stats().pins == 2, 20)
+                    streams[1].close()
+                    await lose(small, streams[2])
+                    await written_over(client)
+                read_rows.append(await ready.read(lambda rows: np.concatenate([each.array for each in rows])))
+        for found, (_, expected) in zip(read_rows, wanted, strict=True):
+            assert np.array_equal(found, expected)
+
+
+STOPPED = """
+import sys
+from hashlib import sha256
+from encoder_contract.errors import StaleHandleError
+from prefill_client.blocking import BlockingClient
+from prefill_client.images import RowRequest
+
+endpoint, digest = sys.argv[1:]
+with BlockingClient.connect(endpoint) as client:
+    with client.fetch([RowRequest(bytes.fromhex(digest))], timeout_s=600) as outcomes:
+        (rows,) = outcomes
+        print(rows.transport, flush=True)
+        sys.stdin.readline()
+        try:
+            print(sha256(rows.array).hexdigest(), flush=True)
+        except StaleHandleError:
+            print("stale", flush=True)
+        print(outcomes.read([rows], lambda lent: sha256(lent[0].array).hexdigest()), flush=True)
+"""
+
+
+async def test_a_process_that_was_stopped_until_the_server_let_go_reads_no_other_rows(small: Server) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        request, expected = await submitted(client, 1)
+        stopped = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", STOPPED, small.endpoint, request.digest.hex()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert stopped.stdin
+            assert stopped.stdout
+            assert await stopped.stdout.readline() == b"shm\n"
+            stopped.send_signal(signal.SIGSTOP)
+            await soon(lambda: small.store.stats().pins == 0, 60)  # keepalive: ten seconds
+            await written_over(client)
+            stopped.send_signal(signal.SIGCONT)
+            said, _ = await asyncio.wait_for(stopped.communicate(b"go on\n"), 60)
+        finally:
+            if stopped.returncode is None:
+                stopped.kill()
+        assert said.decode().split() == ["stale", sha256(expected).hexdigest()]

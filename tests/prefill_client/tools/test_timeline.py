@@ -1,0 +1,178 @@
+"""Traces of requests: what is noted, on whose clock, and how it is drawn."""
+
+import json
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder_contract.errors import InvalidImageError
+from encoder_contract.traceparent import trace_id
+from prefill_client.cli import main
+from prefill_client.client import EncoderClient
+from prefill_client.reference.chat import Chat
+from prefill_client.reference.engine import Engine
+from prefill_client.reference.language_model import load_language_model
+from prefill_client.tools.timeline import COLOURS, draw
+from prefill_client.tools.trace import Span, Trace, read_spans
+from prefill_client.transport.server_clock import ServerClock
+from testing.photos import photo
+
+PHOTOS = [photo(300, 220, 31), photo(256, 400, 32, orientation=6)]
+STAGES = ["queue", "decode", "preprocess", "vit", "copy_out"]
+
+
+@pytest.fixture
+async def chat(client: EncoderClient, checkpoint: Path) -> AsyncIterator[Chat]:
+    language_model = load_language_model(checkpoint, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    chat = Chat(
+        client, Engine(language_model, row_width=client.description.width), tokenizer, chunk_tokens=50
+    )
+    yield chat
+    chat.close()
+
+
+def question(*images: bytes) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": image} for image in images]}]
+
+
+def lane(trace: Trace, name: str) -> dict[str, Span]:
+    return {span.name: span for span in trace.spans if span.lane == name}
+
+
+async def test_a_new_image_shows_every_stage_in_order_on_one_clock(chat: Chat) -> None:
+    trace = Trace("first")
+    prefilled = await chat.prefill(question(*PHOTOS), trace=trace)
+    assert {"hash", "lay out", "submit"} == set(lane(trace, "request"))
+    (clock,) = trace.to_json()["otherData"]["server_clocks"].values()
+    # Both sides are of this process: the true difference of their clocks is nothing.
+    assert abs(clock["offset_ms"]) <= clock["error_ms"] < 1000
+    slack_s = clock["error_ms"] / 1000
+    for number in range(len(PHOTOS)):
+        spans = lane(trace, f"image {number}")
+        assert set(spans) >= {"upload", "fetch", "transfer", *STAGES}
+        stages = [spans[stage] for stage in STAGES]
+        assert all(stage.side == "encoder" for stage in stages)
+        assert all(a.ended_s <= b.began_s + 1e-6 for a, b in pairwise(stages))
+        assert spans["upload"].began_s <= stages[0].began_s + slack_s
+        assert stages[-1].ended_s <= spans["fetch"].ended_s + slack_s
+    for run in prefilled.runs:
+        spans = lane(trace, f"chunk {run.chunk.index}")
+        assert spans["wait"].ended_s <= spans["prefill"].began_s
+
+
+async def test_a_held_image_is_a_hit_and_no_stage(chat: Chat) -> None:
+    await chat.prefill(question(PHOTOS[0]))
+    trace = Trace("second")
+    await chat.prefill(question(PHOTOS[0], PHOTOS[1]), trace=trace)
+    assert set(lane(trace, "image 0")) == {"hit"}
+    assert "vit" in lane(trace, "image 1")
+
+
+async def test_a_failed_request_leaves_what_was_noted_before(chat: Chat) -> None:
+    trace = Trace("failed")
+    with pytest.raises(InvalidImageError):
+        await chat.prefill(question(PHOTOS[0], PHOTOS[1][:3000]), trace=trace)
+    assert "hash" in lane(trace, "request")
+    assert not [span for span in trace.spans if span.ended_s < span.began_s]
+
+
+@given(st.floats(-1e6, 1e6), st.floats(0, 10), st.floats(0, 10), st.floats(0, 1e5))
+def test_the_clock_estimate_is_right_within_its_error(
+    offset: float, there: float, back: float, asked: float
+) -> None:
+    clock = ServerClock.estimate(asked, asked + there + offset, asked + there + back)
+    assert abs(clock.offset_s - offset) <= clock.error_s + 1e-6
+    assert abs(clock.ours(asked + there + offset) - (asked + there)) <= clock.error_s + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "4bf92f3577b34da6a3ce929d0e0e4736"),
+        ("00-00000000000000000000000000000000-00f067aa0ba902b7-01", ""),
+        ("00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01", ""),
+        ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\nforged", ""),
+        ("", ""),
+    ],
+)
+def test_only_a_well_formed_traceparent_has_a_trace_id(given: str, found: str) -> None:
+    assert trace_id(given) == found
+
+
+def example() -> Trace:
+    trace = Trace("<request>")
+    at = trace.began_s
+    trace.add("request", "hash", at, at + 0.002)
+    for number in range(12):
+        trace.add(f"image {number}", "hit" if number % 2 else "fetch", at, at + 0.1 + number / 100, chunk=1)
+        trace.add(f"image {number}", "vit", at + 0.01, at + 0.05)
+        trace.add(f"chunk {number}", "prefill", at + 0.1 * number, at + 0.1 * number + 0.08)
+    return trace
+
+
+def test_a_trace_file_holds_every_span_once() -> None:
+    trace = example()
+    read = read_spans(json.loads(json.dumps(trace.to_json())))
+    assert len(read) == len(trace.spans)
+    for ours, theirs in zip(trace.spans, read, strict=True):
+        assert (ours.lane, ours.name, ours.side, ours.details) == (
+            theirs.lane, theirs.name, theirs.side, theirs.details,
+        )  # fmt: skip
+        assert theirs.began_s == pytest.approx(ours.began_s, abs=1e-9)
+        assert theirs.ended_s == pytest.approx(ours.ended_s, abs=1e-9)
+
+
+async def test_complete_events_of_a_track_never_overlap_in_part(chat: Chat) -> None:
+    """A viewer nests them; what overlaps in part it would draw wrongly."""
+    trace = Trace("nested")
+    await chat.prefill(question(photo(640, 480, 33), *PHOTOS), trace=trace)
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in trace.to_json()["traceEvents"]:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
+    assert len(tracks) > 6
+    for spans in tracks.values():
+        assert all(first[1] <= second[0] + 1e-3 for first, second in pairwise(sorted(spans)))
+
+
+def test_pictures_need_no_other_file_and_show_every_lane_in_order(tmp_path: Path) -> None:
+    files = [example().write(tmp_path / f"{number}.json") for number in range(2)]
+    drawn = ElementTree.parse(draw(files, tmp_path / "timeline.svg")).getroot()
+    texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
+    lanes = [text for text in texts if text and text.startswith(("image", "chunk"))]
+    assert lanes == 2 * [f"{kind} {number}" for kind in ("image", "chunk") for number in range(12)]
+    assert texts.count("request <request>") == 2
+    bars = [element for element in drawn.iter() if element.findall("{*}title")]
+    assert len(bars) == 2 * 37
+    assert sum(bar.get("fill") == COLOURS["hit"] for bar in bars) == 2 * 6
+    page = draw(files, tmp_path / "timeline.html").read_text()
+    assert "href" not in page
+    assert "src=" not in page
+    assert "image 3: vit, 40.00 ms from 10.00 ms on" in page
+    assert draw(files, tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_draws_and_says_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = example().write(tmp_path / "trace.json")
+    assert main(["timeline", str(trace), "--out", str(tmp_path / "a.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a.html")
+    for number, content in enumerate(
+        ("no json", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": 3}')
+    ):
+        wrong = tmp_path / f"{number}.json"
+        wrong.write_text(content)
+        assert main(["timeline", str(wrong), "--out", str(tmp_path / "b.html")]) == 2
+        assert capsys.readouterr().err.startswith("prefill-client: ")
+    assert main(["timeline", str(trace), "--out", str(tmp_path / "c.pdf")]) == 2
+    assert main(["timeline", str(tmp_path / "absent.json"), "--out", str(tmp_path / "c.svg")]) == 2

@@ -1,0 +1,52 @@
+"""Memory for arriving rows: reused when nobody reads it any more, and never before."""
+
+import gc
+
+import numpy as np
+import torch
+
+from prefill_client.transport.buffers import MIN_POOLED_BYTES, Buffers
+
+SIZE = 4 * MIN_POOLED_BYTES
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def test_memory_is_used_again_once_the_last_view_of_it_is_gone() -> None:
+    buffers = Buffers()
+    first = buffers.take(SIZE)
+    first[:] = 7
+    view = first.view(np.uint16).reshape(-1, 64)[3:]
+    where = address(first)
+    del first
+    gc.collect()
+    assert buffers.idle_bytes == 0, "a view still reads it"
+    assert address(buffers.take(SIZE)) != where
+    assert (view == 0x0707).all()
+    del view
+    gc.collect()
+    assert buffers.idle_bytes >= SIZE
+    assert where in {address(buffers.take(SIZE)), address(buffers.take(SIZE))}
+
+
+def test_a_tensor_over_the_memory_keeps_it() -> None:
+    buffers = Buffers()
+    tensor = torch.from_numpy(buffers.take(SIZE)).view(torch.bfloat16)
+    gc.collect()
+    assert buffers.idle_bytes == 0
+    del tensor
+    gc.collect()
+    assert buffers.idle_bytes == SIZE
+
+
+def test_what_is_kept_is_bounded_and_a_much_larger_block_is_not_wasted_on_a_small_one() -> None:
+    buffers = Buffers(max_idle_bytes=3 * SIZE)
+    held = [buffers.take(SIZE) for _ in range(5)]
+    held.clear()
+    gc.collect()
+    assert buffers.idle_bytes == 3 * SIZE
+    small = buffers.take(MIN_POOLED_BYTES)
+    assert buffers.idle_bytes == 3 * SIZE
+    assert len(small) == MIN_POOLED_BYTES

@@ -1,0 +1,68 @@
+"""A TCP cable that can be cut, fall silent, or be slow."""
+
+import asyncio
+import contextlib
+
+
+class TcpProxy:
+    """A TCP cable to a server on 127.0.0.1 that can be cut, so that one client loses a server that others keep."""
+
+    def __init__(self, to_port: int) -> None:
+        self._to_port = to_port
+        self._ends: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_cut = False
+        self._is_silent = False
+        self._bytes_per_s = float("inf")
+        self.port = 0
+
+    async def lay(self) -> "TcpProxy":
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def cut(self) -> None:
+        """Break every connection, and every new one at once."""
+        self._is_cut = True
+        for end in self._ends:
+            end.transport.abort()
+
+    def fall_silent(self) -> None:
+        """Lose what is sent from now on, in both directions, a goodbye too."""
+        self._is_silent = True
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """Carry no more than this from now on, each way of each connection."""
+        self._bytes_per_s = bytes_per_s
+
+    def mend(self) -> None:
+        self._is_cut = self._is_silent = False
+        self._bytes_per_s = float("inf")
+
+    async def remove(self) -> None:
+        self.cut()
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_cut:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._ends.add(sink)
+            task = asyncio.create_task(self._carry(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                await asyncio.sleep(len(data) / self._bytes_per_s)
+                if not self._is_silent:
+                    sink.write(data)
+                    await sink.drain()
+        if not self._is_silent:
+            sink.transport.abort()
+            self._ends.discard(sink)

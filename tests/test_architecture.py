@@ -1,0 +1,193 @@
+"""The structure: imports go down, libraries have fences, files have one noun, and a person can hold it all."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from testing import structure
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"encoder_contract": ROOT / "proto", "encoder_service": ROOT, "prefill_client": ROOT}
+# Each may import from those before it, but the client not the server.
+FOLDERS = [*PACKAGES, "testing", "demo", "bench", "tests"]
+MAX_LINES = 300  # a longer file says why, in a line that begins with this:
+LONG_BECAUSE = "# Over 300 lines because "
+
+# The service from the top down: an entry imports only from floors below its own.
+FLOORS = [
+    ["cli"],
+    ["app"],
+    ["api"],
+    ["encoder"],
+    ["engine"],
+    ["observability", "vision"],
+    ["cluster", "image"],
+    ["scheduler", "store", "address", "config"],
+]
+
+# Library -> the only places that may import it.
+FENCES = {
+    "grpc": {"encoder_service/api/", "encoder_service/cluster/", "prefill_client/"},
+    "grpc_health": {"encoder_service/api/", "prefill_client/"},
+    "grpc_reflection": {"encoder_service/api/"},
+    # Where tensors are: never in what is decided, counted, named, configured or said on the wire.
+    "torch": {
+        "encoder_service/cluster/",
+        "encoder_service/engine/",
+        "encoder_service/image/",
+        "encoder_service/observability/collectors",
+        "encoder_service/store/",
+        "encoder_service/vision/",
+        "prefill_client/images",
+        "prefill_client/transport/elements",
+        "prefill_client/prompt/prefetch",
+        "prefill_client/reference/",
+    },
+    "redis": {"encoder_service/cluster/index/"},
+    "transformers": {"prefill_client/reference/"},
+    "prometheus_client": {"encoder_service/observability/", "prefill_client/reference/"},
+    "nvidia": {"encoder_service/image/"},
+    "PIL": {"encoder_service/image/"},
+    "rich": {"encoder_service/cli", "encoder_service/observability/top"},
+    "fastapi": {"prefill_client/reference/"},
+    "uvicorn": {"prefill_client/reference/"},
+    "flash_attn": {"encoder_service/vision/"},
+    "safetensors": {"encoder_service/vision/", "prefill_client/reference/"},
+    "pickle": set(),
+}
+
+
+# Who touches the environment: entry points read it; the others set what a library reads.
+ENVIRONMENT = {
+    "encoder_service/cli": "reads settings",
+    "prefill_client/reference/server": "reads settings",
+    "encoder_service/image/decode": "sets how much DALI says",
+    "encoder_contract/command_line": "sets how much gRPC says",
+}
+
+# What `python -m testing.structure` counts in the source may not grow beyond this.
+LIMITS = {
+    "entries": 15,
+    "floors": 8,
+    "arrows": 50,
+}
+
+
+def modules() -> list[Path]:
+    return [path for folder in PACKAGES for path in files_in(folder)]
+
+
+def files_in(folder: str) -> list[Path]:
+    return [path for path in (PACKAGES.get(folder, ROOT) / folder).rglob("*.py") if "_pb2" not in path.name]
+
+
+def name_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return "/".join(part for part in relative.with_suffix("").parts if part != "proto")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every imported module by its full name; type-checking imports count too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def floor(entry: str) -> int:
+    return next(number for number, entries in enumerate(FLOORS) if entry in entries)
+
+
+def test_every_entry_of_the_service_stands_on_a_floor() -> None:
+    assert sorted(structure.entries()) == sorted(entry for entries in FLOORS for entry in entries)
+
+
+def test_there_is_no_more_structure_than_a_person_can_hold() -> None:
+    found = structure.measured_from_source()
+    assert {name: found[name] for name in LIMITS if found[name] > LIMITS[name]} == {}
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_a_module_imports_only_from_lower_floors_and_inside_the_fences(path: Path) -> None:
+    package, *rest = name_of(path).split("/")
+    for imported in imports(path):
+        top, *inner = imported.split(".")
+        if top in ("encoder_service", "prefill_client") and top != package:
+            raise AssertionError(f"{name_of(path)} imports {imported}: server and client never meet")
+        if package == "encoder_contract":
+            assert top not in ("torch", "numpy", "encoder_service", "prefill_client"), imported
+        if package == top == "encoder_service" and inner and rest[0] != "__init__" and inner[0] != rest[0]:
+            assert floor(rest[0]) < floor(inner[0]), (
+                f"{name_of(path)} imports {imported} of the same floor or above"
+            )
+        if top in FENCES:
+            assert any(name_of(path).startswith(allowed) for allowed in FENCES[top]), (
+                f"{name_of(path)} imports {imported}: outside its fence"
+            )
+
+
+@pytest.mark.parametrize("path", [path for folder in FOLDERS for path in files_in(folder)], ids=name_of)
+def test_every_module_says_in_its_first_line_what_it_is(path: Path) -> None:
+    text = path.read_text()
+    assert not text.strip() or ast.get_docstring(ast.parse(text)), name_of(path)
+
+
+def graph() -> dict[str, set[str]]:
+    """Return what each module of ours imports of ours, by full names; a package stands for its `__init__`."""
+    paths = {
+        name_of(path).replace("/", ".").removesuffix(".__init__"): path
+        for folder in FOLDERS
+        for path in files_in(folder)
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        named = [each for each in imports(path) if each in paths]
+        # `from package import module` names both: it is the module that is meant.
+        found[name] = {n for n in named if n != name and not any(m.startswith(f"{n}.") for m in named)}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(graph()).prepare()  # raises CycleError, naming the circle
+
+
+def test_folders_import_only_from_those_below_and_the_reference_is_above_the_client() -> None:
+    for name, imported in graph().items():
+        folder = name.split(".")[0]
+        allowed = FOLDERS[: FOLDERS.index(folder) + 1]
+        assert {each.split(".")[0] for each in imported} <= {*allowed}, name
+        if folder == "prefill_client" and not name.startswith(
+            ("prefill_client.reference", "prefill_client.cli")
+        ):
+            assert not any(each.startswith("prefill_client.reference") for each in imported), name
+
+
+def test_only_entry_points_read_the_environment() -> None:
+    touching = {name_of(path) for path in modules() if "environ" in _attributes(path)}
+    assert touching == set(ENVIRONMENT)
+
+
+def _attributes(path: Path) -> set[str]:
+    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
+def test_a_file_is_named_for_its_noun() -> None:
+    empty = {"util", "utils", "common", "helper", "helpers", "base", "misc", "core"}
+    shadowing = {"types", "queue", "signal"}  # of the standard library, where a reader would look first
+    assert not {path.stem for path in modules()} & (empty | shadowing)
+
+
+def test_no_file_is_over_300_lines_unless_it_says_why() -> None:
+    scripts = [ROOT / "proto/stubs.py", *(ROOT / "deploy").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    for path in [*scripts, *(path for folder in FOLDERS for path in files_in(folder))]:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= MAX_LINES or any(line.startswith(LONG_BECAUSE) for line in lines), (
+            f"{path.relative_to(ROOT)} has {len(lines)} lines"
+        )

@@ -8,10 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from encoder_contract.geometry import Grid
+from encoder_contract.header import read_header
 from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.image.source import Source
 from encoder_service.scheduler import Claim, Limits, Scheduler, State
+from testing.photos import photo
 
 GRID = Grid(1, 4, 4)
+FILE = photo(64, 64, 1)
+HEADER = read_header(FILE)
 PATCHES = torch.empty(0)
 ADDRESSES = st.sampled_from([bytes([n]) * 32 for n in range(4)])
 NO_LIMITS = Limits(images=10**6, patches=10**9, source_bytes=10**9, claims=10**6)
@@ -21,8 +26,8 @@ def new_desk(limits: Limits = NO_LIMITS, ahead_images: int = 10**6) -> JobQueue:
     return JobQueue(Scheduler(limits, max_ahead_patches=10**9, max_ahead_images=ahead_images))
 
 
-def submit(desk: JobQueue, address: bytes, claim: Claim) -> Job:
-    return desk.submit(address, b"image", (64, 64), GRID, claim)
+def submit(desk: JobQueue, address: bytes, claim: Claim, *, apart: bool = False) -> Job:
+    return desk.submit(address, Source(address, FILE, HEADER), GRID, claim, apart=apart)
 
 
 class DeskMachine(RuleBasedStateMachine):
@@ -39,10 +44,16 @@ class DeskMachine(RuleBasedStateMachine):
         self.batches: list[list[Job]] = []
         self.outcomes: list[Job] = []  # on their way from a thread to the event loop
 
-    @rule(target=claims, address=ADDRESSES, is_demand=st.booleans(), name=st.sampled_from("abc"))
-    def submit(self, address: bytes, is_demand: bool, name: str) -> Claim:
+    @rule(
+        target=claims,
+        address=ADDRESSES,
+        is_demand=st.booleans(),
+        name=st.sampled_from("abc"),
+        apart=st.booleans(),
+    )
+    def submit(self, address: bytes, is_demand: bool, name: str, apart: bool) -> Claim:
         claim = Claim(name, name, demanded=is_demand)
-        job = submit(self.desk, address, claim)
+        job = submit(self.desk, address, claim, apart=apart)
         if job not in self.made:
             self.made.append(job)
         assert job not in self.ended
@@ -64,7 +75,19 @@ class DeskMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count(State.WAITING))
     @rule(images=st.integers(1, 3))
     def take_to_prepare(self, images: int) -> None:
-        self.preparing += self.desk.take_to_prepare(10**6, images)
+        self.preparing += self.desk.take_to_prepare(10**6, images, 10**9)
+
+    @precondition(lambda self: self.count(State.APART))
+    @rule()
+    def take_apart(self) -> None:
+        (job,) = self.desk.take_apart(10**9)
+        self.desk.taken_apart(job)
+        self.preparing.append(job)
+
+    @precondition(lambda self: self.preparing)
+    @rule(data=st.data())
+    def put_apart(self, data: st.DataObject) -> None:
+        self.desk.put_apart(self.take(data, self.preparing))
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
@@ -137,14 +160,16 @@ class DeskMachine(RuleBasedStateMachine):
         assert (empty.claims, empty.requests, empty.clients, empty.source_bytes) == (0, 0, 0, 0)
         for job in {job.address: job for job in self.made}.values():
             again = submit(self.desk, job.address, Claim("again", "again"))
-            assert again.work.state is State.WAITING
+            assert again.work.claims
             self.made.append(again)
         self.work_off()
         assert set(self.made) == set(self.ended)
 
     def work_off(self) -> None:
         while self.count(State.WAITING):
-            self.preparing += self.desk.take_to_prepare(10**6, 10**6)
+            self.preparing += self.desk.take_to_prepare(10**6, 10**6, 10**9)
+        while self.count(State.APART):
+            self.take_apart()
         self.desk.prepared([(job, PATCHES) for job in self.preparing], None)
         self.preparing.clear()
         while self.count(State.PREPARED) + self.count(State.SPLIT):
@@ -178,10 +203,10 @@ def test_a_guess_that_becomes_demanded_is_decoded_although_guesses_fill_what_may
     desk = new_desk(ahead_images=1)
     address = bytes(32)
     submit(desk, b"ahead", Claim("a", "a"))
-    desk.prepared([(job, PATCHES) for job in desk.take_to_prepare(10**6, 1)], None)
+    desk.prepared([(job, PATCHES) for job in desk.take_to_prepare(10**6, 1, 10**9)], None)
     submit(desk, address, Claim("b", "b"))
     taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(desk.take_to_prepare(10**6, 1)), daemon=True)
+    stage = threading.Thread(target=lambda: taken.extend(desk.take_to_prepare(10**6, 1, 10**9)), daemon=True)
     stage.start()
     stage.join(0.2)
     assert stage.is_alive(), "one guess ahead is all there may be"

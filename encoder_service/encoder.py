@@ -23,9 +23,7 @@ from encoder_service.store import Pin, Store
 
 # Threads of their own: a copy that waits for room must not keep the loop's from hashing what was uploaded.
 _copies = ThreadPoolExecutor(8, "to-host")
-LEASE_WAIT_S = (
-    1.0  # it ends by itself when its holder dies; this is only how long to sleep before looking again
-)
+LEASE_WAIT_S = 1.0  # how long to sleep before looking again: a lease ends by itself when its holder dies
 # Bytes that were asked for and are not here after so long give the lease back: a caller that stalls stalls nobody
 # else. Should they come after all, the lease is asked for again.
 UPLOAD_WAIT_S = 5.0

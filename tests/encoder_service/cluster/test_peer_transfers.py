@@ -18,7 +18,7 @@ from encoder_contract.framing import checksum, frame
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageRef
-from encoder_service.cluster.coordinator import MAX_OF_ONE_PEER, MAX_TRANSFERS, Fleet
+from encoder_service.cluster.coordinator import MAX_OF_ONE_PEER, MAX_TRANSFERS, Coordinator
 from encoder_service.cluster.index import Location, MemoryIndex, Tier
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
 from encoder_service.store import Pin
@@ -137,7 +137,7 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
     async def fetch(_endpoint: str, _image: ImageRef, _address: bytes) -> tuple[Grid, Tensor]:
         return GRID, torch.zeros(64, WIDTH)
 
-    fleet = Fleet(MemoryIndex(), fetch, store.put)
+    fleet = Coordinator(MemoryIndex(), fetch, store.put)
     # As on a small machine: the threads that hash and copy are fewer than the transfers.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     names = [n.to_bytes(32, "big") for n in range(MAX_TRANSFERS)]
@@ -169,7 +169,7 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
             await asyncio.Event().wait()
         return GRID, torch.zeros(64, WIDTH)
 
-    fleet = Fleet(MemoryIndex(), fetch, store.put)
+    fleet = Coordinator(MemoryIndex(), fetch, store.put)
     names = itertools.count()
 
     def fetch_from_peer(endpoint: str) -> Awaitable[object]:

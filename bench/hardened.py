@@ -34,7 +34,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
-from testing.attackers import ATTACKS, RedisUrl, attacking
+from testing.attackers import ATTACKS, Target, attacking
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess
@@ -145,7 +145,7 @@ async def beside(name: str, model: Path) -> Beside:
     server = ServerProcess(model, **SETTINGS)
     try:
         await asyncio.to_thread(server.wait_until_it_listens)
-        target = RedisUrl(server.endpoint, server.metrics_url.removeprefix("http://").partition("/")[0])
+        target = Target(server.endpoint, server.metrics_url.removeprefix("http://").partition("/")[0])
         async with (
             await EncoderClient.connect(server.endpoint, client_id="victim") as client,
             grpc.aio.insecure_channel(server.endpoint) as channel,

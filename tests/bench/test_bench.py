@@ -1,5 +1,6 @@
 """`make bench`: a benchmark that fails ends nothing, results are kept, and pages are rewritten from them."""
 
+import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -11,7 +12,7 @@ from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.catalog import HARDENED, SIZING
 from bench.harness.report import PAGES, caption, looked_up, markdown, rewrite, row_of, summary, table_of
-from bench.harness.results import NOT_RUN, Result, keep, newest, path_of
+from bench.harness.results import NOT_RUN, ROOT, Result, keep, newest, path_of
 from bench.harness.runner import END_S, run
 from testing.attackers import ATTACKS
 
@@ -121,6 +122,11 @@ def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_pa
 def test_the_pages_are_what_the_results_say(page: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(page, tmp_path))
     assert rewrite(newest(), [copy]) == [], "run `python -m bench --pages-only`"
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "bench").glob("[a-z]*.py")))
+def test_every_benchmark_finds_what_it_imports(module: str) -> None:
+    importlib.import_module(f"bench.{module}")
 
 
 def test_every_attacker_has_its_figures() -> None:

@@ -116,8 +116,10 @@ async def fetch(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        holds.close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:  # whoever cancels once more, while they end, keeps no rows pinned by that
+            holds.close()
 
 
 class _Holds:

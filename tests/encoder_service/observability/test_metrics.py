@@ -25,7 +25,10 @@ from tests.operator_view import get, numbers, settled, use
 async def test_images_calls_bytes_and_stages_are_counted_where_they_happen(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         images = await use(client)
-    now = await settled(server, "calls_total", 3, status="OK")
+    await settled(server, "calls_total", 3, status="OK")
+    now = await settled(
+        server, "store_pins", 0
+    )  # a scrape is no snapshot: this may be read before what is above
     assert now.total("submitted_images_total", outcome="queued") == 3
     assert now.total("encoded_images_total", outcome="kept") == 2
     assert now.total("encoded_images_total", outcome="failed", reason="invalid_image") == 1

@@ -57,6 +57,7 @@ from encoder_service.observability.metrics import Metrics, Reading
 from encoder_service.observability.watch import Watch
 from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.store import Pin, Store, StoreSizeError, TierName
+from encoder_service.transport import READS_DEVICE, Transports
 from encoder_service.vision import flops
 
 log = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class Server:
                 width=self._model.tower.spec.width,
                 dtype=self._model.tower.dtype,
                 segment_dir=str(config.store_segment_dir),
+                promotes=READS_DEVICE,
                 on_evict=self._on_evict,
                 prefault=config.store_prefault == "yes",
             )
@@ -266,8 +268,7 @@ class Server:
             description=self._description,
             geometry=model.processor.geometry,
             rows=RowFormat(width, model.recipe.dtype, width * model.tower.dtype.itemsize),
-            segment=str(self.store.segment.path),
-            segment_id=self.store.segment.segment_id,
+            transports=Transports(self.store),
             max_upload_bytes=int(config.max_queued_gib * GIB),
             upload_idle_s=config.upload_idle_s,
             max_pinned_bytes=int(config.store_host_gib * GIB * config.max_pinned_share),

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,8 +20,6 @@ from encoder_service.image.validation import Validator, confirm
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 
-# Threads of their own: a copy that waits for room must not keep the loop's from hashing what was uploaded.
-_copies = ThreadPoolExecutor(8, "to-host")
 LEASE_WAIT_S = 1.0  # how long to sleep before looking again: a lease ends by itself when its holder dies
 # Bytes that were asked for and are not here after so long give the lease back: a caller that stalls stalls nobody
 # else. Should they come after all, the lease is asked for again.
@@ -156,7 +153,7 @@ class Encoder:
             if live:
                 keeper = await self._fleet.fetch_from_peer(image, address, live)
                 if keeper is not None and (pin := self._store.pin(address)) is not None:
-                    return FetchResult(await _on_host(pin), "peer")
+                    return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
                 elsewhere = (await self._fleet.look_around({address: image.source_key})).get(address)
             elif (source := await self._source_of(image, is_elsewhere=elsewhere is not None)) is None:
@@ -169,11 +166,11 @@ class Encoder:
         address = self._recipe.address(image)
         self._on_asked(address, image)
         if (pin := self._store.pin(address)) is not None:
-            return FetchResult(source=pin.tier, pin=await _on_host(pin))
+            return FetchResult(pin, pin.tier)
         self._failures.check(image.source_key)
         if (job := self._pipeline.join(address, claim)) is None:
             return None
-        pin = await _on_host(await self._pipeline.wait(job, claim))
+        pin = await self._pipeline.wait(job, claim)
         return FetchResult(pin, "encoded", job.stage_ms, job.stage_began_s)
 
     # Inside
@@ -291,10 +288,3 @@ class Encoder:
             if asyncio.get_running_loop().time() < deadline:
                 return await self._submit_waiters.wait(address, image.source_key, claim.client_id, deadline)
         raise UnknownImageError(f"image {image.digest.hex()} was not submitted: submit it, then fetch")
-
-
-async def _on_host(pin: Pin) -> Pin:
-    """Return `pin`, its rows in the host tier."""
-    if pin.tier != "host":
-        await asyncio.get_running_loop().run_in_executor(_copies, pin.to_host)
-    return pin

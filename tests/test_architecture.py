@@ -24,7 +24,7 @@ FLOORS = [
     ["encoder"],
     ["engine"],
     ["observability", "vision"],
-    ["cluster", "image"],
+    ["cluster", "image", "transport"],
     ["scheduler", "store", "address", "config"],
 ]
 

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Literal
 
 from encoder_contract.errors import EncoderError, Status
+from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.observability.metrics import Metrics, reason
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Call:
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
         self._metrics.fetched(outcome, wait_s, error)
 
-    def transferred(self, transport: Literal["inline", "shm"], size: int, seconds: float) -> None:
+    def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Note rows handed over."""
         self._bytes += size
         self._metrics.transferred(transport, size, seconds)

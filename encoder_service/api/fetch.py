@@ -1,13 +1,12 @@
 """One Fetch call: rows of each image as soon as they are ready, each in exactly one outcome."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, UnknownImageError
-from encoder_contract.framing import frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageRef
 from encoder_service.api import messages
@@ -17,6 +16,7 @@ from encoder_service.encoder import Encoder, FetchResult
 from encoder_service.observability.incidents import known_error
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
+from encoder_service.transport import Sender
 
 SOURCES = {
     "device": pb.SOURCE_DEVICE,
@@ -24,9 +24,8 @@ SOURCES = {
     "peer": pb.SOURCE_PEER,
     "encoded": pb.SOURCE_ENCODED,
 }
-# Images of an inline call that are pinned at a time: the one being sent, and one that is ready when that is through.
+# Images that are pinned at a time by a call that sends them: the one being sent, and one that is ready after it.
 PINNED_AHEAD = 2
-CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +82,45 @@ async def fetch(
     images: Sequence[RowRequest],
     call: Call,
     *,
-    use_handles: bool,
+    sender: Sender,
     rows: RowFormat,
     pin_room: PinRoom,
 ) -> AsyncGenerator[pb.FetchResponse | bytes]:
     """Yield the messages of a Fetch call; rows come hand-framed, as bytes.
 
-    With `use_handles` the rows stay in shared memory and the call stays open, holding them, until the caller ends
-    it; else what is not about to be sent is not pinned, however long the caller takes. Whatever ends the call
-    releases every pin and withdraws every claim.
+    With a `sender` that holds rows, the call stays open, holding them, until the caller ends it; else what is not
+    about to be sent is not pinned, however long the caller takes. Whatever ends the call releases every pin and
+    withdraws every claim.
     """
-    holds = _Holds(rows_of, len(images) if use_handles else PINNED_AHEAD, pin_room, rows.row_bytes)
-    tasks = {asyncio.create_task(_resolve(rows_of, wanted, holds, call)) for wanted in images}
+
+    async def rows_in_reach(wanted: RowRequest) -> FetchResult:
+        found = await rows_of(wanted)
+        await sender.reach(found.pin)
+        return found
+
+    holds = _Holds(rows_in_reach, len(images) if sender.holds else PINNED_AHEAD, pin_room, rows.row_bytes)
+    tasks = {asyncio.create_task(_resolve(rows_in_reach, wanted, holds, call)) for wanted in images}
     try:
-        for ready in asyncio.as_completed(tasks):
-            outcome = await ready
+        for resolved in asyncio.as_completed(tasks):
+            outcome = await resolved
             if outcome.found is None:
                 assert outcome.error is not None
                 yield pb.FetchResponse(error=messages.error_message(outcome.wanted.index, outcome.error))
-            elif use_handles:
-                began = monotonic()
-                handed = _handle_message(outcome, rows)
-                call.transferred("shm", handed.ready.row_bytes, monotonic() - began)
-                yield handed
-            else:
-                async for message in _inline(outcome, rows, call):
-                    yield message
+                continue
+            began = monotonic()
+            ready = _ready(outcome.wanted, outcome.found, rows)
+            await sender.prepare(ready, outcome.found.pin)
+            message: pb.FetchResponse | bytes = pb.FetchResponse(ready=ready)
+            for frame in sender.frames(ready, outcome.found.pin):
+                yield message
+                message = frame
+            # Before the last message, as whoever has that may end the call at once.
+            call.transferred(sender.transport, ready.row_bytes, monotonic() - began)
+            yield message
+            if not sender.holds:
                 outcome.hold.close()
         call.complete = True
-        if use_handles and holds:
+        if sender.holds and holds:
             await asyncio.Event().wait()  # until the caller cancels: it is reading
     finally:
         for task in tasks:
@@ -187,9 +196,7 @@ def _check_window(wanted: RowRequest, pin: Pin) -> None:
         )
 
 
-def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
-    wanted, found = outcome.wanted, outcome.found
-    assert found is not None
+def _ready(wanted: RowRequest, found: FetchResult, rows: RowFormat) -> pb.ImageReady:
     pin = found.pin
     end = wanted.end or pin.tokens
     ready = pb.ImageReady(
@@ -206,26 +213,3 @@ def _ready(outcome: _Outcome, rows: RowFormat) -> pb.ImageReady:
     ready.stage_ms.update(found.stage_ms)
     ready.stage_began_s.update(found.stage_began_s)
     return ready
-
-
-async def _inline(outcome: _Outcome, rows: RowFormat, call: Call) -> AsyncIterator[pb.FetchResponse | bytes]:
-    assert outcome.found is not None
-    ready, pin = _ready(outcome, rows), outcome.found.pin
-    began = monotonic()
-    views = pin.rows(ready.row_begin, ready.row_end)
-    window = (ready.row_begin, ready.row_end)
-    if ready.row_bytes <= CHECKSUM_ON_LOOP_BYTES or (pin.checksum_known and window == (0, pin.tokens)):
-        ready.checksum = pin.checksum(*window)
-    else:
-        ready.checksum = await asyncio.to_thread(pin.checksum, *window)
-    yield pb.FetchResponse(ready=ready)
-    for message in frame_rows(ready.index, views):
-        yield message
-    call.transferred("inline", ready.row_bytes, monotonic() - began)
-
-
-def _handle_message(outcome: _Outcome, rows: RowFormat) -> pb.FetchResponse:
-    assert outcome.found is not None
-    ready, pin = _ready(outcome, rows), outcome.found.pin
-    ready.handle.CopyFrom(pin.handle(ready.row_begin, ready.row_end).to_message())
-    return pb.FetchResponse(ready=ready)

@@ -4,7 +4,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from hmac import compare_digest
 from time import monotonic
 from uuid import uuid4
 
@@ -26,19 +25,19 @@ from encoder_service.encoder import Encoder
 from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim
 from encoder_service.scheduler.shares import Shares
+from encoder_service.transport import Transports
 
 SERVICE = "encoder_contract.v1.EncoderService"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the edge needs to know of the server: its description, limits and the secret of its segment."""
+    """What the edge needs to know of the server: its description, limits and transports."""
 
     description: pb.DescribeResponse
     geometry: Geometry
     rows: RowFormat
-    segment: str
-    segment_id: bytes
+    transports: Transports
     max_upload_bytes: int
     upload_idle_s: float
     max_pinned_bytes: int
@@ -70,10 +69,7 @@ class EncoderService:
         description = pb.DescribeResponse()
         description.CopyFrom(self._edge.description)
         description.clock_s = monotonic()
-        description.transports.append(pb.TRANSPORT_INLINE)
-        if messages.is_local(context):
-            description.transports.insert(0, pb.TRANSPORT_SHM)
-            description.shm_segment = self._edge.segment
+        self._edge.transports.describe(description, is_local=messages.is_local(context))
         return description
 
     async def submit(
@@ -143,7 +139,7 @@ class EncoderService:
             rows_of,
             wanted,
             call,
-            use_handles=self._may_share(request, context),
+            sender=self._edge.transports.choose(request, is_local=messages.is_local(context)),
             rows=self._edge.rows,
             pin_room=self._pin_room,
         )
@@ -196,14 +192,6 @@ class EncoderService:
             )
             for image in request.images
         ]
-
-    def _may_share(self, request: pb.FetchRequest, context: Context) -> bool:
-        """Whether the caller wants handles, is local, and could read the segment: then it is of our user."""
-        return (
-            pb.TRANSPORT_SHM in request.transports
-            and messages.is_local(context)
-            and compare_digest(request.shm_proof, self._edge.segment_id)
-        )
 
 
 def _claim(

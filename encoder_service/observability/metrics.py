@@ -23,6 +23,8 @@ from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
 from encoder_contract.errors import EncoderError
+from encoder_contract.transports import TRANSPORT_NAMES
+from encoder_contract.v1 import encoder_pb2 as pb
 
 PREFIX = "encsvc"
 
@@ -37,8 +39,8 @@ PATCHES = tuple(2**power for power in range(8, 19))
 IMAGES = tuple(2**power for power in range(9))
 
 SUBMITTED = ("cached", "queued", "failed")
+TRANSPORTS = tuple(TRANSPORT_NAMES.values())
 FETCHED = ("device", "host", "peer", "encoded", "failed")
-TRANSPORTS = ("inline", "shm")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
 TRIED = ("ok", "failed")
 DEMAND = {True: "demanded", False: "speculative"}
@@ -251,10 +253,10 @@ class Metrics:
         self._fetched.labels(outcome, reason(error)).inc()
         self._fetch_wait.labels(outcome).observe(wait_s)
 
-    def transferred(self, transport: Literal["inline", "shm"], size: int, seconds: float) -> None:
+    def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows handed over."""
-        self._transfer_bytes.labels(transport).inc(size)
-        self._transfer.labels(transport).observe(seconds)
+        self._transfer_bytes.labels(TRANSPORT_NAMES[transport]).inc(size)
+        self._transfer.labels(TRANSPORT_NAMES[transport]).observe(seconds)
 
     # The fleet and the loop
 

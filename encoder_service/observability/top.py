@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_service.observability.metrics import STAGES
 from encoder_service.observability.scrape import Scrape, ScrapeError, Window, quantile, scrape
 
@@ -140,7 +141,7 @@ def _stages(windows: Sequence[Window]) -> Table:
         table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
     rows: list[tuple[str, str, dict[str, str]]] = [("queue", "queue_wait_seconds", {})]
     rows += [(stage, "stage_seconds", {"stage": stage}) for stage in STAGES]
-    rows += [(f"send {by}", "transfer_seconds", {"transport": by}) for by in ("inline", "shm")]
+    rows += [(f"send {by}", "transfer_seconds", {"transport": by}) for by in TRANSPORT_NAMES.values()]
     for label, name, labels in rows:
         buckets: Counter[float] = Counter()
         for window in windows:

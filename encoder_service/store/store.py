@@ -41,19 +41,22 @@ class Store:
         segment_dir: str = "/dev/shm",  # noqa: S108 - memory on every Linux; the segment is created safely
         wait_s: float = 2.0,
         on_evict: Callable[[bytes, TierName], None] | None = None,
+        promotes: bool = False,
         prefault: bool = False,
     ) -> None:
         """Take all memory now. Raises `StoreSizeError`, which names what to set, when it is not to be had.
 
         A row is `width` elements of `dtype`. A writer waits `wait_s` while everything is pinned. `on_evict`
         is told each (address, tier) that was dropped, without the lock, by the thread that made it happen;
-        the address may be on another tier still, or held again: ask `tier_of`. `prefault` touches the host
-        tier's pages in the background.
+        the address may be on another tier still, or held again: ask `tier_of`. `promotes`
+        says that hits bring embeddings to the device tier: for when rows are read there. `prefault` touches the
+        host tier's pages in the background.
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
         self.layout = Layout(row_bytes, max(1, PAGE_BYTES // row_bytes))
         self._wait_s = wait_s
+        self._promotes = promotes
         self._closed = threading.Event()
         self._device = (
             Tier("device", _allocate(device, self._whole_pages(device_bytes, "device")), self.layout)
@@ -80,7 +83,7 @@ class Store:
         slot = self._entries.lookup(address)
         if slot is None:
             return None
-        if self._mover is not None:
+        if self._promotes and self._mover is not None:
             self._mover.note_hit(slot)
         return Pin(self._entries, self.segment, slot)
 

@@ -19,7 +19,7 @@ _NAP_S = 0.02
 
 
 class TierMigrator:
-    """Demotion (device to host, then off the device) and promotion (host to device, kept on both)."""
+    """Demotion (device to host, then off the device); promotion (host to device, on both) of what `note_hit` names."""
 
     def __init__(self, ledger: EntryTable, device: Tier, host: Tier) -> None:
         """Move between these two tiers of `ledger`."""

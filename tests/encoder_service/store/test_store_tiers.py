@@ -54,7 +54,7 @@ def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
 
 
 def test_repeated_hits_bring_an_embedding_to_the_device(tmp_path):
-    store = make_store(tmp_path, device_pages=4)
+    store = make_store(tmp_path, device_pages=4, promotes=True)
     for name in b"abcde":
         put(store, bytes([name]))
     assert store.move_once()  # room for the promotion
@@ -65,6 +65,19 @@ def test_repeated_hits_bring_an_embedding_to_the_device(tmp_path):
     assert store.stats().promotions == 1
     assert store.evict(b"e")
     assert not store.contains(b"e")
+    store.close()
+
+
+def test_where_nobody_reads_the_device_tier_no_number_of_hits_brings_an_embedding_there(tmp_path):
+    store = make_store(tmp_path, device_pages=4)
+    for name in b"abcde":
+        put(store, bytes([name]))
+    assert store.move_once()  # there is room
+    for _ in range(3 * PROMOTE_HITS):
+        store.pin(b"e").release()
+        assert not store.move_once()
+    assert store.stats().promotions == 0
+    assert store.tier_of(b"e") == "host"
     store.close()
 
 

@@ -1,0 +1,12 @@
+"""Transports by name: what metrics, logs and the client call each value of the enum `Transport`."""
+
+from collections.abc import Mapping
+
+from encoder_contract.v1 import encoder_pb2 as pb
+
+TRANSPORT_NAMES: Mapping[pb.Transport.ValueType, str] = {
+    value: name.removeprefix("TRANSPORT_").lower()
+    for name, value in pb.Transport.items()
+    if value != pb.TRANSPORT_UNSPECIFIED
+}
+"""Value -> name, "inline" for `TRANSPORT_INLINE`."""

@@ -1,6 +1,7 @@
-"""The store address: what an embedding is kept under, made from everything that decides its bits; and a file's key."""
+"""The key of an image: the address its embedding is kept under, made from everything that decides its bits."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import blake3
 
@@ -9,10 +10,15 @@ from encoder_contract.digest import DIGEST_BYTES
 MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mistake
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRef:
-    """An image as callers name it: content digest, pixel bounds of the variant (0: the model's), tenant salt."""
+@dataclass(frozen=True)
+class ImageKey:
+    """An image as a caller names it, and its address on this server; made once per call, by `Recipe.key`.
 
+    The digest is that of the file, the pixel bounds are those of the variant (0: the model's), the salt is the
+    tenant's.
+    """
+
+    address: bytes
     digest: bytes
     min_pixels: int = 0
     max_pixels: int = 0
@@ -22,7 +28,7 @@ class ImageRef:
         assert len(self.digest) == DIGEST_BYTES, self.digest
         assert len(self.salt) <= MAX_SALT_BYTES, self.salt
 
-    @property
+    @cached_property
     def source_key(self) -> bytes:
         """32 bytes that name the image's file; tenants must not learn what others sent, so the salt is in it."""
         return _hash(b"encoder-service source v1", self.digest, self.salt)
@@ -39,18 +45,19 @@ class Recipe:
     processor: bytes
     dtype: str
 
-    def address(self, image: ImageRef) -> bytes:
-        """Return the 32-byte store address of `image`."""
-        return _hash(
+    def key(self, digest: bytes, min_pixels: int = 0, max_pixels: int = 0, salt: bytes = b"") -> ImageKey:
+        """Return the key of the image with this content digest, in this variant, for this tenant."""
+        address = _hash(
             b"encoder-service address v1",
-            image.digest,
+            digest,
             self.model,
             self.processor,
-            image.min_pixels.to_bytes(8, "little"),
-            image.max_pixels.to_bytes(8, "little"),
+            min_pixels.to_bytes(8, "little"),
+            max_pixels.to_bytes(8, "little"),
             self.dtype.encode(),
-            image.salt,
+            salt,
         )
+        return ImageKey(address, digest, min_pixels, max_pixels, salt)
 
 
 def _hash(purpose: bytes, *fields: bytes) -> bytes:

@@ -246,7 +246,6 @@ class Server:
     def _build_service(self) -> EncoderService:
         config, model = self._config, self._model
         encoder = Encoder(
-            recipe=model.recipe,
             validator=Validator(
                 model.processor.geometry,
                 max_image_bytes=config.max_image_bytes,
@@ -266,6 +265,7 @@ class Server:
         width = model.tower.spec.width
         edge = ServerInfo(
             description=self._description,
+            recipe=model.recipe,
             geometry=model.processor.geometry,
             rows=RowFormat(width, model.recipe.dtype, width * model.tower.dtype.itemsize),
             transports=Transports(self.store),
@@ -294,8 +294,8 @@ class Server:
 
     def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
         if isinstance(outcome, EncoderError):
-            if self._failures.note(job.source.key, outcome):
-                self._sources.drop(job.source.key)  # it takes no room from those that can be encoded
+            if self._failures.note(job.key.source_key, outcome):
+                self._sources.drop(job.key.source_key)  # it takes no room from those that can be encoded
             self._fleet.gave_up(job.address)
         else:
             self._fleet.kept(job.address, Grid(*outcome.grid))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from encoder_contract.errors import DigestMismatchError, EncoderError, UnknownImageError
 from encoder_contract.geometry import Grid
-from encoder_service.address import ImageRef, Recipe
+from encoder_service.address import ImageKey
 from encoder_service.cluster.coordinator import Coordinator
 from encoder_service.cluster.index import Locations
 from encoder_service.engine.failure_cache import FailureCache
@@ -30,7 +30,7 @@ UPLOAD_WAIT_S = 5.0
 class SubmittedImage:
     """An image of a Submit call, the grid its caller computed, and the claim that goes with it."""
 
-    image: ImageRef
+    key: ImageKey
     claimed_grid: Grid | None
     claim: Claim
 
@@ -39,7 +39,6 @@ class SubmittedImage:
 class LookupResult:
     """What is known of a named image; `grid` is None when its bytes are needed."""
 
-    address: bytes
     grid: Grid | None
     cached: bool = False
 
@@ -60,7 +59,6 @@ class Encoder:
     def __init__(
         self,
         *,
-        recipe: Recipe,
         validator: Validator,
         sources: SourceCache,
         pipeline: Pipeline,
@@ -69,10 +67,9 @@ class Encoder:
         fleet: Coordinator,
         transfer_s: Callable[[int], float],
         max_waiting_images: int,
-        on_asked: Callable[[bytes, ImageRef], None] = lambda _address, _image: None,
+        on_asked: Callable[[ImageKey], None] = lambda _key: None,
     ) -> None:
         """`transfer_s` says how long rows of so many tokens take from a peer; `on_asked` hears of every Fetch."""
-        self._recipe = recipe
         self._validator = validator
         self._sources = sources
         self._pipeline = pipeline
@@ -90,16 +87,15 @@ class Encoder:
 
         Asks the index about all that is not known here in one step.
         """
-        addresses = [self._recipe.address(named.image) for named in images]
-        answers = [self._known_here(named, address) for named, address in zip(images, addresses, strict=True)]
+        answers = [self._known_here(named) for named in images]
         unknown = [number for number, answer in enumerate(answers) if answer is None]
-        acquired = await self._fleet.acquire([addresses[number] for number in unknown])
+        acquired = await self._fleet.acquire([images[number].key.address for number in unknown])
         for number in unknown:
-            named, address = images[number], addresses[number]
+            named, address = images[number], images[number].key.address
             if address in acquired.granted:
-                answers[number] = self._granted(named, address)
+                answers[number] = self._granted(named)
             else:
-                answers[number] = self._elsewhere(named, address, acquired.located.get(address, ()))
+                answers[number] = self._elsewhere(named, acquired.located.get(address, ()))
         return [answer for answer in answers if answer is not None]
 
     async def receive(self, named: SubmittedImage, data: bytes) -> LookupResult:
@@ -107,184 +103,184 @@ class Encoder:
 
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
-        image = named.image
-        source = await self._validator.take(image, data)
-        grid = self._validator.grid(image, source, named.claimed_grid)
+        key = named.key
+        source = await self._validator.take(key, data)
+        grid = self._validator.grid(key, source, named.claimed_grid)
         self._sources.put(source)
-        known = await self._take_on(self._recipe.address(image), source, grid, named.claim)
-        self._fleet.share_source(image, data)
+        known = await self._take_on(key, source, grid, named.claim)
+        self._fleet.share_source(key, data)
         return known
 
     def withdraw(self, claim: Claim) -> None:
         """Give up a claim; an image that nobody else wants is dropped before its batch starts."""
         self._pipeline.withdraw(claim)
 
-    def forget(self, image: ImageRef) -> None:
+    def forget(self, key: ImageKey) -> None:
         """Say that bytes that were asked for will not come."""
-        if not self._pipeline.has(address := self._recipe.address(image)):
-            self._fleet.gave_up(address)
+        if not self._pipeline.has(key.address):
+            self._fleet.gave_up(key.address)
 
     # Fetch
 
-    async def locate(self, images: Sequence[ImageRef]) -> dict[bytes, Locations]:
+    async def locate(self, images: Sequence[ImageKey]) -> dict[bytes, Locations]:
         """Return where peers hold those of the images that are not known here; nowhere where they only have bytes."""
-        keys = {self._recipe.address(image): image.source_key for image in images}
-        unknown = {a: k for a, k in keys.items() if not (self._store.contains(a) or self._pipeline.has(a))}
+        unknown = [
+            key
+            for key in images
+            if not (self._store.contains(key.address) or self._pipeline.has(key.address))
+        ]
         return await self._fleet.look_around(unknown) if unknown else {}
 
     async def rows(
-        self, image: ImageRef, claim: Claim, grace_s: float, located: dict[bytes, Locations]
+        self, key: ImageKey, claim: Claim, grace_s: float, located: dict[bytes, Locations]
     ) -> FetchResult:
-        """Return the rows of `image`, pinned: held here, encoded here, or brought over from a peer.
+        """Return the rows of an image, pinned: held here, encoded here, or brought over from a peer.
 
         `located` is what `locate` just said. Waits for an encoding that is under way or can be started; for an image
         that nobody has submitted, at most `grace_s`, then `UnknownImageError`. Cancelling withdraws the claim.
         """
-        address = self._recipe.address(image)
         deadline = asyncio.get_running_loop().time() + grace_s
-        elsewhere = located.get(address)
+        elsewhere = located.get(key.address)
         failed: set[str] = set()
         while True:
-            if (found := await self.rows_here(image, claim)) is not None:
+            if (found := await self.rows_here(key, claim)) is not None:
                 return found
             live = tuple(location for location in elsewhere or () if location.replica_id not in failed)
-            if live and self._begun_as_cheaper(image, address, claim):
+            if live and self._begun_as_cheaper(key, claim):
                 continue
             if live:
-                keeper = await self._fleet.fetch_from_peer(image, address, live)
-                if keeper is not None and (pin := self._store.pin(address)) is not None:
+                keeper = await self._fleet.fetch_from_peer(key, live)
+                if keeper is not None and (pin := self._store.pin(key.address)) is not None:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
-                elsewhere = (await self._fleet.look_around({address: image.source_key})).get(address)
-            elif (source := await self._source_of(image, is_elsewhere=elsewhere is not None)) is None:
-                elsewhere = await self._submitted(address, image, claim, deadline)
+                elsewhere = (await self._fleet.look_around([key])).get(key.address)
+            elif (source := await self._source_of(key, is_elsewhere=elsewhere is not None)) is None:
+                elsewhere = await self._submitted(key, claim, deadline)
             else:
-                elsewhere = await self._begin(image, address, source, claim, failed)
+                elsewhere = await self._begin(key, source, claim, failed)
 
-    async def rows_here(self, image: ImageRef, claim: Claim) -> FetchResult | None:
-        """Return the rows of `image` if they are held here or being made here; None when they are not."""
-        address = self._recipe.address(image)
-        self._on_asked(address, image)
-        if (pin := self._store.pin(address)) is not None:
+    async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
+        """Return the rows of an image if they are held here or being made here; None when they are not."""
+        self._on_asked(key)
+        if (pin := self._store.pin(key.address)) is not None:
             return FetchResult(pin, pin.tier)
-        self._failures.check(image.source_key)
-        if (job := self._pipeline.join(address, claim)) is None:
+        self._failures.check(key.source_key)
+        if (job := self._pipeline.join(key.address, claim)) is None:
             return None
         pin = await self._pipeline.wait(job, claim)
         return FetchResult(pin, "encoded", job.stage_ms, job.stage_began_s)
 
     # Inside
 
-    def _known_here(self, named: SubmittedImage, address: bytes) -> LookupResult | EncoderError | None:
+    def _known_here(self, named: SubmittedImage) -> LookupResult | EncoderError | None:
         try:
-            self._validator.check_name(named.image, named.claimed_grid)
-            self._failures.check(named.image.source_key)
-            if (pin := self._store.pin(address)) is not None:
+            self._validator.check_name(named.key, named.claimed_grid)
+            self._failures.check(named.key.source_key)
+            if (pin := self._store.pin(named.key.address)) is not None:
                 with pin:
-                    return LookupResult(address, confirm(Grid(*pin.grid), named.claimed_grid), cached=True)
-            if (job := self._pipeline.join(address, named.claim)) is not None:
-                return LookupResult(address, confirm(job.grid, named.claimed_grid))
+                    return LookupResult(confirm(Grid(*pin.grid), named.claimed_grid), cached=True)
+            if (job := self._pipeline.join(named.key.address, named.claim)) is not None:
+                return LookupResult(confirm(job.grid, named.claimed_grid))
         except EncoderError as error:
             return error
         return None
 
-    def _elsewhere(
-        self, named: SubmittedImage, address: bytes, locations: Locations
-    ) -> LookupResult | EncoderError:
+    def _elsewhere(self, named: SubmittedImage, locations: Locations) -> LookupResult | EncoderError:
         """Answer a name that peers hold, or are at; with the bytes here, we go on where that ends should it die."""
         grid = self._validator.agreed((location.grid for location in locations), named.claimed_grid)
         try:
-            if grid is None and (source := self._sources.get(named.image.source_key)) is not None:
-                grid = self._validator.grid(named.image, source, named.claimed_grid)
+            if grid is None and (source := self._sources.get(named.key.source_key)) is not None:
+                grid = self._validator.grid(named.key, source, named.claimed_grid)
         except EncoderError as error:
             return error
-        return LookupResult(address, grid, cached=bool(locations))
+        return LookupResult(grid, cached=bool(locations))
 
-    def _granted(self, named: SubmittedImage, address: bytes) -> LookupResult | EncoderError:
+    def _granted(self, named: SubmittedImage) -> LookupResult | EncoderError:
         """Answer a name that is ours to encode, unless it was begun or ended here while the index was asked."""
-        if (known := self._known_here(named, address)) is None:
-            return self._begun_from_source(named, address)
-        self.forget(named.image)
+        if (known := self._known_here(named)) is None:
+            return self._begun_from_source(named)
+        self.forget(named.key)
         return known
 
-    def _begun_from_source(self, named: SubmittedImage, address: bytes) -> LookupResult | EncoderError:
-        source = self._sources.get(named.image.source_key)
+    def _begun_from_source(self, named: SubmittedImage) -> LookupResult | EncoderError:
+        source = self._sources.get(named.key.source_key)
         try:
             if source is None:
                 if named.claimed_grid is not None:  # a full queue says no before bytes travel
                     self._pipeline.check_room(named.claim.client_id, named.claimed_grid.patches)
-                asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.image)
-                return LookupResult(address, None)
-            grid = self._validator.grid(named.image, source, named.claimed_grid)
-            self._submit(address, source, grid, named.claim)
+                asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.key)
+                return LookupResult(None)
+            grid = self._validator.grid(named.key, source, named.claimed_grid)
+            self._submit(named.key, source, grid, named.claim)
         except EncoderError as error:
-            self._fleet.gave_up(address)
+            self._fleet.gave_up(named.key.address)
             return error
-        return LookupResult(address, grid)
+        return LookupResult(grid)
 
-    async def _take_on(self, address: bytes, source: Source, grid: Grid, claim: Claim) -> LookupResult:
+    async def _take_on(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> LookupResult:
         """Queue an image whose bytes have come, unless it is held by now or a peer is at it."""
+        address = key.address
         if not self._pipeline.has(address) and not self._store.contains(address):
             # Mostly ours already; it is not when another caller gave it up, or the bytes took too long.
             acquired = await self._fleet.acquire([address])
             if address not in acquired.granted:
                 self._submit_waiters.wake(address)
-                return LookupResult(address, grid, cached=address in acquired.located)
-        return LookupResult(address, grid, cached=not self._submit(address, source, grid, claim))
+                return LookupResult(grid, cached=address in acquired.located)
+        return LookupResult(grid, cached=not self._submit(key, source, grid, claim))
 
-    async def _begin(
-        self, image: ImageRef, address: bytes, source: Source, claim: Claim, failed: set[str]
-    ) -> Locations:
+    async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
         """Start encoding, or wait for who is at it, but not for replicas that `failed`; return where it is then."""
-        acquired = await self._fleet.acquire([address], failed)
-        if address in acquired.granted:
+        acquired = await self._fleet.acquire([key.address], failed)
+        if key.address in acquired.granted:
             try:
-                self._submit(address, source, self._validator.grid(image, source), claim)
+                self._submit(key, source, self._validator.grid(key, source), claim)
             except EncoderError:
-                self.forget(image)
+                self.forget(key)
                 raise
             return ()
-        return acquired.located.get(address) or await self._fleet.wait_elsewhere(address, LEASE_WAIT_S)
+        return acquired.located.get(key.address) or await self._fleet.wait_elsewhere(
+            key.address, LEASE_WAIT_S
+        )
 
-    def _submit(self, address: bytes, source: Source, grid: Grid, claim: Claim) -> bool:
+    def _submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> bool:
         """Queue an image; False when it is held by now: it came to be so while the index was asked."""
-        if held := self._store.contains(address):
-            self._fleet.gave_up(address)
+        if held := self._store.contains(key.address):
+            self._fleet.gave_up(key.address)
         else:
-            self._pipeline.submit(address, source, grid, claim)
-        self._submit_waiters.wake(address)
+            self._pipeline.submit(key, source, grid, claim)
+        self._submit_waiters.wake(key.address)
         return not held
 
-    async def _source_of(self, image: ImageRef, *, is_elsewhere: bool) -> Source | None:
-        """Return the source of `image` if it is here, or another replica shared it."""
-        source = self._sources.get(image.source_key)
+    async def _source_of(self, key: ImageKey, *, is_elsewhere: bool) -> Source | None:
+        """Return the source of an image if it is here, or another replica shared it."""
+        source = self._sources.get(key.source_key)
         if source is not None or not is_elsewhere:
             return source
-        if (data := await self._fleet.find_source(image)) is None:
+        if (data := await self._fleet.find_source(key)) is None:
             return None
         try:
-            source = await self._validator.take(image, data)
+            source = await self._validator.take(key, data)
         except DigestMismatchError:
             return None  # whoever wrote them to the index does not thereby choose our embedding
         self._sources.put(source)
         return source
 
-    def _begun_as_cheaper(self, image: ImageRef, address: bytes, claim: Claim) -> bool:
+    def _begun_as_cheaper(self, key: ImageKey, claim: Claim) -> bool:
         """Encode bytes at hand, without a lease, where that should take less time than rows from a peer."""
-        if (source := self._sources.get(image.source_key)) is None:
+        if (source := self._sources.get(key.source_key)) is None:
             return False
-        grid = self._validator.grid(image, source)
+        grid = self._validator.grid(key, source)
         encode_s = self._pipeline.encode_s(grid.patches)
         if not 0 < encode_s < self._transfer_s(self._validator.geometry.tokens(grid)):
             return False
-        self._submit(address, source, grid, claim)
+        self._submit(key, source, grid, claim)
         return True
 
-    async def _submitted(self, address: bytes, image: ImageRef, claim: Claim, deadline: float) -> Locations:
-        """Wait until `image` turns up, here or elsewhere: then where; `UnknownImageError` at the deadline."""
-        if self._store.contains(address) or self._pipeline.has(address):
+    async def _submitted(self, key: ImageKey, claim: Claim, deadline: float) -> Locations:
+        """Wait until an image turns up, here or elsewhere: then where; `UnknownImageError` at the deadline."""
+        if self._store.contains(key.address) or self._pipeline.has(key.address):
             return ()  # it came while the index was asked
         with suppress(TimeoutError):
             if asyncio.get_running_loop().time() < deadline:
-                return await self._submit_waiters.wait(address, image.source_key, claim.client_id, deadline)
-        raise UnknownImageError(f"image {image.digest.hex()} was not submitted: submit it, then fetch")
+                return await self._submit_waiters.wait(key, claim.client_id, deadline)
+        raise UnknownImageError(f"image {key.digest.hex()} was not submitted: submit it, then fetch")

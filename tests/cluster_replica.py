@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
-from encoder_service.address import ImageRef
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
@@ -46,7 +45,7 @@ class Replica:
 
     def address(self, digest: bytes, **variant: int) -> bytes:
         """The store address of an image."""
-        return self.server._model.recipe.address(ImageRef(digest, **variant))
+        return self.server._model.recipe.key(digest, **variant).address
 
     async def locates(self, digest: bytes, **variant: int) -> bool:
         """Whether it knows a peer that holds the image."""

@@ -38,8 +38,8 @@ class Bench:
         """Queue an image under its digest; return address and job."""
         header = read_header(image)
         grid = self.model.processor.geometry.grid(*header.upright)
-        address = content_digest(image)
-        return address, self.pipeline.submit(address, Source(address, image, header), grid, claim)
+        key = self.model.recipe.key(content_digest(image))
+        return key.address, self.pipeline.submit(key, Source(key.source_key, image, header), grid, claim)
 
     async def rows(self, image: bytes, claim: Claim) -> Pin:
         """Queue an image and wait for it."""
@@ -87,7 +87,7 @@ async def running(
         loop=asyncio.get_running_loop(),
         batch_patches=batch_patches,
         decode_pixels=decode_pixels,
-        on_end=lambda job, outcome: ended.__setitem__(job.address, outcome),
+        on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),
     )
     pipeline.start()
     try:

@@ -8,7 +8,7 @@ from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageRef
+from encoder_service.address import ImageKey
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.pin_budget import PinRoom
@@ -33,7 +33,7 @@ class RowRequest:
     """One image of the call: its rows [begin, end), end 0 meaning all, and what the scheduler is told."""
 
     index: int
-    image: ImageRef
+    key: ImageKey
     begin: int
     end: int
     claim: Claim
@@ -61,17 +61,17 @@ class _Outcome:
 
 async def rows_anywhere(encoder: Encoder, images: Sequence[RowRequest], grace_s: float) -> RowsOf:
     """Return what finds rows here or elsewhere; asks at once, for all images together, who else holds them."""
-    located = await encoder.locate([wanted.image for wanted in images])
-    return lambda wanted: encoder.rows(wanted.image, wanted.claim, grace_s, located)
+    located = await encoder.locate([wanted.key for wanted in images])
+    return lambda wanted: encoder.rows(wanted.key, wanted.claim, grace_s, located)
 
 
 def rows_of_this_replica(encoder: Encoder) -> RowsOf:
     """Return what finds rows that are held or being made here; anything else is unknown."""
 
     async def rows_of(wanted: RowRequest) -> FetchResult:
-        found = await encoder.rows_here(wanted.image, wanted.claim)
+        found = await encoder.rows_here(wanted.key, wanted.claim)
         if found is None:
-            raise UnknownImageError(f"this replica does not hold image {wanted.image.digest.hex()}")
+            raise UnknownImageError(f"this replica does not hold image {wanted.key.digest.hex()}")
         return found
 
     return rows_of

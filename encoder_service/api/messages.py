@@ -12,7 +12,7 @@ from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import MAX_SALT_BYTES, ImageRef
+from encoder_service.address import MAX_SALT_BYTES, ImageKey, Recipe
 from encoder_service.encoder import LookupResult
 from encoder_service.observability.incidents import known_error
 
@@ -78,11 +78,11 @@ def check_caller(caller: pb.Caller) -> None:
         raise InvalidRequestError(f"tenant_salt takes at most {MAX_SALT_BYTES} bytes")
 
 
-def image_ref(digest: bytes, variant: pb.Variant, salt: bytes) -> ImageRef:
-    """Return the image that a message names; raises `InvalidRequestError` for a digest that is none."""
+def image_key(recipe: Recipe, digest: bytes, variant: pb.Variant, salt: bytes) -> ImageKey:
+    """Return the key of the image that a message names. Raises `InvalidRequestError` for an invalid digest."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes, got {len(digest)}")
-    return ImageRef(digest, variant.min_pixels, variant.max_pixels, salt)
+    return recipe.key(digest, variant.min_pixels, variant.max_pixels, salt)
 
 
 def grid_message(grid: tuple[int, int, int]) -> pb.Grid:
@@ -96,9 +96,9 @@ def claimed_grid(name: pb.ImageName) -> Grid | None:
     return Grid(name.grid.t, name.grid.h, name.grid.w) if name.HasField("grid") else None
 
 
-def state_message(index: int, known: LookupResult, tokens: int) -> pb.SubmitResponse:
+def state_message(index: int, address: bytes, known: LookupResult, tokens: int) -> pb.SubmitResponse:
     """Return the answer to a name or to bytes."""
-    state = pb.ImageState(index=index, address=known.address)
+    state = pb.ImageState(index=index, address=address)
     if known.grid is None:
         state.state = pb.STATE_NEEDS_BYTES
     else:

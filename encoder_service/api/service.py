@@ -13,6 +13,7 @@ from encoder_contract.errors import InvalidRequestError, ModelMismatchError, Una
 from encoder_contract.geometry import Geometry
 from encoder_contract.traceparent import TRACEPARENT, trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.address import ImageKey, Recipe
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.fetch import RowFormat, RowRequest, fetch, rows_anywhere, rows_of_this_replica
@@ -35,6 +36,7 @@ class ServerInfo:
     """What the edge needs to know of the server: its description, limits and transports."""
 
     description: pb.DescribeResponse
+    recipe: Recipe
     geometry: Geometry
     rows: RowFormat
     transports: Transports
@@ -120,7 +122,7 @@ class EncoderService:
             self._uploads(caller, context),
             call,
             new_claim=partial(_claim, caller, uuid4().hex, context),
-            salt=caller.tenant_salt,
+            new_key=partial(self._key, caller),
             tokens=self._edge.geometry.tokens,
             max_images=limits.max_images_per_call,
         )
@@ -185,13 +187,16 @@ class EncoderService:
         return [
             RowRequest(
                 image.index,
-                messages.image_ref(image.digest, image.variant, request.caller.tenant_salt),
+                self._key(request.caller, image),
                 image.row_begin,
                 image.row_end,
                 _claim(request.caller, call_id, context, image.chunk, now + image.needed_in_ms / 1000),
             )
             for image in request.images
         ]
+
+    def _key(self, caller: pb.Caller, image: pb.ImageName | pb.FetchImage) -> ImageKey:
+        return messages.image_key(self._edge.recipe, image.digest, image.variant, caller.tenant_salt)
 
 
 def _claim(

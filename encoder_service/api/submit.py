@@ -6,6 +6,7 @@ from time import monotonic
 from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.address import ImageKey
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.inbound import Requests
@@ -25,7 +26,7 @@ class SubmitCall:
         call: Call,
         *,
         new_claim: Callable[[], Claim],
-        salt: bytes,
+        new_key: Callable[[pb.ImageName], ImageKey],
         tokens: Callable[[Grid], int],
         max_images: int,
     ) -> None:
@@ -33,7 +34,7 @@ class SubmitCall:
         self._uploads = uploads
         self._call = call
         self._new_claim = new_claim
-        self._salt = salt
+        self._new_key = new_key
         self._tokens = tokens
         self._max_images = max_images
         self._named: set[int] = set()
@@ -94,7 +95,7 @@ class SubmitCall:
     def _drop(self, index: int) -> None:
         """Expect no bytes of an image any more."""
         self._uploads.drop(index)
-        self._encoder.forget(self._expected.pop(index).image)
+        self._encoder.forget(self._expected.pop(index).key)
 
     async def _names(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
         answers: list[pb.SubmitResponse] = []
@@ -103,13 +104,13 @@ class SubmitCall:
         for name in names:
             self._check_index(name.index)
             try:
-                image = messages.image_ref(name.digest, name.variant, self._salt)
+                key = self._new_key(name)
             except InvalidRequestError as error:
                 answers.append(self._failed(name.index, error))
                 continue
             claim = self._new_claim()
             self._claims.append(claim)
-            images[name.index] = SubmittedImage(image, messages.claimed_grid(name), claim)
+            images[name.index] = SubmittedImage(key, messages.claimed_grid(name), claim)
         known = await self._encoder.name(list(images.values()))
         for (index, named), answer in zip(images.items(), known, strict=True):
             answers.append(self._answer_name(index, named, answer, sizes[index]))
@@ -133,10 +134,10 @@ class SubmitCall:
             try:
                 self._uploads.expect(index, size_bytes)
             except EncoderError as error:
-                self._encoder.forget(named.image)
+                self._encoder.forget(named.key)
                 return self._failed(index, error)
             self._expected[index] = named
-        return self._answer(index, answer)
+        return self._answer(index, named, answer)
 
     async def _bytes(self, piece: pb.ImageBytes) -> pb.SubmitResponse | None:
         index = piece.index
@@ -150,20 +151,23 @@ class SubmitCall:
             if not piece.last:
                 return None
             self._call.uploaded(upload.size, upload.seconds)
-            known = await self._encoder.receive(self._expected[index], upload.joined())
+            named = self._expected[index]
+            known = await self._encoder.receive(named, upload.joined())
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
             self._drop(index)
             return self._failed(index, error)
         self._uploads.drop(index)
         del self._expected[index]
-        return self._answer(index, known)
+        return self._answer(index, named, known)
 
     def _failed(self, index: int, error: Exception) -> pb.SubmitResponse:
         known = known_error(error)
         self._call.submitted("failed", known)
         return messages.failed_state(index, known)
 
-    def _answer(self, index: int, known: LookupResult) -> pb.SubmitResponse:
+    def _answer(self, index: int, named: SubmittedImage, known: LookupResult) -> pb.SubmitResponse:
         if known.grid is not None:
             self._call.submitted("cached" if known.cached else "queued")
-        return messages.state_message(index, known, self._tokens(known.grid) if known.grid else 0)
+        return messages.state_message(
+            index, named.key.address, known, self._tokens(known.grid) if known.grid else 0
+        )

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from time import monotonic
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, UnknownImageError
 from encoder_contract.geometry import Grid
-from encoder_service.address import ImageRef
+from encoder_service.address import ImageKey
 from encoder_service.cluster.index import Acquired, Index, IndexState, Location, Locations, Tier
 from encoder_service.cluster.outbox import Outbox
 from encoder_service.cluster.source_sharing import Sharing
@@ -29,8 +29,8 @@ MAX_OF_ONE_PEER = 4  # of them: a peer that dawdles leaves turns for the others
 # What waits to be shared when this replica leaves has so long: a healthy Redis takes it within a second.
 LAST_SHARE_S = 2.0
 
-# (endpoint, image, address) -> grid and rows [tokens, width]; raises an EncoderError.
-FetchFromPeer = Callable[[str, ImageRef, bytes], Awaitable[tuple[Grid, Tensor]]]
+# (endpoint, image) -> grid and rows [tokens, width]; raises an EncoderError.
+FetchFromPeer = Callable[[str, ImageKey], Awaitable[tuple[Grid, Tensor]]]
 Put = Callable[[bytes, Tensor, Grid], Pin]
 
 
@@ -91,17 +91,17 @@ class Coordinator:
         """Whether another replica is alive: what is not known in the fleet now may be so in a moment."""
         return bool(self._index.peers())
 
-    async def look_around(self, keys: Mapping[bytes, bytes]) -> dict[bytes, Locations]:
-        """Return those of the addresses, each with the key of its source, that the fleet can help with.
+    async def look_around(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
+        """Return those of the images, by address, that the fleet can help with.
 
         That is where each is held; nowhere when it is the image's bytes that are shared. Two questions, for all.
         """
         if not self.joined:
             return {}
-        located = await self.locate(list(keys))
-        missing = {key: address for address, key in keys.items() if address not in located}
-        shared = await self._index.sources(list(missing)) if missing else ()
-        return located | {missing[key]: () for key in shared}
+        located = await self.locate([key.address for key in images])
+        missing = [key for key in images if key.address not in located]
+        shared = await self._index.sources(list({key.source_key for key in missing})) if missing else ()
+        return located | {key.address: () for key in missing if key.source_key in shared}
 
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
         """Ask to be the one who encodes the addresses; asks nobody about those it already is.
@@ -140,47 +140,47 @@ class Coordinator:
             self._leased.discard(address)
             self._outbox.released(address)
 
-    async def fetch_from_peer(self, image: ImageRef, address: bytes, locations: Locations) -> Pin | None:
+    async def fetch_from_peer(self, key: ImageKey, locations: Locations) -> Pin | None:
         """Bring the rows over from one of `locations` into the store; None when none of them gives them.
 
         Each location is tried once. Callers share one transfer, and so may share the pin: it is for holding the entry
         until each has a pin of its own. Raises `OverloadedError` when the store has no room.
         """
-        task = self._fetching.get(address)
+        task = self._fetching.get(key.address)
         if task is None:
-            task = asyncio.create_task(self._fetch_from_peer(image, address, locations))
-            self._fetching[address] = task
-            task.add_done_callback(lambda _: self._fetching.pop(address, None))
+            task = asyncio.create_task(self._fetch_from_peer(key, locations))
+            self._fetching[key.address] = task
+            task.add_done_callback(lambda _: self._fetching.pop(key.address, None))
         return await asyncio.shield(task)
 
-    def share_source(self, image: ImageRef, data: bytes) -> None:
+    def share_source(self, key: ImageKey, data: bytes) -> None:
         """Let any replica finish what this one begins: soon, and unless the index is too slow for it."""
         if self.joined and len(data) <= self._index.max_source_bytes:
-            self.sharing.offer(image.source_key, data)
+            self.sharing.offer(key.source_key, data)
 
-    async def find_source(self, image: ImageRef) -> bytes | None:
+    async def find_source(self, key: ImageKey) -> bytes | None:
         """Return bytes that another replica was given."""
-        return await self._index.get_source(image.source_key) if self.joined else None
+        return await self._index.get_source(key.source_key) if self.joined else None
 
-    async def _fetch_from_peer(self, image: ImageRef, address: bytes, locations: Locations) -> Pin | None:
+    async def _fetch_from_peer(self, key: ImageKey, locations: Locations) -> Pin | None:
         for location in locations:
             async with self._turn(location.replica_id):
-                if (fetched := await self._try(location, image, address)) is None:
+                if (fetched := await self._try(location, key)) is None:
                     continue
                 grid, rows = fetched
                 loop = asyncio.get_running_loop()
-                pin = await loop.run_in_executor(self._threads, self._put, address, rows, grid)
-                self.kept(address, grid)
+                pin = await loop.run_in_executor(self._threads, self._put, key.address, rows, grid)
+                self.kept(key.address, grid)
                 return pin
         return None
 
-    async def _try(self, location: Location, image: ImageRef, address: bytes) -> tuple[Grid, Tensor] | None:
+    async def _try(self, location: Location, key: ImageKey) -> tuple[Grid, Tensor] | None:
         if location.replica_id in self._quarantined_now():
             return None  # it failed another while we waited for our turn
         try:
-            return await self._fetch(location.endpoint, image, address)
+            return await self._fetch(location.endpoint, key)
         except EncoderError as error:
-            await self._quarantine(location, address, error)
+            await self._quarantine(location, key.address, error)
             return None
 
     @asynccontextmanager

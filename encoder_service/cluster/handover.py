@@ -7,34 +7,34 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 
 from encoder_contract.errors import EncoderError
-from encoder_service.address import ImageRef
+from encoder_service.address import ImageKey
 from encoder_service.cluster.index import Index
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 4096  # images; at 29 MB each more than a store holds, at some 300 bytes each a megabyte here
+REMEMBERED = 4096  # images; at 29 MB each more than a store holds, at some 500 bytes each two megabytes here
 AT_ONCE = 4  # transfers: enough to fill a link, few enough to leave room for the calls that still run
 
 # (endpoint of a peer, image): has the peer fetch it; raises an `EncoderError`.
-Offer = Callable[[str, ImageRef], Awaitable[None]]
+Offer = Callable[[str, ImageKey], Awaitable[None]]
 
 
 class RecentRequests:
     """The images asked for last, by address. One event loop's."""
 
     def __init__(self) -> None:
-        self._images: OrderedDict[bytes, ImageRef] = OrderedDict()
+        self._keys: OrderedDict[bytes, ImageKey] = OrderedDict()
 
-    def asked(self, address: bytes, image: ImageRef) -> None:
-        """Note that someone wants the rows of `image`."""
-        self._images[address] = image
-        self._images.move_to_end(address)
-        if len(self._images) > REMEMBERED:
-            self._images.popitem(last=False)
+    def asked(self, key: ImageKey) -> None:
+        """Note that someone wants the rows of an image."""
+        self._keys[key.address] = key
+        self._keys.move_to_end(key.address)
+        if len(self._keys) > REMEMBERED:
+            self._keys.popitem(last=False)
 
-    def hottest(self) -> list[tuple[bytes, ImageRef]]:
-        """Return address and image, the last one asked for first."""
-        return list(reversed(self._images.items()))
+    def hottest(self) -> list[ImageKey]:
+        """Return the images, the last one asked for first."""
+        return list(reversed(self._keys.values()))
 
 
 async def hand_over(
@@ -44,17 +44,17 @@ async def hand_over(
     if within_s == 0:
         return 0
     peers = sorted(index.peers(), key=lambda peer: peer.load)
-    held = [(address, image) for address, image in hot.hottest() if holds(address)]
-    located = await index.locate([address for address, _ in held])
-    alone = iter([image for address, image in held if address not in located])
-    taken: list[ImageRef] = []
+    held = [key for key in hot.hottest() if holds(key.address)]
+    located = await index.locate([key.address for key in held])
+    alone = iter([key for key in held if key.address not in located])
+    taken: list[ImageKey] = []
 
     async def carry(endpoints: Iterator[str]) -> None:
-        for image in alone:
+        for key in alone:
             endpoint = next(endpoints)
             try:
-                await offer(endpoint, image)
-                taken.append(image)
+                await offer(endpoint, key)
+                taken.append(key)
             except EncoderError as error:
                 log.info("the peer %s did not take an image over: %s", endpoint, error)
 

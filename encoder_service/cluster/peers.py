@@ -15,7 +15,7 @@ from encoder_contract.errors import InternalError, UnavailableError, from_status
 from encoder_contract.framing import checksum, parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageRef
+from encoder_service.address import ImageKey
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 CHANNEL_OPTIONS = (
@@ -76,16 +76,16 @@ class Peers:
         """Return how long fetching an image of so many tokens should take, seconds."""
         return tokens * self._rows.row_bytes / self.bytes_per_s
 
-    async def fetch(self, endpoint: str, image: ImageRef, address: bytes) -> tuple[Grid, Tensor]:
+    async def fetch(self, endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
         """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds.
 
         One attempt. Raises an `EncoderError` when the peer has not got it, fails, is silent or too slow, or sends what
         is not the image's rows.
         """
         began, ok = monotonic(), False
-        call = self._call(endpoint, self._request(image, local_only=True))
+        call = self._call(endpoint, self._request(key, local_only=True))
         try:
-            grid, buffer = await self._receive(call, address)
+            grid, buffer = await self._receive(call, key.address)
             ok = True
         except TimeoutError as error:
             raise UnavailableError(f"the peer {endpoint} was silent, or too slow") from error
@@ -99,12 +99,12 @@ class Peers:
             self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
         return grid, buffer.view(self._rows.dtype).view(-1, self._rows.width)
 
-    async def offer(self, endpoint: str, image: ImageRef) -> None:
+    async def offer(self, endpoint: str, key: ImageKey) -> None:
         """Have the peer fetch an image from this replica, by asking it for a row. The caller bounds the time.
 
         Raises an `EncoderError` when it cannot.
         """
-        call = self._call(endpoint, self._request(image, local_only=False))
+        call = self._call(endpoint, self._request(key, local_only=False))
         try:
             message = await call.read()
         except grpc.aio.AioRpcError as error:
@@ -129,17 +129,17 @@ class Peers:
             response_deserializer=parse_fetch_response,
         )(request)
 
-    def _request(self, image: ImageRef, *, local_only: bool) -> pb.FetchRequest:
-        variant = pb.Variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+    def _request(self, key: ImageKey, *, local_only: bool) -> pb.FetchRequest:
+        variant = pb.Variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         return pb.FetchRequest(
             caller=pb.Caller(
                 model_fingerprint=self._model,
                 processor_fingerprint=self._processor,
-                tenant_salt=image.salt,
+                tenant_salt=key.salt,
                 client_id="peer",
             ),
             # All rows of what the peer holds; one row of what it shall come to hold.
-            images=[pb.FetchImage(digest=image.digest, variant=variant, row_end=0 if local_only else 1)],
+            images=[pb.FetchImage(digest=key.digest, variant=variant, row_end=0 if local_only else 1)],
             local_only=local_only,
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from encoder_contract.errors import UnavailableError
 from encoder_contract.geometry import Grid
+from encoder_service.address import ImageKey
 from encoder_service.image.source import Source
 from encoder_service.scheduler import Claim, Scheduler, Snapshot, Task
 from encoder_service.store import Pin
@@ -26,7 +27,7 @@ Pick = Callable[[Scheduler, float], Sequence[Task]]
 class Job:
     """One image on its way to its rows, and who awaits them."""
 
-    address: bytes
+    key: ImageKey
     source: Source
     grid: Grid
     work: Task
@@ -36,6 +37,11 @@ class Job:
     stage_ms: dict[str, float] = field(default_factory=dict)
     stage_began_s: dict[str, float] = field(default_factory=dict)  # on time.monotonic's clock
     waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
+
+    @property
+    def address(self) -> bytes:
+        """The store address."""
+        return self.key.address
 
     def stage(self, name: str, began_s: float, ended_s: float) -> None:
         """Note when a stage of this image began and how long it took."""
@@ -77,21 +83,23 @@ class JobQueue:
         with self._turn:
             self._scheduler.check_room(client_id, patches)
 
-    def submit(self, address: bytes, source: Source, grid: Grid, claim: Claim, *, apart: bool) -> Job:
+    def submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim, *, apart: bool) -> Job:
         """Queue an image, to be decoded in a batch or `apart`, or join its job; `wake` tells the stages.
 
         Raises `OverloadedError` when the queue is full.
         """
         with self._turn:
-            if (job := self._join(address, claim)) is not None:
+            if (job := self._join(key.address, claim)) is not None:
                 return job
             if self._closed:
                 raise UnavailableError("the server is shutting down: use another one")
             now = monotonic()
             size, pixels = len(source.data), source.header.pixels
-            self._scheduler.admit(claim, address, grid.patches, size, now, source_pixels=pixels, apart=apart)
+            self._scheduler.admit(
+                claim, key.address, grid.patches, size, now, source_pixels=pixels, apart=apart
+            )
             assert claim.work is not None
-            job = self._jobs[address] = Job(address, source, grid, claim.work, now)
+            job = self._jobs[key.address] = Job(key, source, grid, claim.work, now)
             if self._device_waits and self._idle_since is None:
                 self._idle_since = now
         return job

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from encoder_contract.errors import AbandonedError, EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
+from encoder_service.address import ImageKey
 from encoder_service.engine.cuda_stream import CudaStream
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.stages import Batch, Stages, device_s, is_lost_device, wrong_size
@@ -117,9 +118,9 @@ class Pipeline:
         """Raise `OverloadedError` if an image of so many patches would be refused now: no need for its bytes then."""
         self._jobs.check_room(client_id, patches)
 
-    def submit(self, address: bytes, source: Source, grid: Grid, claim: Claim) -> Job:
+    def submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> Job:
         """Queue an image, or join its job. Raises `OverloadedError` if the queue is full."""
-        job = self._jobs.submit(address, source, grid, claim, apart=not self._stages.batches(source))
+        job = self._jobs.submit(key, source, grid, claim, apart=not self._stages.batches(source))
         self._loop.call_later(ANSWER_FIRST_S, self._jobs.wake)
         return job
 

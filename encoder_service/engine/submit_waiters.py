@@ -1,9 +1,10 @@
-"""Arrivals: Fetches that wait for images which nobody has submitted yet, and one sweep that looks elsewhere for all."""
+"""Fetches that wait for images which nobody has submitted yet, and one sweep that looks elsewhere for all of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from itertools import islice
 
+from encoder_service.address import ImageKey
 from encoder_service.cluster.index import Locations
 from encoder_service.scheduler.shares import Shares
 
@@ -12,9 +13,9 @@ from encoder_service.scheduler.shares import Shares
 SWEEP_S = 0.25
 SWEEP_IMAGES = 256
 
-# Address -> key of the image's bytes; returns those that turned up: where they are held, or nowhere when it is their
-# bytes that are there.
-Look = Callable[[Mapping[bytes, bytes]], Awaitable[Mapping[bytes, Locations]]]
+# Returns those of the images that turned up, by address: where they are held, or nowhere when it is their bytes that
+# are there.
+Look = Callable[[Collection[ImageKey]], Awaitable[Mapping[bytes, Locations]]]
 
 
 class SubmitWaiters:
@@ -26,28 +27,26 @@ class SubmitWaiters:
         self._can_look = can_look
         self._room = Shares(max_waiters, "images that nobody has submitted")
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
-        self._keys: dict[
-            bytes, bytes
-        ] = {}  # of those that are waited for, in the order in which they are looked for
+        self._keys: dict[bytes, ImageKey] = {}  # what is waited for, in the order in which it is looked for
         self._sweeping: asyncio.Task[None] | None = None
 
-    async def wait(self, address: bytes, key: bytes, client_id: str, until: float) -> Locations:
-        """Return when `address` arrives here (then nothing) or elsewhere (then where, if it is held there).
+    async def wait(self, key: ImageKey, client_id: str, until: float) -> Locations:
+        """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
 
         Raises `TimeoutError` at `until`, on the clock of the loop, and `OverloadedError` when too many wait.
         """
         self._room.take((client_id,))
         waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(address, set()).add(waiter)
-        self._keys[address] = key
+        self._waiters.setdefault(key.address, set()).add(waiter)
+        self._keys[key.address] = key
         if self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep(), name="arrivals")
+            self._sweeping = asyncio.create_task(self._sweep(), name="submit-waiters")
         try:
             async with asyncio.timeout_at(until):
                 return await waiter
         finally:
             self._room.give_back((client_id,))
-            self._leave(address, waiter)
+            self._leave(key.address, waiter)
 
     def wake(self, address: bytes, locations: Locations = ()) -> None:
         """Say that `address` is here, or at these locations."""
@@ -68,9 +67,9 @@ class SubmitWaiters:
             while self._waiters:
                 await asyncio.sleep(SWEEP_S)
                 if self._can_look():
-                    sought = {address: self._keys[address] for address in islice(self._keys, SWEEP_IMAGES)}
-                    for address in sought:
-                        self._keys[address] = self._keys.pop(address)  # last in line
+                    sought = list(islice(self._keys.values(), SWEEP_IMAGES))
+                    for key in sought:
+                        self._keys[key.address] = self._keys.pop(key.address)  # last in line
                     for address, locations in (await self._look(sought)).items():
                         self.wake(address, locations)
         finally:

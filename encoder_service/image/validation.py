@@ -9,7 +9,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError, InvalidRequestError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.header import FORMATS, check_limits, read_header
-from encoder_service.address import ImageRef
+from encoder_service.address import ImageKey
 from encoder_service.image.source import Source
 
 # Hashing this much and reading its header cost less than the way to a thread, whatever it holds but a text that
@@ -40,21 +40,21 @@ class Validator:
         self._on_hash = on_hash
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="intake")
 
-    async def take(self, image: ImageRef, data: bytes) -> Source:
+    async def take(self, key: ImageKey, data: bytes) -> Source:
         """Return the source that `data` are, once they are found to be what the name says and within the limits.
 
         Raises `DigestMismatchError`, `InvalidImageError` or `ImageLimitError`.
         """
         if len(data) <= ON_LOOP_BYTES:
-            return self._take(image, data)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._take, image, data)
+            return self._take(key, data)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._take, key, data)
 
-    def _take(self, image: ImageRef, data: bytes) -> Source:
+    def _take(self, key: ImageKey, data: bytes) -> Source:
         began = monotonic()
         digest = content_digest(data)
         self._on_hash(monotonic() - began)
-        if digest != image.digest:
-            raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {image.digest.hex()}")
+        if digest != key.digest:
+            raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {key.digest.hex()}")
         header = read_header(data, self._formats)
         check_limits(
             header,
@@ -62,11 +62,11 @@ class Validator:
             max_image_bytes=self._max_image_bytes,
             max_image_pixels=self._max_image_pixels,
         )
-        return Source(image.source_key, data, header)
+        return Source(key.source_key, data, header)
 
-    def check_name(self, image: ImageRef, claimed: Grid | None) -> None:
+    def check_name(self, key: ImageKey, claimed: Grid | None) -> None:
         """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
-        geometry = self.geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+        geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         if claimed is not None and not geometry.has(claimed):
             raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which no image can have")
 
@@ -77,12 +77,12 @@ class Validator:
         """
         return next((grid for grid in said if self.geometry.has(grid) and claimed in (None, grid)), None)
 
-    def grid(self, image: ImageRef, source: Source, claimed: Grid | None = None) -> Grid:
+    def grid(self, key: ImageKey, source: Source, claimed: Grid | None = None) -> Grid:
         """Return the grid of an image, whose source this is, in the variant that its name asks for.
 
         Raises `ImageLimitError`, or `InvalidRequestError` when the caller computed another grid.
         """
-        geometry = self.geometry.variant(min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+        geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         return confirm(geometry.grid(*source.header.upright), claimed)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder_contract.digest import content_digest
-from encoder_service.address import ImageRef, Recipe
+from encoder_service.address import Recipe
 
 RECIPE = Recipe(model=b"m" * 32, processor=b"p" * 32, dtype="bfloat16")
 
@@ -20,7 +20,7 @@ GOLDEN = {
 
 
 def test_golden_addresses_never_change() -> None:
-    found = {fields: RECIPE.address(ImageRef(bytes(range(32)), **dict(fields))).hex() for fields in GOLDEN}
+    found = {fields: RECIPE.key(bytes(range(32)), **dict(fields)).address.hex() for fields in GOLDEN}
     assert found == GOLDEN
 
 
@@ -31,19 +31,19 @@ SOURCE_KEYS = {
 
 
 def test_golden_source_keys_never_change() -> None:
-    found = {salt: ImageRef(bytes(range(32)), salt=salt).source_key.hex() for salt in SOURCE_KEYS}
+    found = {salt: RECIPE.key(bytes(range(32)), salt=salt).source_key.hex() for salt in SOURCE_KEYS}
     assert found == SOURCE_KEYS
 
 
 @given(st.binary(min_size=32, max_size=32), st.binary(max_size=64), st.binary(max_size=64))
 def test_no_digest_stands_for_the_file_of_a_tenant(digest: bytes, salt: bytes, other: bytes) -> None:
     """Who names the key of a tenant's file as a digest of its own does not get at the file."""
-    key = ImageRef(digest, salt=salt).source_key
+    key = RECIPE.key(digest, salt=salt).source_key
     assert key != digest
-    assert ImageRef(key).source_key != key
+    assert RECIPE.key(key).source_key != key
     plain = content_digest(digest + salt)  # what a caller without a salt can name
-    assert ImageRef(plain).source_key != key
-    assert (ImageRef(digest, salt=other).source_key == key) == (other == salt)
+    assert RECIPE.key(plain).source_key != key
+    assert (RECIPE.key(digest, salt=other).source_key == key) == (other == salt)
 
 
 digests = st.binary(min_size=32, max_size=32)
@@ -62,7 +62,7 @@ fields = st.fixed_dictionaries(
 
 def address(of: dict[str, Any]) -> bytes:
     recipe = replace(RECIPE, model=of["model"], processor=of["processor"], dtype=of["dtype"])
-    return recipe.address(ImageRef(of["content"], of["min_pixels"], of["max_pixels"], of["salt"]))
+    return recipe.key(of["content"], of["min_pixels"], of["max_pixels"], of["salt"]).address
 
 
 @given(fields, fields)

@@ -55,7 +55,7 @@ async def test_an_exception_outside_our_family_ends_its_call_with_an_id_that_is_
         raise ValueError("a bug of ours")
 
     monkeypatch.setattr(messages, "is_local", broken)
-    monkeypatch.setattr(messages, "image_ref", broken)
+    monkeypatch.setattr(messages, "image_key", broken)
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match=r"internal error [0-9a-f]{12}") as ended:
             await make(channel, server)

@@ -14,7 +14,6 @@ import pytest
 from encoder_contract.errors import Status, UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.address import ImageRef
 from encoder_service.app import Server
 from encoder_service.cluster.index import Tier
 from encoder_service.config import Config, ConfigError
@@ -141,7 +140,7 @@ async def test_a_stale_location_costs_one_try(start: Start) -> None:
     a, b = await start(), await start()
     file = new_photo()
     (image,) = read_images([file], b.client.description.geometry)
-    address = b.server._model.recipe.address(ImageRef(image.digest))
+    address = b.server._model.recipe.key(image.digest).address
     await a.server.index.publish(grids([address]), Tier.HOST)  # which it does not hold
     (submitted,) = await b.client.submit([file])
     assert submitted.cached
@@ -184,7 +183,7 @@ async def test_encoding_is_chosen_over_a_slow_peer_and_no_lease_stands_in_the_wa
 async def test_replicas_that_hold_nothing_do_not_ask_each_other_in_circles(start: Start) -> None:
     a, b = await start(), await start()
     image = read_images([new_photo()], a.client.description.geometry)[0]
-    address = a.server._model.recipe.address(ImageRef(image.digest))
+    address = a.server._model.recipe.key(image.digest).address
     for replica in (a, b):
         await replica.server.index.publish(grids([address]), Tier.HOST)
     async with asyncio.timeout(20):

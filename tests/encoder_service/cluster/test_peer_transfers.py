@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -17,7 +18,7 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.framing import checksum, frame
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageRef
+from encoder_service.address import ImageKey
 from encoder_service.cluster.coordinator import MAX_OF_ONE_PEER, MAX_TRANSFERS, Coordinator
 from encoder_service.cluster.index import Location, MemoryIndex, Tier
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
@@ -26,7 +27,7 @@ from tests.small_store import WIDTH, make_store
 
 GRID = Grid(1, 16, 16)
 ROWS = RowType(WIDTH, torch.float32, "float32", Geometry(16, 2, 65536, 1 << 24))
-IMAGE = ImageRef(b"d" * 32)
+IMAGE = ImageKey(b"a" * 32, b"d" * 32)
 BYTES = 64 * ROWS.row_bytes
 Answer = Callable[[], AsyncIterator[bytes]]
 # A sound answer may take so long at the most; what a busy machine adds is far less than for ever.
@@ -106,7 +107,7 @@ async def fetched(answer: Answer) -> tuple[Grid, Tensor]:
     peers = Peers(b"m" * 32, b"p" * 32, ROWS)
     try:
         async with peer(answer) as endpoint:
-            return await peers.fetch(endpoint, IMAGE, b"a" * 32)
+            return await peers.fetch(endpoint, IMAGE)
     finally:
         await peers.close()
 
@@ -134,17 +135,15 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
     store = make_store(tmp_path, host_pages=1, wait_s=20.0)
     pin = store.put(b"pinned", torch.zeros(64, WIDTH), GRID)
 
-    async def fetch(_endpoint: str, _image: ImageRef, _address: bytes) -> tuple[Grid, Tensor]:
+    async def fetch(_endpoint: str, _key: ImageKey) -> tuple[Grid, Tensor]:
         return GRID, torch.zeros(64, WIDTH)
 
     fleet = Coordinator(MemoryIndex(), fetch, store.put)
     # As on a small machine: the threads that hash and copy are fewer than the transfers.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    names = [n.to_bytes(32, "big") for n in range(MAX_TRANSFERS)]
+    keys = [replace(IMAGE, address=n.to_bytes(32, "big")) for n in range(MAX_TRANSFERS)]
     places = [(Location(f"peer-{n}", "peer", Tier.HOST, GRID),) for n in range(MAX_TRANSFERS)]
-    brought = [
-        asyncio.ensure_future(fleet.fetch_from_peer(IMAGE, *each)) for each in zip(names, places, strict=True)
-    ]
+    brought = [asyncio.ensure_future(fleet.fetch_from_peer(*each)) for each in zip(keys, places, strict=True)]
     try:
         await asyncio.sleep(0.5)
         async with asyncio.timeout(10):
@@ -163,9 +162,9 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
     store = make_store(tmp_path, host_pages=8 * MAX_TRANSFERS)
     under_way: set[bytes] = set()
 
-    async def fetch(endpoint: str, _image: ImageRef, address: bytes) -> tuple[Grid, Tensor]:
+    async def fetch(endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
         if endpoint == "slow":
-            under_way.add(address)
+            under_way.add(key.address)
             await asyncio.Event().wait()
         return GRID, torch.zeros(64, WIDTH)
 
@@ -174,7 +173,8 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
 
     def fetch_from_peer(endpoint: str) -> Awaitable[object]:
         return fleet.fetch_from_peer(
-            IMAGE, next(names).to_bytes(32, "big"), (Location(endpoint, endpoint, Tier.HOST, GRID),)
+            replace(IMAGE, address=next(names).to_bytes(32, "big")),
+            (Location(endpoint, endpoint, Tier.HOST, GRID),),
         )
 
     slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from encoder_service.address import ImageRef
 from encoder_service.cluster.index import IndexState, RedisIndex, RedisSettings, Watchers
 from encoder_service.cluster.index.schema import Keys
 from encoder_service.cluster.source_sharing import AT_ONCE, MAX_WAITING_BYTES, MAX_WAITING_IMAGES, Sharing
@@ -72,7 +71,7 @@ async def test_what_was_submitted_before_a_replica_drains_is_shared_when_it_has_
     keys = Keys(a.server.index._settings.namespace)  # type: ignore[attr-defined]
     with redis.client() as client:
         for image in images:
-            assert client.exists(keys.source(ImageRef(image.digest).source_key))
+            assert client.exists(keys.source(a.server._model.recipe.key(image.digest).source_key))
 
 
 async def joined(proxy: TcpProxy, calls: Counter[str], **settings: int) -> RedisIndex:

@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
+from encoder_service.address import ImageKey
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.image.source import Source
 from encoder_service.scheduler import Claim, Limits, Scheduler, State
@@ -27,7 +28,7 @@ def new_desk(limits: Limits = NO_LIMITS, ahead_images: int = 10**6) -> JobQueue:
 
 
 def submit(desk: JobQueue, address: bytes, claim: Claim, *, apart: bool = False) -> Job:
-    return desk.submit(address, Source(address, FILE, HEADER), GRID, claim, apart=apart)
+    return desk.submit(ImageKey(address, bytes(32)), Source(address, FILE, HEADER), GRID, claim, apart=apart)
 
 
 class DeskMachine(RuleBasedStateMachine):

@@ -1,7 +1,7 @@
 """Waiting for images that nobody has submitted: quiet, bounded, and one sweep that looks elsewhere for all."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection
 
 import grpc
 import pytest
@@ -10,6 +10,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError, Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.address import ImageKey
 from encoder_service.app import Server
 from encoder_service.cluster.index import Location, Locations, Tier
 from encoder_service.engine.submit_waiters import SWEEP_IMAGES, SubmitWaiters
@@ -25,6 +26,10 @@ def address(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
+def key(number: int) -> ImageKey:
+    return ImageKey(address(number), bytes(32))
+
+
 class Elsewhere:
     """Where images turn up, and what was asked of it."""
 
@@ -32,10 +37,11 @@ class Elsewhere:
         self.held: dict[bytes, Locations] = {}
         self.asked: list[list[bytes]] = []
 
-    async def look(self, keys: Mapping[bytes, bytes]) -> dict[bytes, Locations]:
+    async def look(self, keys: Collection[ImageKey]) -> dict[bytes, Locations]:
         """Answer one question."""
-        self.asked.append(list(keys))
-        return {address: self.held[address] for address in keys if address in self.held}
+        addresses = [key.address for key in keys]
+        self.asked.append(addresses)
+        return {address: self.held[address] for address in addresses if address in self.held}
 
 
 async def waiting(
@@ -43,10 +49,7 @@ async def waiting(
 ) -> list["asyncio.Task[Locations]"]:
     """Have so many callers wait, each for an address of its own."""
     until = asyncio.get_running_loop().time() + within_s
-    tasks = [
-        asyncio.create_task(arrivals.wait(address(n), b"key", f"client {n % 10}", until))
-        for n in range(count)
-    ]
+    tasks = [asyncio.create_task(arrivals.wait(key(n), f"client {n % 10}", until)) for n in range(count)]
     await asyncio.sleep(0)
     return tasks
 
@@ -88,7 +91,7 @@ async def test_nobody_is_asked_where_nobody_could_answer_and_an_arrival_wakes_at
 async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
     arrivals = SubmitWaiters(Elsewhere().look, lambda: False, max_waiters=100)
     until = asyncio.get_running_loop().time() + 20
-    greedy = [asyncio.create_task(arrivals.wait(address(n), b"", "greedy", until)) for n in range(100)]
+    greedy = [asyncio.create_task(arrivals.wait(key(n), "greedy", until)) for n in range(100)]
     await asyncio.sleep(0)
     refused = [task for task in greedy if task.done()]
     assert len(refused) == 25
@@ -96,7 +99,7 @@ async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
         error = task.exception()
         assert isinstance(error, OverloadedError)
         assert error.retry_after_ms > 0
-    other = asyncio.create_task(arrivals.wait(address(1), b"", "other", until))
+    other = asyncio.create_task(arrivals.wait(key(1), "other", until))
     await asyncio.sleep(0)
     arrivals.wake(address(1))
     assert await other == ()
@@ -104,7 +107,7 @@ async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
         task.cancel()
     await asyncio.gather(*greedy, return_exceptions=True)
     with pytest.raises(TimeoutError):
-        await arrivals.wait(address(1), b"", "greedy", asyncio.get_running_loop().time() + 0.01)
+        await arrivals.wait(key(1), "greedy", asyncio.get_running_loop().time() + 0.01)
 
 
 @pytest.fixture

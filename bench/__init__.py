@@ -1,1 +1,1 @@
-"""Seeded loads, the demo, and the tables they print."""
+"""The benchmarks, one a file, and what they are made of in folders."""

@@ -1,4 +1,4 @@
-"""Runs the benchmarks that this machine can, prints a table for each question, and keeps what it found.
+"""Runs the benchmarks that this machine can, prints a table for each, and keeps what it found.
 
 Results go to bench/results/DATE-HARDWARE.json; the tables in docs/benchmarks.md and README.md are rewritten from the
 newest results of every machine. A benchmark that fails, or takes too long, is reported as such and ends nothing.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from bench.harness.benchmark import Benchmark
-from bench.harness.catalog import QUESTIONS
+from bench.harness.discovery import benchmarks
 from bench.harness.report import BUSY, caption, rewrite, table_of
 from bench.harness.results import ROOT, Result, hardware, keep, load, newest, path_of
 from bench.harness.runner import LOGS, not_run, run
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only",
         nargs="+",
         metavar="NAME",
-        choices=[question.name for question in QUESTIONS],
-        help=f"some of: {', '.join(question.name for question in QUESTIONS)}",
+        choices=(names := [each.name for each in benchmarks()]),
+        help=f"some of: {', '.join(names)}",
     )
     parser.add_argument("--quick", action="store_true", help="smoke test: tiny sizes, kept out of the pages")
     parser.add_argument(
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.pages_only:
         rewrite(newest())
     else:
-        chosen = [q for q in QUESTIONS if not given.only or q.name in given.only]
+        chosen = [each for each in benchmarks() if not given.only or each.name in given.only]
         results = measure(chosen, quick=given.quick)
     return int(any(result.status.startswith(("failed", "timed out")) for result in results))
 
 
-def measure(questions: Sequence[Benchmark], *, quick: bool) -> list[Result]:
+def measure(chosen: Sequence[Benchmark], *, quick: bool) -> list[Result]:
     """Run benchmarks one by one, keeping each result at once; print progress, then the tables."""
     machine, began = hardware(), monotonic()
     path = path_of(machine, quick=quick)
@@ -54,26 +54,26 @@ def measure(questions: Sequence[Benchmark], *, quick: bool) -> list[Result]:
     if load() > BUSY:
         print(f"the machine is busy (load {load():.1f} a core): times will be too long", flush=True)
     results = []
-    for number, question in enumerate(questions, 1):
-        print(f"[{number}/{len(questions)}] {question.name}: {question.asks} ", end="", flush=True)
-        result = _run(question, machine, quick, LIMIT_S - (monotonic() - began))
+    for number, benchmark in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {benchmark.name}: {benchmark.asks} ", end="", flush=True)
+        result = _run(benchmark, machine, quick, LIMIT_S - (monotonic() - began))
         print(f"{result.seconds:.0f} s, {result.status}", flush=True)
         keep(path, result)
         if not quick:
             rewrite(newest())  # at once: a run that is cut short leaves pages that its results agree with
         results.append(result)
-    for question, result in zip(questions, results, strict=True):
-        print(f"\n{question.asks}\n{caption(result)}\n\n{table_of(question, result)}")
+    for benchmark, result in zip(chosen, results, strict=True):
+        print(f"\n{benchmark.asks}\n{caption(result)}\n\n{table_of(benchmark, result)}")
     print(f"\n{monotonic() - began:.0f} s in all; wrote {path.relative_to(ROOT)}")
     return results
 
 
-def _run(question: Benchmark, machine: str, quick: bool, left_s: float) -> Result:
-    if why := question.why_not():
-        return not_run(question, machine, why)
+def _run(benchmark: Benchmark, machine: str, quick: bool, left_s: float) -> Result:
+    if why := benchmark.why_not():
+        return not_run(benchmark, machine, why)
     if left_s < WORTH_STARTING_S:
-        return not_run(question, machine, f"no time left; run it with --only {question.name}")
-    return run(question, machine, quick=quick, limit_s=min(question.limit_s, left_s))
+        return not_run(benchmark, machine, f"no time left; run it with --only {benchmark.name}")
+    return run(benchmark, machine, quick=quick, limit_s=min(benchmark.limit_s, left_s))
 
 
 if __name__ == "__main__":

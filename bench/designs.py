@@ -21,6 +21,7 @@ from statistics import median
 import torch
 import transformers
 
+from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import Budget
 from bench.overlap import (
     CHUNK_TOKENS,
@@ -42,6 +43,20 @@ from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import load_language_model
 from testing.checkpoints import write_checkpoint
 from testing.server_process import HALF_THE_CORES
+
+BENCHMARK = Benchmark(
+    "designs",
+    "How do three designs compare on the same tower?",
+    (
+        Figure("whole_set_ttft_ms", "whole set first, one device, in process", "ms"),
+        Figure("chunk_aware_ttft_ms", "chunk by chunk, one device, in process", "ms"),
+        Figure("ours_ttft_ms", "ours: an encoder beside the language model", "ms"),
+        Figure("whole_set_over_ours", "whole set first / ours"),
+        Figure("chunk_aware_over_ours", "chunk by chunk / ours"),
+    ),
+    limit_s=300,
+    quick=("--rounds", "1", "--images", "4"),
+)
 
 BUDGET_S = 200.0
 DESIGNS = ("whole_set", "chunk_aware", "ours")

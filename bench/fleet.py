@@ -3,7 +3,16 @@
 import argparse
 import json
 
-from bench import fleet_processes, fleet_scale, index
+from bench.cluster import index, processes, scale
+from bench.harness.benchmark import Benchmark
+
+BENCHMARK = Benchmark(
+    "fleet",
+    "How does it scale over replicas, and what do faults cost?",
+    (*processes.FIGURES, *index.FIGURES, *scale.FIGURES),
+    limit_s=240,
+    quick=("--index-only", "--rounds", "20", "--entries", "2000"),
+)
 
 
 def main() -> None:
@@ -18,10 +27,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     figures = index.report(arguments.rounds, arguments.entries)
-    figures |= fleet_scale.throughput(figures["index_ms_32"] / 1000)
-    figures |= fleet_scale.on_paper(figures)
+    figures |= scale.throughput(figures["index_ms_32"] / 1000)
+    figures |= scale.on_paper(figures)
     if not arguments.index_only:
-        figures |= fleet_processes.report(arguments.prompts)
+        figures |= processes.report(arguments.prompts)
     if arguments.json:
         print(json.dumps(figures))
 

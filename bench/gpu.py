@@ -1,19 +1,24 @@
 """On a CUDA machine: is every path of the vision towers right, and how fast is it.
 
 Parity of every attention backend that runs here, CUDA graphs against eager, then timings; the results go to
-bench/results/<date>-<gpu>.json. Exits non-zero, saying why, without a CUDA device or when a check fails.
+bench/results/<date>-<machine>.json. Exits non-zero, saying why, without a CUDA device or when a check fails.
 """
 
 import argparse
 import datetime
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.harness.benchmark import Benchmark
+from bench.harness.results import Result, hardware, keep, path_of, versions
+from bench.harness.tables import markdown
 from bench.vit import CASES, case_grids, full_checkpoint
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
@@ -22,31 +27,66 @@ from encoder_service.vision.attention import BACKENDS, why_not
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 DEVICE = torch.device("cuda:0")
-RESULTS = Path(__file__).parent / "results"
 MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
 # Square, several tiles, cut windows, and more images than a graph for one image takes.
 PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16, 16)] * 5]
+
+
+def _no_cuda() -> str:
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+def comparison(figures: Mapping[str, Any]) -> str:
+    """Return milliseconds of each case: the fastest of ours by its name, and `transformers`."""
+    best: dict[str, dict[str, Any]] = {}
+    theirs: dict[str, float] = {}
+    for case in figures.get("cases", []):
+        if str(case["attention"]).startswith("transformers"):
+            theirs[case["case"]] = case["ms"]
+        elif case["case"] not in best or case["ms"] < best[case["case"]]["ms"]:
+            best[case["case"]] = case
+    checks = figures.get("checks", [])
+    passed = sum(check["passed"] for check in checks)
+    rows = [
+        (
+            name,
+            f"{case['ms']:.2f}",
+            f"{case['attention']}{', graphs' if case.get('graphs') else ''}",
+            f"{case['of_peak']:.0%}",
+            f"{theirs.get(name, math.nan):.2f}",
+            f"{theirs.get(name, math.nan) / case['ms']:.2f}",
+        )
+        for name, case in best.items()
+    ]
+    heads = ("images", "ours, ms", "attention", "of the best product", "`transformers`, ms", "ratio")
+    says = f"{passed} of {len(checks)} checks of exactness passed"
+    return f"{says}; best product {figures.get('product_tflops', math.nan):.0f} TFLOP/s.\n\n{markdown(heads, rows)}"
+
+
+BENCHMARK = Benchmark(
+    "gpu", "How fast is the tower on a GPU?", limit_s=600, why_not=_no_cuda, shown_as=comparison
+)
 
 
 def main() -> int:
     """Check, measure, write the file; the number returned is the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--json", action="store_true", help="accepted for symmetry: the last line always is JSON"
+        "--json",
+        action="store_true",
+        help="end with one JSON object, and leave keeping it to `python -m bench`",
     )
     parser.add_argument("--checks-only", action="store_true", help="parity and graphs, no timings")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench.gpu needs a CUDA device, and torch finds none here.", file=sys.stderr)
+    if why_not_here := _no_cuda():
+        print(f"bench.gpu: {why_not_here}", file=sys.stderr)
         return 2
     torch.backends.cudnn.allow_tf32 = False  # the reference's float32 convolution is the truth
     torch.backends.cuda.matmul.allow_tf32 = False
+    began = time.monotonic()
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(DEVICE),
-        "torch": torch.__version__,
-        "python": sys.version,
+        "backends": {name: why_not(name, DEVICE, torch.bfloat16) or "runs" for name in BACKENDS}
     }
-    result["backends"] = {name: why_not(name, DEVICE, torch.bfloat16) or "runs" for name in BACKENDS}
     for name, state in result["backends"].items():
         print(f"{name:>8}: {state}")
     checks = [check for model_type in MODEL_TYPES for check in parity(model_type, result["backends"])]
@@ -54,16 +94,27 @@ def main() -> int:
     if not options.checks_only:
         result["product_tflops"] = product_peak() / 1e12
         result["cases"] = timings(result["backends"], result["product_tflops"])
-    name = result["gpu"].replace(" ", "-").lower()
-    path = RESULTS / f"{datetime.date.today().isoformat()}-{name}.json"
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
     failed = [check for check in checks if not check["passed"]]
     for check in failed:
         print(f"FAILED: {check}", file=sys.stderr)
-    print(f"wrote {path}")
-    print(json.dumps(result))
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print(f"wrote {keep_figures(result, time.monotonic() - began, options.checks_only)}")
     return 1 if failed else 0
+
+
+def keep_figures(figures: dict[str, Any], seconds: float, quick: bool) -> Path:
+    """Keep what was found here as `python -m bench` would; return the file."""
+    machine = hardware()
+    path = path_of(machine, quick=quick)
+    today = datetime.date.today().isoformat()
+    command = "python -m bench.gpu"
+    keep(
+        path,
+        Result("gpu", machine, "ok", command, today, round(seconds, 1), figures=figures, versions=versions()),
+    )
+    return path
 
 
 def load(folder: Path, dtype: str = "bfloat16", **options: Any) -> Tower:

@@ -28,6 +28,7 @@ import numpy as np
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.tables import table
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -39,6 +40,47 @@ from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess
 from testing.traffic import marked
+
+BENCHMARK = Benchmark(
+    "hardened",
+    "What does a well-behaved client feel while others attack?",
+    (
+        Figure(
+            "victim_p99_ratio",
+            "p99 of a request beside the worst attacker / with none",
+            target="<= 2",
+            summary="p99 of a client beside the worst of ten attackers / with none",
+        ),
+        Figure(
+            "victim_failed",
+            "requests failed beside all attackers",
+            target="<= 0",
+            summary="requests of that client that failed",
+        ),
+        Figure("calm_p99_ms", "p99 of a request with none", "ms"),
+        *(
+            figure
+            for name, says in (
+                ("headers", "files with headers that are long to read"),
+                ("uploads", "uploads that never end"),
+                ("readers", "Fetches that are never read"),
+                ("decoders", "images of endless scans, or of many pixels in few bytes"),
+                ("messages", "kilobytes that unpack into millions of messages"),
+                ("unknown", "Fetches of images that nobody has"),
+                ("partial", "messages that are begun and not ended"),
+                ("claims", "many Fetches of few images"),
+                ("dripping", "HTTP connections that drip"),
+                ("watchers", "watchers of health that take no answer; and the server is told to stop"),
+            )
+            for figure in (
+                Figure(f"p99_ratio_{name}", f"{says}: p99 / with none"),
+                Figure(f"failed_{name}", f"{says}: failed", "requests"),
+            )
+        ),
+    ),
+    limit_s=240,
+    quick=("--attacks", "messages"),
+)
 
 BUDGET_S = 210.0
 WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0

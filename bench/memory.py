@@ -17,6 +17,7 @@ from time import monotonic
 import psutil
 import torch
 
+from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import Budget
 from bench.vit import peak_bytes
 from encoder_contract.geometry import Grid
@@ -29,6 +30,27 @@ from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.reference_tower import ReferenceTower, random_patches
 from testing.server_process import ServerProcess, running
+
+BENCHMARK = Benchmark(
+    "memory",
+    "How many images until memory runs out?",
+    (
+        Figure("images", "2560×1440 images in one prompt, all with their rows"),
+        Figure("delivered", "of which delivered"),
+        Figure("memory_mib", "server memory at its highest", "MiB"),
+        Figure("growth_mib_per_image", "server memory per image more, second half of the prompt", "MiB"),
+        Figure(
+            "transformers_mib_per_image",
+            "`transformers`, whole set in one forward, per image more",
+            "MiB",
+            compare="out of memory at 20 → 51 images of 2560×1440 on one H200 (PR 22038)",
+        ),
+        Figure("embeddings_over_store", "bytes of all embeddings / bytes of the store"),
+        Figure("encodes_per_image", "encodes per image"),
+    ),
+    limit_s=480,
+    quick=("--images", "6", "--width", "640", "--height", "360"),
+)
 
 DEPTH, STORE_GIB = 3, 0.5
 BUDGET_S = 300.0

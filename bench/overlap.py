@@ -27,6 +27,7 @@ import psutil
 import torch
 import transformers
 
+from bench.harness.benchmark import Benchmark, Figure
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.prompt.chunks import Chunk, plan
@@ -39,6 +40,29 @@ from prefill_client.transport.reading import read
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess, running
+
+BENCHMARK = Benchmark(
+    "overlap",
+    "What does overlap inside one request give?",
+    (
+        Figure("encode_ms", "encode of 16 images, alone", "ms"),
+        Figure("prefill_ms", "prefill of their prompt, alone", "ms"),
+        Figure("ttft_ms", "time to first token, overlapped", "ms"),
+        Figure("serial_ms", "time to first token, all images first", "ms"),
+        Figure("ttft_over_ideal", "overlapped / ideal", target="<= 1.1"),
+        Figure(
+            "serial_over_overlap",
+            "all images first / overlapped",
+            target=">= 1.6",
+            summary="time to first token: all images first / overlapped",
+        ),
+        Figure("parts_over_overlap", "encode and prefill alone, added up / overlapped"),
+        Figure("quiet_rounds", "rounds in which nobody else used the machine"),
+        Figure("rounds", "of so many"),
+    ),
+    limit_s=240,
+    quick=("--rounds", "1"),
+)
 
 IMAGES, SIDE = 16, 512  # pixels: 1024 patches, 256 tokens each
 CHUNK_TOKENS = 512

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.tables import Table, table
 from encoder_contract.geometry import Geometry
 from prefill_client.prompt.chunks import Chunk, plan
@@ -34,6 +35,20 @@ PREPARE_MS_PER_PIXEL = 26.5 / (20 * 960 * 1280)
 WEIGHTS, LAYERS, HEADS_WIDTH, FLOPS = 8.2e9, 36, 4096, 0.5 * 790e12
 # Arithmetic: rows of 32 KiB out of one GPU and into the other at 20 GB/s each, and 1 ms for the call.
 ROW_BYTES, COPY_BYTES_PER_MS, CALL_MS = 32768, 20e6, 1.0
+
+BENCHMARK = Benchmark(
+    "published",
+    "What would overlap give on one H200, with stage times that others published?",
+    tuple(
+        Figure(f"{design}_over_ours_{size}_chunk_2048", f"32 images of {size}: {says} / ours (simulated)")
+        for size in SIZES
+        for design, says in (
+            ("whole_set", "whole set first, one GPU"),
+            ("no_overlap", "encoder GPU, no overlap"),
+        )
+    ),
+    limit_s=60,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.tables import Table, table
 from bench.simulation.simulator import UNLIMITED, Load
 from bench.simulation.trials import (
@@ -25,6 +26,26 @@ from bench.simulation.trials import (
     answer,
 )
 from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler
+
+BENCHMARK = Benchmark(
+    "scheduler",
+    "What does the order of work give?",
+    (
+        Figure(
+            "mean_ttft_fcfs_over_ours",
+            "mean time to first token, first come / ours (simulated)",
+            target=">= 2",
+            summary="mean time to first token at 80 % load: first come / ours (simulated)",
+        ),
+        Figure("p99_ttft_ours_over_fcfs", "p99, ours / first come", target="<= 1.1"),
+        Figure("big_p99_ours_over_fcfs", "p99 of requests with 16 images or more, ours / first come"),
+        Figure("throughput_ours_over_fcfs", "throughput, ours / first come"),
+        Figure("overload_p99_over_80", "p99 at ten times overload / at 80 % load", target="<= 2"),
+        Figure("next_batch_p99_us", "forming a batch with 10 000 images queued, p99", "µs"),
+    ),
+    limit_s=240,
+    quick=("--cost-only",),
+)
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
 

@@ -1,5 +1,7 @@
 """The real server on this machine: Submit and hit latency, what serving adds to the bare engine, busy share, lag."""
 
+# Over 300 lines because its sections share one server, one load and one measure of time.
+
 import argparse
 import asyncio
 import json
@@ -14,6 +16,7 @@ from statistics import median, quantiles
 
 import torch
 
+from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import Budget
 from bench.tower.bare_engine import tower_seconds
 from encoder_contract.digest import content_digest
@@ -26,6 +29,40 @@ from prefill_client.images import RowRequest
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
+
+BENCHMARK = Benchmark(
+    "serving",
+    "What does the service add to the bare engine?",
+    (
+        Figure(
+            "overhead_ratio",
+            "eight 256×256 served / the bare tower, 27 blocks",
+            target="<= 1.05",
+            summary="eight 256×256 images served / the bare tower",
+        ),
+        Figure("busy_fraction", "device busy while images wait", target=">= 0.95"),
+        Figure(
+            "submit_new_720p_ms",
+            "Submit answer for a new 1280×720 photo, p50",
+            "ms",
+            "<= 5",
+            summary="grid and tokens of a new 1280×720 photo, p50",
+        ),
+        Figure("submit_known_720p_ms", "Submit answer for a known one, p50", "ms"),
+        Figure("fetch_hit_ms", "Fetch of a held small image, p50", "ms"),
+        Figure("loop_lag_p99_ms", "event loop late under full load, p99 (bucket's edge)", "ms", "<= 10"),
+        Figure("images_per_s", "256×256 images under full load, 27 blocks", "per s"),
+        Figure(
+            "overload_p99_over_calm", "ten times overload: p99 of the admitted / at 80 % load", target="<= 2"
+        ),
+        Figure("overload_refused", "ten times overload: refused with a retry hint", "images"),
+        Figure("overload_other", "ten times overload: any other failure", "images", "<= 0"),
+        Figure("overload_memory_growth_mib", "ten times overload: growth of memory", "MiB"),
+    ),
+    limit_s=540,  # two checkpoints and four servers take minutes on a slow machine
+    arguments=("--overload-s", "30", "--images", "64", "--rounds", "5"),
+    quick=("--overload-s", "0", "--images", "16", "--rounds", "2"),
+)
 
 Figures = dict[str, float]
 

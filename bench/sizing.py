@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.harness.benchmark import Benchmark, Figure
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.config import Config
 from encoder_service.image.decode import BATCHED_BYTES_PER_PIXEL, PILLOW_BYTES_PER_PIXEL
@@ -26,6 +27,20 @@ SIZES = {
 }
 GIB = 1 << 30
 ELEMENT_BYTES = 2  # bfloat16
+
+BENCHMARK = Benchmark(
+    "sizing",
+    "What does an image cost, by arithmetic?",
+    tuple(
+        figure
+        for size in SIZES
+        for figure in (
+            Figure(f"{size}.tflop", f"{size}: work of the tower", "TFLOP"),
+            Figure(f"{size}.embedding_mb", f"{size}: embedding", "MB"),
+        )
+    ),
+    limit_s=60,
+)
 
 
 @dataclass(frozen=True)

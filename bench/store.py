@@ -14,12 +14,55 @@ from statistics import fmean, median, quantiles
 import numpy as np
 import torch
 
-from bench.hits import serving_figures
+from bench.harness.benchmark import Benchmark, Figure
+from bench.transport.hits import serving_figures
 from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_fetch_response
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Store
 from encoder_service.store.tiers import Layout, Tier
 from prefill_client.transport.shared_memory import SharedRows
+
+BENCHMARK = Benchmark(
+    "store",
+    "What does a hit cost, by tier and transport?",
+    (
+        Figure("pin_us", "lookup, pin and release at 100 000 entries, p50", "µs", "<= 20"),
+        Figure(
+            "hit_shm_ms",
+            "28.8 MB embedding of a 1280×720 over shared memory, p50",
+            "ms",
+            "<= 2",
+            summary="hit of a 28.8 MB embedding (1280×720) over shared memory, p50",
+        ),
+        Figure(
+            "hit_shm_four_1440p_ms",
+            "four 2560×1440 over shared memory, p50",
+            "ms",
+            "<= 6",
+            compare="SGLang's encoder server: 382 (RDMA), 466 (zmq) (PR 28441)",
+            summary="hit of four 2560×1440 in one call, p50",
+        ),
+        Figure("inline_gbps", "28.8 MB embedding inline", "GB/s", ">= 0.9", summary="rows inline, over gRPC"),
+        Figure("bare_gbps", "a bare gRPC stream of as many bytes", "GB/s"),
+        Figure("inline_over_bare", "inline / bare stream", target=">= 0.8"),
+        Figure("memcpy_gbps", "memcpy of as many bytes", "GB/s"),
+        Figure("read_gbps", "read out of the shared segment", "GB/s"),
+        Figure("put_gbps", "put into the store", "GB/s"),
+        Figure("usable_percent", "arena in use after a day of random sizes, least", "%", ">= 90"),
+        Figure("one_run_percent", "embeddings that can be viewed in one piece", "%"),
+        Figure("entry_bytes", "memory of an entry beside its rows", "bytes"),
+        Figure("handle_bytes", "a handle, on the wire", "bytes"),
+        Figure("map_ms", "map a segment, once for each server", "ms"),
+        Figure("view_us", "view the rows of a handle", "µs"),
+        Figure("checksum_gbps", "XXH3-64 of rows", "GB/s"),
+        Figure("frame_gbps", "inline rows framed by hand", "GB/s"),
+        Figure("frame_generated_gbps", "framed by the generated class", "GB/s"),
+        Figure("parse_gbps", "inline rows parsed by hand", "GB/s"),
+        Figure("parse_generated_gbps", "parsed by the generated class", "GB/s"),
+    ),
+    limit_s=180,
+    quick=("--no-server", "--entries", "5000", "--rounds", "5", "--images", "3000"),
+)
 
 WIDTH = 16384  # Qwen3-VL-8B: hidden 4096, three DeepStack levels
 TOKENS = 880  # of a 1280×720 image

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import DEFAULT_S, Budget
 from bench.harness.results import hardware
 from bench.tower import parts
@@ -32,6 +33,54 @@ from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
 from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
+
+
+def _case_figures(name: str, says: str) -> tuple[Figure, ...]:
+    least_ratio, most_over_floor = {"720p": (">= 1.2", "<= 1.12"), "8x256": (">= 1.2", "<= 1.15")}.get(
+        name, ("", "")
+    )
+    quoted = (
+        "one 1280×720 image through the tower: `transformers` / ours",
+        "the same: ours / its own products and attention",
+    )
+    in_summary = quoted if name == "720p" else ("", "")
+    return (
+        Figure(f"cases.{name}.ours", f"{says}: ours", "ms", scale=1e3),
+        Figure(f"ratio_{name}", f"{says}: `transformers` / ours", target=least_ratio, summary=in_summary[0]),
+        Figure(
+            f"over_floor_{name}",
+            f"{says}: ours / its own products and attention",
+            target=most_over_floor,
+            summary=in_summary[1],
+        ),
+        Figure(f"over_luckiest_floor_{name}", f"{says}: the same, each call with its own best time"),
+    )
+
+
+BENCHMARK = Benchmark(
+    "vit",
+    "How fast and how exact is the vision tower?",
+    (
+        Figure("product_tflops", "best matrix product of this machine", "TFLOP/s"),
+        *_case_figures("256", "one 256×256"),
+        *_case_figures("8x256", "eight 256×256"),
+        *_case_figures("560", "one 560×560"),
+        *_case_figures("720p", "one 1280×720"),
+        *_case_figures("960x1280", "one 960×1280"),
+        Figure("in_step_ratio", "eight 256×256: one by one / in step"),
+        Figure("patch_embed_ratio", "patch embedding: Conv3d / ours", target=">= 20"),
+        Figure("error_ratio_qwen3_vl", "Qwen3-VL: mean bf16 error, ours / `transformers`", target="<= 1"),
+        Figure("error_ratio_qwen2_5_vl", "Qwen2.5-VL: the same", target="<= 1"),
+        Figure("error_ratio_qwen3_5", "Qwen3.5: the same", target="<= 1"),
+        *(
+            Figure(f"float32_error_{kind}", f"{name}: largest float32 row error", "millionths", "<= 10", 1e6)
+            for kind, name in (("qwen3_vl", "Qwen3-VL"), ("qwen2_5_vl", "Qwen2.5-VL"), ("qwen3_5", "Qwen3.5"))
+        ),
+    ),
+    limit_s=540,  # its own budget, and what was under way when that was used up
+    arguments=("--rounds", "3"),
+    quick=("--rounds", "1", "--cases", "256"),
+)
 
 # Name → (width, height, images).
 CASES = {

@@ -1,14 +1,16 @@
-"""What a question of the benchmarks is: a process to run, a bound on its time, and the rows of its table."""
+"""What a benchmark declares: the question it answers, a bound on its time, and the rows of its table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A row of a table: `key` is a name in the benchmark's JSON line, dotted where that is nested.
 
-    `target` is a bound such as "<= 2"; `compare` is what others published for it, and where.
+    `target` is a bound such as "<= 2"; `compare` is what others published for it, and where; `summary` is what the
+    README's table says of it, where it is in that table.
     """
 
     key: str
@@ -17,6 +19,7 @@ class Figure:
     target: str = ""
     scale: float = 1.0
     compare: str = ""
+    summary: str = ""
 
     def met(self, value: float) -> bool:
         """Whether a value keeps the target; there must be one."""
@@ -26,17 +29,20 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark, run as `python -m bench.MODULE ARGUMENTS --json`, and the rows of its table."""
+    """A benchmark, run as `python -m bench.NAME ARGUMENTS --json`: its module declares it as `BENCHMARK`.
+
+    `why_not` says why it cannot run here; `shown_as` makes the table of one whose results are no list of figures.
+    """
 
     name: str
     asks: str
-    module: str
-    figures: tuple[Figure, ...]
-    limit_s: float
+    figures: tuple[Figure, ...] = ()
+    limit_s: float = 60.0
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     why_not: Callable[[], str] = lambda: ""
+    shown_as: Callable[[Mapping[str, Any]], str] | None = None
 
     def command(self, *, quick: bool) -> list[str]:
         """Return the arguments of the interpreter."""
-        return ["-m", f"bench.{self.module}", *(self.quick if quick else self.arguments), "--json"]
+        return ["-m", f"bench.{self.name}", *(self.quick if quick else self.arguments), "--json"]

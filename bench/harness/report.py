@@ -8,33 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.benchmark import Benchmark, Figure
-from bench.harness.catalog import QUESTIONS
+from bench.harness.discovery import benchmark_of, benchmarks
 from bench.harness.results import ROOT, Result
-from bench.harness.summary import SUMMARY
+from bench.harness.tables import markdown
 
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
 BUSY = 0.5  # of the cores were others' when it began: the times are theirs too
-# `bench:NAME` is the table of a question's figures, `bench:NAME.tables` those that its benchmark made itself.
-_MARKED = re.compile(r"(<!-- bench:([a-z]+)(\.tables)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
-_BY_NAME = {question.name: question for question in QUESTIONS}
+# `bench:NAME` is the table of a benchmark's figures, `bench:NAME.tables` those that it made itself.
+_MARKED = re.compile(r"(<!-- bench:(\w+)(\.tables)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def tables_of(question: Benchmark, results: Iterable[Result], *, own: bool = False) -> str:
-    """Return what every machine answered to a question, as Markdown; what failed says so.
+def tables_of(benchmark: Benchmark, results: Iterable[Result], *, own: bool = False) -> str:
+    """Return what every machine measured, as Markdown; what failed says so.
 
     With `own`, the tables that the benchmark made itself.
     """
-    found = [result for result in results if result.benchmark == question.name]
+    found = [result for result in results if result.benchmark == benchmark.name]
     if not found:
         return "Not measured yet."
     shown = own_tables_of if own else table_of
-    return "\n\n".join(f"{caption(result)}\n\n{shown(question, result)}" for result in found)
+    return "\n\n".join(f"{caption(result)}\n\n{shown(benchmark, result)}" for result in found)
 
 
 def caption(result: Result) -> str:
@@ -47,22 +40,22 @@ def caption(result: Result) -> str:
     return " · ".join(parts)
 
 
-def table_of(question: Benchmark, result: Result) -> str:
+def table_of(benchmark: Benchmark, result: Result) -> str:
     """Return the table of one result."""
     if result.status != "ok":
         return f"**{result.status}**: {result.error}"
-    if question.name == "gpu":
-        return _gpu_table(result.figures)
-    rows = [row_of(figure, result.figures) for figure in question.figures]
+    if benchmark.shown_as:
+        return benchmark.shown_as(result.figures)
+    rows = [row_of(figure, result.figures) for figure in benchmark.figures]
     heads = ("", "measured", "target", "published")
     columns = [at for at in range(len(heads)) if at < 2 or any(row[at] for row in rows)]
     return markdown([heads[at] for at in columns], [[row[at] for at in columns] for row in rows])
 
 
-def own_tables_of(question: Benchmark, result: Result) -> str:
+def own_tables_of(benchmark: Benchmark, result: Result) -> str:
     """Return the tables that a benchmark printed, each under its title."""
     if result.status != "ok":
-        return table_of(question, result)
+        return table_of(benchmark, result)
     tables = result.figures.get("tables", [])
     return "\n\n".join(f"{each['title']}:\n\n{markdown(each['heads'], each['rows'])}" for each in tables)
 
@@ -99,45 +92,18 @@ def _shown(value: float | None, figure: Figure) -> str:
     return f"{value:.{min(digits, 6)}f} {figure.unit}".strip()
 
 
-def _gpu_table(figures: Mapping[str, Any]) -> str:
-    """Return milliseconds of each case: the fastest of ours by its name, and `transformers`."""
-    best: dict[str, dict[str, Any]] = {}
-    theirs: dict[str, float] = {}
-    for case in figures.get("cases", []):
-        if str(case["attention"]).startswith("transformers"):
-            theirs[case["case"]] = case["ms"]
-        elif case["case"] not in best or case["ms"] < best[case["case"]]["ms"]:
-            best[case["case"]] = case
-    checks = figures.get("checks", [])
-    passed = sum(check["passed"] for check in checks)
-    rows = [
-        (
-            name,
-            f"{case['ms']:.2f}",
-            f"{case['attention']}{', graphs' if case.get('graphs') else ''}",
-            f"{case['of_peak']:.0%}",
-            f"{theirs.get(name, math.nan):.2f}",
-            f"{theirs.get(name, math.nan) / case['ms']:.2f}",
-        )
-        for name, case in best.items()
-    ]
-    heads = ("images", "ours, ms", "attention", "of the best product", "`transformers`, ms", "ratio")
-    says = f"{passed} of {len(checks)} checks of exactness passed"
-    return f"{says}; best product {figures.get('product_tflops', math.nan):.0f} TFLOP/s.\n\n{markdown(heads, rows)}"
-
-
 def summary(results: Sequence[Result]) -> str:
-    """Return the README's table: a column for each machine that answers any of it, the one that answers most first."""
+    """Return the README's table: a column for each machine that has any of it, the one that has most first."""
     cells = {(result.hardware, *cell): shown for result in results for cell, shown in _cells(result)}
     count = Counter(machine for machine, _, _ in cells)
     machines = sorted(count, key=lambda machine: (-count[machine], machine))
     if not machines:
         return "Not measured yet."
     rows = []
-    for name, key, says in SUMMARY:
-        values = [cells.get((machine, name, key), "") for machine in machines]
-        command = f"`python -m bench.{_BY_NAME[name].module}`"
-        rows += [(says, *values, _shown_target(_figure(name, key)), command)] if any(values) else []
+    for name, figure in summarised():
+        values = [cells.get((machine, name, figure.key), "") for machine in machines]
+        command = f"`python -m bench.{name}`"
+        rows += [(figure.summary, *values, _shown_target(figure), command)] if any(values) else []
     days = {m: sorted({r.measured_on for r in results if r.hardware == m}) for m in machines}
     whens = ". ".join(f"{m}; {' to '.join(dict.fromkeys((days[m][0], days[m][-1])))}" for m in machines)
     heads = ("", *(machines if len(machines) > 1 else ["measured"]), "target", "command")
@@ -145,16 +111,16 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def _cells(result: Result) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield what a result has of the summary: (question, key), and the value with a word on a target it missed."""
-    for name, key, _ in SUMMARY:
-        value = looked_up(key, result.figures) if name == result.benchmark and result.status == "ok" else None
-        if value is not None:
-            figure = _figure(name, key)
-            yield (name, key), _shown(value, figure) + _missed(value, figure)
+    """Yield what a result has of the summary: (benchmark, key), and the value with a word on a target it missed."""
+    for name, figure in summarised():
+        ours = name == result.benchmark and result.status == "ok"
+        if ours and (value := looked_up(figure.key, result.figures)) is not None:
+            yield (name, figure.key), _shown(value, figure) + _missed(value, figure)
 
 
-def _figure(name: str, key: str) -> Figure:
-    return next(figure for figure in _BY_NAME[name].figures if figure.key == key)
+def summarised() -> list[tuple[str, Figure]]:
+    """Return the figures of the README's table, each with the name of its benchmark."""
+    return [(each.name, figure) for each in benchmarks() for figure in each.figures if figure.summary]
 
 
 def rewrite(results: Sequence[Result], pages: Iterable[Path] = PAGES) -> list[Path]:
@@ -170,4 +136,4 @@ def rewrite(results: Sequence[Result], pages: Iterable[Path] = PAGES) -> list[Pa
 
 
 def _section(name: str, own: str | None, results: Sequence[Result]) -> str:
-    return summary(results) if name == "summary" else tables_of(_BY_NAME[name], results, own=bool(own))
+    return summary(results) if name == "summary" else tables_of(benchmark_of(name), results, own=bool(own))

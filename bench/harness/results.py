@@ -117,17 +117,4 @@ def newest(folder: Path = FOLDER) -> list[Result]:
 
 def _read(path: Path) -> list[Result]:
     content = json.loads(path.read_text())
-    if "benchmarks" not in content:  # bench.gpu writes its own
-        content = {
-            "hardware": content["gpu"],
-            "benchmarks": {
-                "gpu": {
-                    "status": "ok",
-                    "command": "python -m bench.gpu",
-                    "measured_on": path.name[:10],
-                    "figures": content,
-                    "versions": {"torch": content["torch"]},
-                }
-            },
-        }
     return [Result(name, content["hardware"], **entry) for name, entry in content["benchmarks"].items()]

@@ -18,11 +18,11 @@ LOGS = ROOT / ".bench"
 END_S = 10.0  # for a benchmark that ran out of time to end its own servers
 
 
-def run(question: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Result:
+def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Result:
     """Run a benchmark for at most `limit_s` seconds; its output goes to `.bench/NAME.log`."""
-    command = question.command(quick=quick)
+    command = benchmark.command(quick=quick)
     LOGS.mkdir(exist_ok=True)
-    log = LOGS / f"{question.name}.log"
+    log = LOGS / f"{benchmark.name}.log"
     busy, began = load(), monotonic()
     with log.open("w") as output:
         status = _status(command, output.fileno(), limit_s)
@@ -31,7 +31,7 @@ def run(question: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Re
     if status == "ok" and error:
         status = "failed"
     return Result(
-        question.name,
+        benchmark.name,
         machine,
         status,
         shlex.join(["python", *command]),
@@ -44,10 +44,10 @@ def run(question: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Re
     )
 
 
-def not_run(question: Benchmark, machine: str, why: str) -> Result:
+def not_run(benchmark: Benchmark, machine: str, why: str) -> Result:
     """Return the result of a benchmark that was left out."""
-    command = shlex.join(["python", *question.command(quick=False)])
-    return Result(question.name, machine, NOT_RUN, command, date.today().isoformat(), error=why)
+    command = shlex.join(["python", *benchmark.command(quick=False)])
+    return Result(benchmark.name, machine, NOT_RUN, command, date.today().isoformat(), error=why)
 
 
 def _status(command: list[str], output: int, limit_s: float) -> str:

@@ -1,4 +1,4 @@
-"""A table as a benchmark prints it and as a page shows it."""
+"""Tables, as a benchmark prints them and as a page shows them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,11 +11,14 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]
     """Print a Markdown table, numbers with three digits that mean something; return it for a page to show."""
     shown = [[x if isinstance(x, str) else _shown(x) for x in row] for row in rows]
     print(f"\n{title}\n")
-    print("| " + " | ".join(heads) + " |")
-    print("|" + "---|" * len(heads))
-    for row in shown:
-        print("| " + " | ".join(row) + " |")
+    print(markdown(heads, shown))
     return {"title": title, "heads": list(heads), "rows": shown}
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def _shown(number: float) -> str:

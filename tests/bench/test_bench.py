@@ -1,6 +1,5 @@
 """`make bench`: a benchmark that fails ends nothing, results are kept, and pages are rewritten from them."""
 
-import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -9,15 +8,19 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
-from bench.harness.benchmark import Benchmark, Figure
-from bench.harness.catalog import HARDENED, SIZING
-from bench.harness.report import PAGES, caption, looked_up, markdown, rewrite, row_of, summary, table_of
+from bench.gpu import BENCHMARK as GPU
+from bench.hardened import BENCHMARK as HARDENED
+from bench.harness.benchmark import Figure
+from bench.harness.discovery import benchmarks
+from bench.harness.report import PAGES, caption, looked_up, rewrite, row_of, summary, table_of
 from bench.harness.results import NOT_RUN, ROOT, Result, keep, newest, path_of
 from bench.harness.runner import END_S, run
+from bench.harness.tables import markdown
+from bench.sizing import BENCHMARK as SIZING
 from testing.attackers import ATTACKS
 
-BROKEN = Benchmark("broken", "Does it fail?", "sizing", (), limit_s=30, arguments=("--no-such-flag",))
-GOOD = Result("hit", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
+BROKEN = replace(SIZING, arguments=("--no-such-flag",))
+GOOD = Result("store", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
 
 
 def test_a_benchmark_that_fails_or_takes_too_long_is_a_result() -> None:
@@ -54,7 +57,7 @@ def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path
         json.dumps(
             {
                 "hardware": "a machine",
-                "benchmarks": {"hit": {"status": "ok", "command": "", "measured_on": ""}},
+                "benchmarks": {"store": {"status": "ok", "command": "", "measured_on": ""}},
             }
         )
     )
@@ -63,21 +66,23 @@ def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path
     keep(path, replace(GOOD, status=NOT_RUN, figures={}))
     keep(path_of("a machine", quick=True, folder=tmp_path), replace(GOOD, benchmark="overlap"))
     assert {result.benchmark: result.figures for result in newest(tmp_path)} == {
-        "hit": GOOD.figures,
+        "store": GOOD.figures,
         "chat": GOOD.figures,
     }
 
 
-def test_results_of_the_gpu_benchmark_are_read_as_it_writes_them(tmp_path: Path) -> None:
+def test_the_table_of_the_gpu_benchmark_shows_the_fastest_of_ours_beside_theirs() -> None:
+    slow = {"case": "720p", "attention": "sdpa", "graphs": False, "ms": 9.0, "of_peak": 0.4}
     case = {"case": "720p", "attention": "cudnn", "graphs": True, "ms": 8.0, "of_peak": 0.5}
     theirs = {"case": "720p", "attention": "transformers sdpa", "ms": 16.0}
-    content = {"gpu": "A GPU", "torch": "2", "product_tflops": 700.0, "checks": [], "cases": [case, theirs]}
-    (tmp_path / "2026-01-02-a-gpu.json").write_text(json.dumps(content))
-    (result,) = newest(tmp_path)
-    assert (result.hardware, result.measured_on) == ("A GPU", "2026-01-02")
-    assert "| 720p | 8.00 | cudnn, graphs | 50% | 16.00 | 2.00 |" in table_of(
-        replace(BROKEN, name="gpu"), result
-    )
+    figures = {"product_tflops": 700.0, "checks": [], "cases": [slow, case, theirs]}
+    result = replace(GOOD, benchmark="gpu", figures=figures)
+    assert "| 720p | 8.00 | cudnn, graphs | 50% | 16.00 | 2.00 |" in table_of(GPU, result)
+
+
+def test_every_module_of_the_benchmarks_declares_one_under_its_own_name() -> None:
+    modules = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__", "__main__"}
+    assert {each.name for each in benchmarks()} == modules
 
 
 @pytest.mark.parametrize(
@@ -96,11 +101,13 @@ def test_a_figure_that_is_not_reported_is_said_to_be_missing() -> None:
 def test_pages_change_only_between_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "before\n<!-- bench:hit -->\nold\n<!-- /bench -->\nafter\n<!-- bench:summary -->\n<!-- /bench -->\n"
+        "before\n<!-- bench:store -->\nold\n<!-- /bench -->\nafter\n<!-- bench:summary -->\n<!-- /bench -->\n"
     )
     assert rewrite([GOOD], [page]) == [page]
     text = page.read_text()
-    assert text.startswith("before\n<!-- bench:hit -->\n**a machine** · 2026-01-02 · `python -m bench.store`")
+    assert text.startswith(
+        "before\n<!-- bench:store -->\n**a machine** · 2026-01-02 · `python -m bench.store`"
+    )
     assert "1.25 ms" in text
     assert "old" not in text
     assert summary([GOOD]) in text
@@ -109,11 +116,11 @@ def test_pages_change_only_between_markers(tmp_path: Path) -> None:
 
 def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- bench:hit.tables -->\nold\n<!-- /bench -->\n")
+    page.write_text("<!-- bench:store.tables -->\nold\n<!-- /bench -->\n")
     tables = [{"title": title, "heads": ["a"], "rows": [["1"]]} for title in ("First", "Second")]
     assert rewrite([replace(GOOD, figures={"tables": tables})], [page]) == [page]
     text = page.read_text()
-    assert text.startswith("<!-- bench:hit.tables -->\n**a machine** · 2026-01-02")
+    assert text.startswith("<!-- bench:store.tables -->\n**a machine** · 2026-01-02")
     assert "First:\n\n| a |\n|---|\n| 1 |\n\nSecond:\n\n| a |" in text
     assert "old" not in text
 
@@ -122,11 +129,6 @@ def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_pa
 def test_the_pages_are_what_the_results_say(page: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(page, tmp_path))
     assert rewrite(newest(), [copy]) == [], "run `python -m bench --pages-only`"
-
-
-@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "bench").glob("[a-z]*.py")))
-def test_every_benchmark_finds_what_it_imports(module: str) -> None:
-    importlib.import_module(f"bench.{module}")
 
 
 def test_every_attacker_has_its_figures() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.report import markdown
+from bench.harness.tables import markdown
 from bench.published import (
     DESIGNS,
     SIZES,

@@ -13,36 +13,42 @@ from tests.processes import run
 
 FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
 OURS = ("encoder-service", "prefill-client")
+MAIN = 'if __name__ == "__main__"'
 # Programs that are not ours, whose flags are their own business.
 FOREIGN = r"\b(docker compose|docker|kubectl|redis-cli|redis-server|pip|hf|curl|git|pytest|up --detach)\b"
-# Which of our programs a line runs: `encoder-service top`, `python -m bench.store`.
-PROGRAM = rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+)|\b(?:-m )?(bench(?:\.\w+)?)\b(?!/)"
+PACKAGES = ("bench", "demo", "testing")
+# Which of our programs a line runs: `encoder-service top`, `python -m bench.store`, `bench.store`.
+PROGRAM = (
+    rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+)"
+    rf"|-m ((?:{'|'.join(PACKAGES)})[\w.]*)|\b(bench\.\w+)\b(?!/)"
+)
 
 Commands = Mapping[str, str]
 
 
 @pytest.fixture(scope="module")
 def commands() -> Commands:
-    """What every command of ours says to --help; of a benchmark, its source."""
+    """What every command of ours says to --help; of one that `python -m` runs, its source."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("COLUMNS", "1000")  # nothing is broken over lines
         found = {}
         for program in OURS:
             for sub in re.findall(r"^    (\w+) ", run(program, "--help").stdout, re.MULTILINE):
                 found[f"{program} {sub}"] = run(program, sub, "--help").stdout
-    for module in (ROOT / "bench").glob("*.py"):
-        found["bench" if module.stem == "__main__" else f"bench.{module.stem}"] = module.read_text()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        if MAIN in (source := path.read_text()):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")] = source
     return found
 
 
 def flags_of(command: str, commands: Commands) -> set[str]:
     text = commands[command]
-    return named(rf'"{FLAG}"', text) if command.startswith("bench") else named(FLAG, text)
+    return named(rf'"{FLAG}"', text) if command.startswith(PACKAGES) else named(FLAG, text)
 
 
 def programs_in(line: str) -> list[str]:
     """Return the programs that a line runs; `bench.NAME` stands for any benchmark."""
-    found = [f"{a} {b}" if a else c for a, b, c in re.findall(PROGRAM, line)]
+    found = [f"{a} {b}" if a else c or d for a, b, c, d in re.findall(PROGRAM, line)]
     return ["bench.store" if program == "bench.NAME" else program for program in found]
 
 
@@ -50,9 +56,7 @@ def programs_in(line: str) -> list[str]:
 def test_every_command_a_page_types_exists(page: Path, commands: Commands) -> None:
     for line in lines_in(page):
         for program in programs_in(line):
-            module = program.removeprefix("bench.")
-            known = program in commands or (ROOT / "bench" / module).exists()
-            assert known, f"{program!r} in {line!r}"
+            assert program in commands, f"{program!r} in {line!r}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -104,6 +108,16 @@ def test_every_make_target_and_variable_a_page_names_exists_and_says_what_it_doe
             for target, rest in re.findall(r"(?:^|[;&(] *)make ([a-z-]+)(.*)", line.strip()):
                 assert target in targets, f"{page.name}: {line}"
                 assert named(r"\b([A-Z]+)=", rest) <= variables, f"{page.name}: {line}"
+
+
+def test_every_module_and_flag_that_the_makefile_runs_exists(commands: Commands) -> None:
+    run_by = {}
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        for program in set(programs_in(line)):
+            assert program in commands, line
+            assert named(FLAG, line) <= flags_of(program, commands), line
+            run_by[program] = line
+    assert {"bench", "bench.gpu", "demo.run", "demo.local_cluster"} <= set(run_by)
 
 
 def test_every_exit_code_a_page_names_is_one_of_ours() -> None:

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from bench.harness import report
-from bench.harness.catalog import QUESTIONS
-from bench.harness.summary import SUMMARY
+from bench.harness.discovery import benchmarks
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.observability.metrics import PREFIX, READINGS, Metrics
@@ -19,7 +18,7 @@ from tests.test_architecture import FLOORS
 
 OURS = ("encoder_service", "prefill_client", "encoder_contract", "proto", "bench", "tests", "deploy", "docs")
 WRITTEN_BY_THE_READER = {"deploy/.env"}
-MARKER = r"<!-- bench:([a-z]+)(?:\.tables)? -->"
+MARKER = r"<!-- bench:(\w+)(?:\.tables)? -->"
 OPERATIONS = ROOT / "docs" / "operations.md"
 # Names of other people's code: transformers, Kubernetes, redis; and of the reader's own, in an example.
 FOREIGN = {
@@ -187,20 +186,16 @@ def test_the_map_shows_every_module_on_its_floor() -> None:
     assert [sorted(floor) for floor in floors] == [sorted(floor) for floor in FLOORS]
 
 
-def test_every_question_has_its_table_and_every_figure_of_the_summary_exists() -> None:
-    names = {question.name for question in QUESTIONS}
-    assert sorted(re.findall(MARKER, (ROOT / "docs" / "benchmarks.md").read_text())) == sorted(names)
+def test_every_benchmark_has_its_table_and_a_command_that_exists() -> None:
+    names = {each.name for each in benchmarks()}
+    assert sorted(re.findall(r"<!-- bench:(\w+) -->", (ROOT / "docs/benchmarks.md").read_text())) == sorted(
+        names
+    )
     assert {name for page in report.PAGES for name in named(MARKER, page.read_text())} == names | {"summary"}
-    for question in QUESTIONS:
-        source = (ROOT / "bench" / f"{question.module}.py").read_text()
-        given = {
-            argument
-            for argument in (*question.command(quick=True), *question.arguments)
-            if argument[:2] == "--"
-        }
-        assert given <= named(r'"(--[a-z-]+)"', source), question.name
-    figures = {(question.name, figure.key) for question in QUESTIONS for figure in question.figures}
-    assert {(name, key) for name, key, _ in SUMMARY} <= figures
+    for each in benchmarks():
+        source = (ROOT / "bench" / f"{each.name}.py").read_text()
+        given = {flag for flag in (*each.command(quick=True), *each.arguments) if flag[:2] == "--"}
+        assert given <= named(r'"(--[a-z-]+)"', source), each.name
 
 
 def test_the_readme_is_short_and_shows_its_commands_first() -> None:

@@ -12,7 +12,7 @@ from statistics import median
 import grpc
 import torch
 
-from bench.bare_stream import METHOD
+from bench.transport.bare_stream import METHOD
 from encoder_contract.framing import MESSAGE_BYTES
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
@@ -99,7 +99,7 @@ async def _seconds(call: Awaitable[object]) -> float:
 @contextmanager
 def bare_server(row_bytes: int) -> Iterator[str]:
     """Run the bare stream's server and give its address."""
-    command = [sys.executable, "-m", "bench.bare_stream", str(row_bytes), str(MESSAGE_BYTES)]
+    command = [sys.executable, "-m", "bench.transport.bare_stream", str(row_bytes), str(MESSAGE_BYTES)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

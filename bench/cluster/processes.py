@@ -11,11 +11,29 @@ from time import monotonic
 import numpy as np
 import transformers
 
+from bench.harness.benchmark import Figure
 from bench.harness.tables import table
 from testing.checkpoints import write_checkpoint
 from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
 from testing.traffic import Served, Supply, Traffic
+
+FIGURES = (
+    Figure(
+        "encodes_per_image",
+        "encodes per distinct image, 3 replicas, half of the images shared",
+        target="<= 1",
+        summary="encodes per distinct image, 3 replicas, half of the images shared",
+    ),
+    Figure(
+        "failed_images",
+        "one of three killed under load: failed images",
+        target="<= 0",
+        summary="images failed when one of three replicas is killed under load",
+    ),
+    Figure("kill_worst_s", "one of three killed: longest wait above the p50 before", "s"),
+    Figure("kill_latency_s", "one of three killed: higher latency for", "s", "<= 3"),
+)
 
 PROMPT = 32  # images of a large prompt, half of them sent before by somebody
 BEFORE_S, AFTER_S = 6.0, 10.0

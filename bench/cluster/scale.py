@@ -2,10 +2,20 @@
 
 from collections.abc import Mapping
 
+from bench.harness.benchmark import Figure
 from bench.harness.tables import table
 from bench.simulation.simulator import Load, Machine, Simulation
 from bench.simulation.trials import SKEWED
 from encoder_service.cluster.index import RedisSettings
+
+FIGURES = (
+    Figure("throughput_3_over_1", "throughput of 3 replicas / one (simulated)", target=">= 2.7"),
+    Figure("throughput_10_over_1", "of 10 replicas"),
+    Figure("throughput_30_over_1", "of 30 replicas"),
+    Figure("paper_redis_busy", "on paper, 100 replicas × 84.7 images/s: Redis's one thread", "%", scale=100),
+    Figure("paper_locations_gb", "the same: ten million locations", "GB"),
+    Figure("paper_sources_gb", "the same: files of 300 kB, each kept for `--source-ttl-s`, 600 s", "GB"),
+)
 
 # 720p with Qwen3-VL-8B at 400 TFLOP/s sustained: `python -m bench.sizing`.
 IMAGES_PER_S = 84.7

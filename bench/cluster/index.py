@@ -9,6 +9,7 @@ from time import perf_counter
 
 import redis
 
+from bench.harness.benchmark import Figure
 from bench.harness.tables import table
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.index import RedisIndex, RedisSettings, Replica, Tier, namespace
@@ -16,6 +17,21 @@ from encoder_service.cluster.index.connection import Connection, RedisUrl
 from encoder_service.cluster.index.membership import Membership
 from encoder_service.cluster.index.schema import Keys
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
+
+FIGURES = (
+    Figure("index_ms_32", "index cost of a Submit of 32 images, p50", "ms", "<= 2"),
+    Figure("index_ms_32_cluster", "the same on a Redis Cluster of three", "ms"),
+    Figure("index_acquire_ms", "acquire of 32 addresses: all of it that a Submit waits for, p50", "ms"),
+    Figure("index_publish_ms", "publish of 32 addresses, after encoding, p50", "ms"),
+    Figure("index_locate_ms", "locate of 32 addresses, p50", "ms"),
+    Figure("index_hint_ms", "from publish to waiters on another replica knowing, p50", "ms"),
+    Figure("index_redis_acquire_us", "time of Redis's one thread: acquire, each address", "µs"),
+    Figure("index_redis_publish_us", "publish, each address", "µs"),
+    Figure("index_redis_beat_us_100", "heartbeat of one replica among 100", "µs"),
+    Figure("index_location_bytes", "memory of Redis at 100 000 entries: a location, one replica", "bytes"),
+    Figure("index_lease_bytes", "a lease", "bytes"),
+    Figure("index_source_overhead_bytes", "an image file of 300 kB, beside its bytes", "bytes"),
+)
 
 MODEL = b"m" * 32
 GRID = Grid(1, 44, 80)
@@ -180,7 +196,3 @@ def report(rounds: int = 300, entries: int = 100_000) -> Figures:
         "index_ms_32_cluster": figures["cluster of 3"]["submit_ms"],
         **{f"index_{name}": value for name, value in single.items() if name != "submit_ms"},
     }
-
-
-if __name__ == "__main__":
-    report()

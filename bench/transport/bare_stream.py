@@ -1,6 +1,6 @@
 """A bare gRPC stream: a server that sends ready-made bytes and does nothing else. What inline rows are measured by.
 
-python -m bench.bare_stream BYTES MESSAGE_BYTES    prints its port and serves until it is terminated
+python -m bench.transport.bare_stream BYTES MESSAGE_BYTES    prints its port and serves until it is terminated
 """
 
 import asyncio

@@ -1,0 +1,1 @@
+"""Parts of `bench.fleet`: the index alone, real replicas, and more of them than this machine has."""

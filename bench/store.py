@@ -197,7 +197,7 @@ def fragmentation_figures(store_gib: int, images: int) -> Figures:
         tier.commit(slot)
         tier.unpin(slot)
         recent = [*recent[-2000:], address]
-        if (hit := tier.slots.get(draw.choice(recent))) is not None:
+        if (hit := tier.entries.get(draw.choice(recent))) is not None:
             tier.touch(hit)
         if tier.evictions:
             used.append(1 - tier.arena.free_pages / tier.arena.pages)

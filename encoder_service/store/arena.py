@@ -1,4 +1,4 @@
-"""Arena: which pages of a preallocated memory are free, and which run of them an embedding gets."""
+"""The page allocator: which pages of preallocated memory are free, and which run of them an embedding gets."""
 
 from bisect import bisect_left, insort
 
@@ -9,15 +9,15 @@ _START_BITS = 32
 
 
 class Arena:
-    """Pages by number; knows nothing of what lies in them. Not thread-safe: its owner holds the lock.
+    """Allocates pages by number, whatever they contain. Not thread-safe: its owner holds the lock.
 
-    Free runs never touch: neighbours are joined as soon as they are freed. They are kept by length as one
-    sorted list of integers (length above, start below), so that best fit is a bisection and a free run costs
-    no object of its own beyond two dictionary entries.
+    Adjacent free runs are merged when they are freed. Free runs are kept as one sorted list of integers (length in
+    the high bits, start in the low bits), so best fit is a bisection and a free run needs no object beyond two
+    dictionary entries.
     """
 
     def __init__(self, pages: int) -> None:
-        """Begin with all of `pages` pages free."""
+        """Start with all `pages` pages free."""
         assert 0 < pages < 1 << _START_BITS
         self.pages = pages
         self.free_pages = 0
@@ -28,7 +28,7 @@ class Arena:
 
     @property
     def free_runs(self) -> int:
-        """How many pieces the free pages are in."""
+        """Number of free runs."""
         return len(self._by_length)
 
     @property
@@ -37,7 +37,7 @@ class Arena:
         return self._by_length[-1] >> _START_BITS if self._by_length else 0
 
     def allocate(self, pages: int, max_runs: int) -> tuple[Run, ...] | None:
-        """Take `pages` pages: the shortest run that holds them, else the longest few; else None."""
+        """Allocate `pages` pages: the shortest run that holds them, else up to `max_runs` of the longest; else None."""
         assert pages > 0
         if pages > self.free_pages:
             return None
@@ -58,7 +58,7 @@ class Arena:
         return tuple(taken)
 
     def free(self, runs: tuple[Run, ...]) -> None:
-        """Give runs back that `allocate` returned."""
+        """Free runs that `allocate` returned."""
         for start, count in runs:
             end = start + count
             before = self._start_before.get(start)

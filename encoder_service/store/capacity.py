@@ -1,4 +1,4 @@
-"""Capacity: can this machine hold an arena of that size, and if not, what to set."""
+"""Size checks at start: whether this machine can hold an arena, and which setting to change if not."""
 
 import os
 from pathlib import Path
@@ -9,11 +9,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class StoreSizeError(ValueError):
-    """The store cannot start at the size it was given; the message says what to set."""
+    """The store cannot start at the requested size; the message says which setting to change."""
 
 
 def check_host(folder: Path, size_bytes: int) -> None:
-    """Raise `StoreSizeError` when `folder` or this process's memory limit cannot take `size_bytes` more."""
+    """Raise `StoreSizeError` if `folder` or this process's memory limit has no space for `size_bytes` more."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StoreSizeError(f"--store-segment-dir {folder} does not exist or cannot be written to")
     files = os.statvfs(folder)
@@ -46,7 +46,7 @@ def _too_small(folder: Path, size_bytes: int, free_bytes: int, total_bytes: int)
 
 
 def _unused_memory_bytes() -> int:
-    """What is available on the machine and below the control group's limit, whichever is less."""
+    """Return the memory available on the machine or below the control group's limit, whichever is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     unused = int(meminfo["MemAvailable"].split()[0]) * 1024
     for limit, usage in (
@@ -64,7 +64,7 @@ def _unused_memory_bytes() -> int:
 
 
 def _unreclaimable_bytes(memory_stat: str) -> int:
-    """Anonymous and shared memory of a control group; its page cache gives way and does not count."""
+    """Return anonymous and shared memory of a control group; its page cache is reclaimable and does not count."""
     fields = dict(line.split() for line in memory_stat.splitlines())
     if "anon" in fields:
         return int(fields["anon"]) + int(fields["shmem"])

@@ -1,7 +1,7 @@
-"""Ledger: who lies where, who writes, who reads. All bookkeeping of the store, under its one short lock.
+"""The entry table: where each embedding is, and who reads and writes it, under the store's one short lock.
 
-Bytes are copied outside the lock, into pages that nobody else can see yet. An address is written by one
-thread at a time: the others wait for it and then find the embedding held.
+Bytes are copied outside the lock, into pages that no reader can see yet. An address is written by one
+thread at a time: other writers wait for it and then find the embedding held.
 """
 
 import threading
@@ -16,14 +16,14 @@ from encoder_contract.errors import OverloadedError
 from encoder_service.store.tiers import Entry, Grid, Tier, TierName, copy_bytes
 
 _NAP_S = 0.05
-"""Longest sleep of a waiter: pins that the garbage collector drops wake nobody."""
+"""Longest sleep of a waiter: pins released by the garbage collector do not notify waiters."""
 
 
 class EntryTable:
     """Thread-safe. `tiers` are in the order in which readers prefer them: the host, then the device."""
 
     def __init__(self, tiers: Sequence[Tier], on_evict: Callable[[bytes, TierName], None] | None) -> None:
-        """Begin with empty tiers; `on_evict` is told each (address, tier) that was dropped, unlocked."""
+        """Start with empty tiers; `on_evict` is called without the lock with each (address, tier) dropped."""
         self.tiers = tiers
         self.host = tiers[0]
         self.misses = 0
@@ -34,37 +34,37 @@ class EntryTable:
         self._writing: set[bytes] = set()
         self._forgotten: deque[Entry] = deque()
         self._promised_pages = 0
-        self._wanting_since: float | None = None  # since when there was no room for so many pages
+        self._wanting_since: float | None = None  # since when there has been no space for `_wanting_pages`
         self._wanting_pages = 0
 
     def lookup(self, address: bytes) -> Entry | None:
-        """Return the best copy of an embedding, pinned and counted as a hit; another copy counts as used."""
+        """Return the preferred copy of an embedding, pinned and counted as a hit; other copies count as used."""
         found = None
         with self._turn:
             self._settle()
             for tier in self.tiers:
-                slot = tier.slots.get(address)
-                if slot is None:
+                entry = tier.entries.get(address)
+                if entry is None:
                     continue
                 if found is None:
-                    found = slot
-                    tier.pin(slot)
+                    found = entry
+                    tier.pin(entry)
                     tier.hits += 1
-                    slot.hits += 1
+                    entry.hits += 1
                 else:
-                    tier.touch(slot)
+                    tier.touch(entry)
             self.misses += found is None
         return found
 
     def tier_of(self, address: bytes) -> TierName | None:
-        """Return the tier that `lookup` would find; counts nothing."""
+        """Return the tier that `lookup` would find; counts no hit."""
         with self._turn:
-            return next((tier.name for tier in self.tiers if address in tier.slots), None)
+            return next((tier.name for tier in self.tiers if address in tier.entries), None)
 
     def grids(self) -> dict[bytes, Grid]:
-        """Return address and grid of all embeddings, in any tier."""
+        """Return address and grid of every embedding, in any tier."""
         with self._turn:
-            return {address: slot.grid for tier in self.tiers for address, slot in tier.slots.items()}
+            return {address: entry.grid for tier in self.tiers for address, entry in tier.entries.items()}
 
     def claim(self, address: bytes, tiers: Collection[Tier], deadline: float) -> Entry | None:
         """Return the embedding, pinned, if one of `tiers` holds it; else None, and the caller is its writer.
@@ -75,51 +75,51 @@ class EntryTable:
             while True:
                 self._settle()
                 for tier in tiers:
-                    if (slot := tier.slots.get(address)) is not None:
-                        tier.pin(slot)
-                        return slot
+                    if (entry := tier.entries.get(address)) is not None:
+                        tier.pin(entry)
+                        return entry
                 if address not in self._writing:
                     self._writing.add(address)
                     return None
                 self._wait(deadline)
 
     def unclaim(self, address: bytes) -> None:
-        """End what `claim` began, whether or not the embedding was written."""
+        """End a `claim`, whether or not the embedding was written."""
         with self._turn:
             self._writing.discard(address)
             self._turn.notify_all()
 
     def reserve_free(self, tier: Tier, address: bytes, tokens: int, grid: Grid) -> Entry | None:
-        """Take pages that are free now, or None."""
+        """Reserve pages that are free now; None if there are too few."""
         with self._turn:
             return tier.reserve(address, tokens, grid)
 
     def reserve(self, tier: Tier, address: bytes, tokens: int, grid: Grid, deadline: float) -> Entry:
-        """Take pages, dropping what was used longest ago; wait until `deadline` while too much is pinned.
+        """Reserve pages, evicting the least recently used entries; wait while too much is pinned.
 
-        Raises `OverloadedError` then.
+        Raises `OverloadedError` at `deadline` (monotonic).
         """
         dropped: list[bytes] = []
         try:
             with self._turn:
                 while True:
                     self._settle()
-                    slot = tier.reserve(address, tokens, grid)
+                    entry = tier.reserve(address, tokens, grid)
                     room = tier.make_room(tokens)
-                    while slot is None and (victim := next(room, None)) is not None:
+                    while entry is None and (victim := next(room, None)) is not None:
                         dropped.append(victim)
-                        slot = tier.reserve(address, tokens, grid)
-                    if slot is not None:
-                        return slot
+                        entry = tier.reserve(address, tokens, grid)
+                    if entry is not None:
+                        return entry
                     self._wait(deadline)
         finally:
             self.tell_dropped((address, tier.name) for address in dropped)
 
     def promise(self, pages: Sequence[int], wait_s: float) -> int:
-        """Count pages of embeddings that are about to be written; return how many, from the first on, have room.
+        """Reserve pages for embeddings about to be written; return how many of them, from the first on, fit.
 
-        Waits while not even the first has, until room of that size has been wanting for `wait_s`, whoever wanted it:
-        then `OverloadedError`, at once for those who come after.
+        Waits while not even the first fits. Once space of that size has been lacking for `wait_s`, for any caller,
+        raises `OverloadedError`; later callers get it at once.
         """
         with self._turn:
             while not (count := self._with_room(pages)):
@@ -136,108 +136,108 @@ class EntryTable:
             self._promised_pages -= pages
             self._released()
 
-    def fill(self, slot: Entry, sources: Iterable[Tensor]) -> Entry:
-        """Copy the embedding's bytes into reserved pages and let everyone see it; it stays pinned once."""
+    def fill(self, entry: Entry, sources: Iterable[Tensor]) -> Entry:
+        """Copy the embedding's bytes into its reserved pages and make it visible; it stays pinned once."""
         try:
-            copy_bytes(slot.tier.pieces(slot), sources)
+            copy_bytes(entry.tier.pieces(entry), sources)
         except BaseException:
             with self._turn:
-                slot.tier.abandon(slot)
+                entry.tier.abandon(entry)
                 self._turn.notify_all()
             raise
         with self._turn:
-            slot.tier.commit(slot)
-        return slot
+            entry.tier.commit(entry)
+        return entry
 
-    def copy(self, slot: Entry, tier: Tier, deadline: float) -> Entry:
-        """Return a pinned copy of a pinned slot in another tier, made now unless it is there."""
-        held = self.claim(slot.address, (tier,), deadline)
+    def copy(self, entry: Entry, tier: Tier, deadline: float) -> Entry:
+        """Return a pinned copy of a pinned entry in another tier, made now if there is none."""
+        held = self.claim(entry.address, (tier,), deadline)
         if held is not None:
             return held
         try:
-            target = self.reserve(tier, slot.address, slot.tokens, slot.grid, deadline)
-            return self.fill(target, slot.tier.pieces(slot))
+            target = self.reserve(tier, entry.address, entry.tokens, entry.grid, deadline)
+            return self.fill(target, entry.tier.pieces(entry))
         finally:
-            self.unclaim(slot.address)
+            self.unclaim(entry.address)
 
-    def copy_if_free(self, slot: Entry, tier: Tier) -> Entry | None:
-        """Return a new pinned copy of a pinned slot in pages of another tier that are free now.
+    def copy_if_free(self, entry: Entry, tier: Tier) -> Entry | None:
+        """Return a new pinned copy of a pinned entry in pages of another tier that are free now.
 
-        None, without waiting, when none are, or when the tier has a copy already.
+        None, without waiting, if there are too few, or if the tier has a copy already.
         """
         with self._turn:
-            if slot.address in self._writing or slot.address in tier.slots:
+            if entry.address in self._writing or entry.address in tier.entries:
                 return None
-            target = tier.reserve(slot.address, slot.tokens, slot.grid)
+            target = tier.reserve(entry.address, entry.tokens, entry.grid)
             if target is None:
                 return None
-            self._writing.add(slot.address)
+            self._writing.add(entry.address)
         try:
-            return self.fill(target, slot.tier.pieces(slot))
+            return self.fill(target, entry.tier.pieces(entry))
         finally:
-            self.unclaim(slot.address)
+            self.unclaim(entry.address)
 
     def pin_in(self, tier: Tier, address: bytes) -> Entry | None:
-        """Return the copy that `tier` holds, pinned, or None; not counted as a hit."""
+        """Return the copy in `tier`, pinned, or None; not counted as a hit."""
         with self._turn:
-            slot = tier.slots.get(address)
-            if slot is not None:
-                tier.pin(slot)
-            return slot
+            entry = tier.entries.get(address)
+            if entry is not None:
+                tier.pin(entry)
+            return entry
 
-    def unpin(self, slot: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
         """Undo one pin."""
         with self._turn:
-            slot.tier.unpin(slot)
+            entry.tier.unpin(entry)
             self._released()
 
-    def unpin_later(self, slot: Entry) -> None:
-        """Undo one pin at the next call of anyone. The garbage collector may call this, the lock held."""
-        self._forgotten.append(slot)
+    def unpin_later(self, entry: Entry) -> None:
+        """Undo one pin at the next call. For the garbage collector, which may run while the lock is held."""
+        self._forgotten.append(entry)
 
     def pin_victim(self, tier: Tier, free_pages: int) -> Entry | None:
-        """Return, pinned, what should leave `tier` next when it has fewer than `free_pages` pages free."""
+        """Return, pinned, the entry that should leave `tier` next if fewer than `free_pages` pages are free."""
         with self._turn:
             self._settle()
-            slot = tier.unpinned.victim() if tier.arena.free_pages < free_pages else None
-            if slot is not None:
-                tier.pin(slot)
-            return slot
+            entry = tier.unpinned.victim() if tier.arena.free_pages < free_pages else None
+            if entry is not None:
+                tier.pin(entry)
+            return entry
 
-    def unpin_and_drop(self, slot: Entry) -> bool:
-        """Undo one pin and forget the embedding in that tier, unless someone else has pinned it meanwhile."""
+    def unpin_and_drop(self, entry: Entry) -> bool:
+        """Undo one pin and drop the entry, unless another reader has pinned it meanwhile."""
         with self._turn:
-            slot.tier.unpin(slot)
-            gone = not slot.pins
+            entry.tier.unpin(entry)
+            gone = not entry.pins
             if gone:
-                slot.tier.drop(slot)
+                entry.tier.drop(entry)
             self._turn.notify_all()
         if gone:
-            self.tell_dropped([(slot.address, slot.tier.name)])
+            self.tell_dropped([(entry.address, entry.tier.name)])
         return gone
 
     def evict(self, address: bytes) -> bool:
-        """Drop an embedding from all tiers; False, and nothing done, if it is not held, pinned or written."""
+        """Drop an embedding from all tiers; return False, and do nothing, if it is absent, pinned or being written."""
         with self._turn:
             self._settle()
-            slots = [tier.slots[address] for tier in self.tiers if address in tier.slots]
-            if not slots or any(slot.pins for slot in slots) or address in self._writing:
+            entries = [tier.entries[address] for tier in self.tiers if address in tier.entries]
+            if not entries or any(entry.pins for entry in entries) or address in self._writing:
                 return False
-            for slot in slots:
-                slot.tier.drop(slot)
+            for entry in entries:
+                entry.tier.drop(entry)
             self._turn.notify_all()
-        self.tell_dropped((address, slot.tier.name) for slot in slots)
+        self.tell_dropped((address, entry.tier.name) for entry in entries)
         return True
 
     def flush(self) -> int:
-        """Drop everything that is not pinned; return how many entries went."""
+        """Drop everything that is not pinned; return the number of entries dropped."""
         dropped: list[tuple[bytes, TierName]] = []
         with self._turn:
             self._settle()
             for tier in self.tiers:
-                while (slot := tier.unpinned.victim()) is not None:
-                    tier.drop(slot)
-                    dropped.append((slot.address, tier.name))
+                while (entry := tier.unpinned.victim()) is not None:
+                    tier.drop(entry)
+                    dropped.append((entry.address, tier.name))
             self._turn.notify_all()
         self.tell_dropped(dropped)
         return len(dropped)
@@ -246,16 +246,16 @@ class EntryTable:
         """Return the entries of each tier at one moment."""
         with self._turn:
             self._settle()
-            return [(tier, list(tier.slots.values())) for tier in self.tiers]
+            return [(tier, list(tier.entries.values())) for tier in self.tiers]
 
     def tell_dropped(self, dropped: Iterable[tuple[bytes, TierName]]) -> None:
-        """Report what left a tier."""
+        """Report the entries dropped from a tier."""
         if self._on_evict is not None:
             for address, name in dropped:
                 self._on_evict(address, name)
 
     def _with_room(self, pages: Sequence[int]) -> int:
-        """How many of these embeddings, from the first on, fit where nothing is pinned, written or promised."""
+        """Return how many of these embeddings, from the first on, fit beside what is pinned, written or promised."""
         room = (
             sum(tier.arena.free_pages for tier in self.tiers)
             + self.host.evictable_pages
@@ -269,13 +269,13 @@ class EntryTable:
         self._turn.notify_all()
 
     def _settle(self) -> None:
-        """Undo the pins whose holders were garbage-collected."""
+        """Undo pins whose holders were garbage-collected."""
         while self._forgotten:
-            slot = self._forgotten.popleft()
-            slot.tier.unpin(slot)
+            entry = self._forgotten.popleft()
+            entry.tier.unpin(entry)
 
     def _wait(self, deadline: float) -> None:
-        """Let others release something; `OverloadedError` at the deadline."""
+        """Wait for a release; raises `OverloadedError` at the deadline."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             self.refusals += 1

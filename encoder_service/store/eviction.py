@@ -1,4 +1,4 @@
-"""Eviction: which entry has to go when a tier is full. Least recently used, and never one that is pinned."""
+"""Eviction: which entry is dropped when a tier is full. Least recently used, and never one that is pinned."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -7,14 +7,14 @@ Entry = TypeVar("Entry")
 
 
 class LeastRecentlyUsed(Generic[Entry]):
-    """Order of the entries that may be evicted, and of those only.
+    """The eviction order of the entries that may be evicted.
 
-    An entry leaves the order while it is pinned and returns as the most recent when its last pin goes, so a
-    victim is found in constant time however much is pinned.
+    An entry leaves the order while it is pinned, and returns as the most recently used when its last pin is
+    released, so finding a victim takes constant time however much is pinned.
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Start empty."""
         self._order: OrderedDict[bytes, Entry] = OrderedDict()
 
     def __len__(self) -> int:
@@ -26,9 +26,9 @@ class LeastRecentlyUsed(Generic[Entry]):
         self._order[address] = entry
 
     def remove(self, address: bytes) -> None:
-        """Take an entry out of the order: it is pinned or gone."""
+        """Remove an entry from the order: it is pinned or dropped."""
         del self._order[address]
 
     def victim(self) -> Entry | None:
-        """Return the entry that has to go next, or None when none may."""
+        """Return the entry to evict next, or None if there is none."""
         return next(iter(self._order.values()), None)

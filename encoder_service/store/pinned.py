@@ -1,4 +1,4 @@
-"""Pinned memory: tells CUDA of host memory that is not its own, so that copies run at full speed."""
+"""Page-locked host memory: registers existing memory with CUDA, so that copies run at full speed."""
 
 import logging
 
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def register(memory: Tensor) -> bool:
-    """Register all of `memory` with CUDA. False, with a warning, when CUDA refuses: copies are slower."""
+    """Register all of `memory` with CUDA. Return False, with a warning, if CUDA refuses: copies are slower then."""
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
     if error:
         log.warning(
@@ -21,5 +21,5 @@ def register(memory: Tensor) -> bool:
 
 
 def unregister(memory: Tensor) -> None:
-    """Undo `register`; nothing may be in flight."""
+    """Undo `register`; no copy may be in progress."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

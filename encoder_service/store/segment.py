@@ -1,15 +1,15 @@
-"""Segment: the shared-memory file of the host arena, mapped by the server and, read-only, by its clients.
+"""The shared-memory file of the host arena, mapped by the server and, read-only, by its clients.
 
-Layout, in bytes; the client needs only the first field and what a handle tells it:
+Layout, in bytes; a client needs only the first field and a handle:
 
     0      16  random id of this segment
     16      8  b"ENCROWS1"
     4096    8n generation of the entry that begins at this page, 0 for none: uint64, little-endian, per page
     then       n pages of rows, from a multiple of 4096
 
-The owner holds an exclusive `flock` on the file for as long as it lives. The kernel drops it at any death, so
-a file that can be locked belongs to nobody and is swept at the next start; process numbers could not tell
-that between containers that share a folder.
+The owner holds an exclusive `flock` on the file while it runs. The kernel drops the lock however the owner ends, so a
+file that can be locked has no owner and is removed at the next start. Process ids would not work between containers
+that share a folder.
 """
 
 import ctypes
@@ -37,10 +37,10 @@ _PREFAULT_BYTES = 32 << 20  # a slice takes ~0.1 s at worst; closing waits for o
 
 
 class Segment:
-    """A file of `pages` pages that exists from construction to `close`, or to the death of this process."""
+    """A file of `pages` pages that exists from construction to `close`, or until this process ends."""
 
     def __init__(self, folder: Path, pages: int, page_bytes: int) -> None:
-        """Create, reserve and map it. Raises `StoreSizeError` when folder or memory cannot hold it."""
+        """Create, reserve and map the file. Raises `StoreSizeError` if the folder or memory cannot hold it."""
         self.data_offset = _round_up(_HEADER_BYTES + pages * GENERATION_BYTES)
         self.size_bytes = self.data_offset + pages * page_bytes
         _sweep(folder)
@@ -60,11 +60,11 @@ class Segment:
 
     @staticmethod
     def generation_offset(page: int) -> int:
-        """Where the generation of the entry that begins at `page` lies in the file."""
+        """Return the file offset of the generation of the entry that begins at `page`."""
         return _HEADER_BYTES + page * GENERATION_BYTES
 
     def prefault(self) -> None:
-        """Touch every page, so that no later copy pays for page faults: seconds per GiB, for a thread."""
+        """Touch every page, so that later copies cause no page faults: takes seconds per GiB; run it in a thread."""
         libc = ctypes.CDLL(None, use_errno=True)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         began = reported = time.monotonic()
@@ -83,7 +83,7 @@ class Segment:
         log.info("store: %.1f GiB prefaulted in %.1f s", self.size_bytes / GIB, time.monotonic() - began)
 
     def close(self) -> None:
-        """Unlink the file and give up the claim to it. Views and the clients' mappings stay readable."""
+        """Unlink and unlock the file. Views and the clients' mappings stay readable."""
         if hasattr(self, "_closed"):
             self._closed.set()
         self.path.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ class Segment:
             self._file = -1
 
     def _reserve(self) -> None:
-        """Make the file its full size with memory behind it: a hole would be a SIGBUS at some later write."""
+        """Allocate memory for the whole file: a hole could raise SIGBUS at a later write."""
         try:
             os.posix_fallocate(self._file, 0, self.size_bytes)
         except OSError as error:
@@ -103,7 +103,7 @@ class Segment:
 
 
 def _create(folder: Path) -> tuple[Path, int]:
-    """Create a file that only this user can open, and lock it; one that a sweeper locked first is lost."""
+    """Create a file that only this user can open, and lock it; retry if a starting server removed it first."""
     while True:
         path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}.rows"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -117,20 +117,20 @@ def _create(folder: Path) -> tuple[Path, int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Unlink the segments in `folder` whose owners are dead, so that a crash costs no memory for long."""
+    """Remove the segments in `folder` whose owners have ended, so that a crash does not leak memory."""
     for path in folder.glob(f"{_PREFIX}*.rows"):
         try:
-            # Anyone may have put anything here: a FIFO would keep who opens it until someone writes.
+            # The folder may hold anything: opening a FIFO without O_NONBLOCK would block until it has a writer.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            continue  # another user's, or gone already
+            continue  # belongs to another user, or was removed
         try:
             if stat.S_ISREG(os.fstat(file).st_mode):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
                 log.warning("store: removed %s, which a dead process left behind", path)
         except OSError:
-            pass  # its owner lives
+            pass  # its owner is running
         finally:
             os.close(file)
 

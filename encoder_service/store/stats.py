@@ -1,4 +1,4 @@
-"""What a store holds and has done, as numbers at one moment."""
+"""Statistics of a store at one moment."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from encoder_service.store.tiers import TierName
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier. Bytes are of whole pages; counters only grow."""
+    """Statistics of one tier. Bytes count whole pages; counters only grow."""
 
     name: TierName
     size_bytes: int
@@ -36,7 +36,7 @@ class EntryStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """The whole store; `tiers` from the fastest on, `largest` by bytes."""
+    """The whole store; `tiers` fastest first, `largest` by bytes."""
 
     tiers: tuple[TierStats, ...]
     misses: int

@@ -1,4 +1,4 @@
-"""Store: embeddings by address, in a device and a host tier, each with its bound in bytes."""
+"""The embedding store: embeddings by address, in a host tier and an optional device tier, each bounded in bytes."""
 
 import threading
 import time
@@ -20,14 +20,14 @@ from encoder_service.store.tier_migrator import TierMigrator
 from encoder_service.store.tiers import Entry, Grid, Layout, Tier, TierName
 
 PAGE_BYTES = 64 << 10
-"""A page is as many rows as fit this, at least one: an embedding loses half a page on average."""
+"""A page is as many rows as fit this, at least one: an embedding wastes half a page on average."""
 _LARGEST = 10
 
 
 class Store:
-    """Thread-safe. `pin`, `contains`, `tier_of` and `Pin.release` take microseconds and suit an event loop.
+    """Thread-safe. `pin`, `contains`, `tier_of` and `Pin.release` take microseconds: call them from an event loop.
 
-    `put` and `Pin.to_host` copy megabytes and may wait for others: they belong in worker threads.
+    `put` and `Pin.to_host` copy megabytes and may wait for other threads: call them from worker threads.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Store:
         promotes: bool = False,
         prefault: bool = False,
     ) -> None:
-        """Take all memory now. Raises `StoreSizeError`, which names what to set, when it is not to be had.
+        """Allocate all memory now. Raises `StoreSizeError`, which names the setting to change, if that fails.
 
-        A row is `width` elements of `dtype`. A writer waits `wait_s` while everything is pinned. `on_evict`
-        is told each (address, tier) that was dropped, without the lock, by the thread that made it happen;
-        the address may be on another tier still, or held again: ask `tier_of`. `promotes`
-        says that hits bring embeddings to the device tier: for when rows are read there. `prefault` touches the
-        host tier's pages in the background.
+        A row is `width` elements of `dtype`. A writer waits up to `wait_s` while everything is pinned. `on_evict`
+        is called with each (address, tier) that was dropped, without the lock, on the thread that dropped it;
+        the address may still be in the other tier, or be held again: ask `contains`. With `promotes`, frequent
+        hits copy embeddings to the device tier; set it if rows are read there. `prefault` touches the host tier's
+        pages in the background.
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
@@ -70,28 +70,28 @@ class Store:
         )
         memory = torch.frombuffer(self.segment.view[self.segment.data_offset :], dtype=torch.uint8)
         self._host = Tier("host", memory, self.layout, self.segment.generations)
-        self._entries = EntryTable(
+        self._table = EntryTable(
             [self._host] if self._device is None else [self._host, self._device], on_evict
         )
-        self._mover = None if self._device is None else TierMigrator(self._entries, self._device, self._host)
+        self._migrator = None if self._device is None else TierMigrator(self._table, self._device, self._host)
         self._registered = device.startswith("cuda") and pinned.register(memory)
         if prefault and not self._registered:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
 
     def pin(self, address: bytes) -> Pin | None:
-        """Return a hold on the embedding, on its host copy if there is one; None when it is not held."""
-        slot = self._entries.lookup(address)
-        if slot is None:
+        """Return a pin on the embedding, on its host copy if there is one; None if it is not held."""
+        entry = self._table.lookup(address)
+        if entry is None:
             return None
-        if self._promotes and self._mover is not None:
-            self._mover.note_hit(slot)
-        return Pin(self._entries, self.segment, slot)
+        if self._promotes and self._migrator is not None:
+            self._migrator.note_hit(entry)
+        return Pin(self._table, self.segment, entry)
 
     def put(self, address: bytes, rows: Tensor, grid: Grid) -> Pin:
-        """Keep `rows` ([tokens, width], any device) under `address`; return a hold on what is held there.
+        """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
 
-        First writer wins: when the address is held, or another thread is writing it, `rows` are not kept.
-        With a device tier, rows go there while it has room. Raises `OverloadedError` when everything stays
+        First writer wins: if the address is held, or another thread is writing it, `rows` are discarded.
+        With a device tier, rows go there while it has space. Raises `OverloadedError` if everything stays
         pinned for `wait_s`, `ImageLimitError` for an embedding larger than the host tier.
         """
         assert rows.ndim == 2, rows.shape
@@ -99,79 +99,79 @@ class Store:
         tokens = len(rows)
         self._check_size(tokens)
         deadline = time.monotonic() + self._wait_s
-        ledger = self._entries
-        slot = ledger.claim(address, ledger.tiers, deadline)
-        if slot is not None:
-            return Pin(ledger, self.segment, slot)
+        table = self._table
+        entry = table.claim(address, table.tiers, deadline)
+        if entry is not None:
+            return Pin(table, self.segment, entry)
         try:
             source = rows.contiguous().view(torch.uint8).view(-1)
             if self._device is not None:
-                slot = ledger.reserve_free(self._device, address, tokens, grid)
-            if slot is None:
-                slot = ledger.reserve(self._host, address, tokens, grid, deadline)
-            return Pin(ledger, self.segment, ledger.fill(slot, [source]))
+                entry = table.reserve_free(self._device, address, tokens, grid)
+            if entry is None:
+                entry = table.reserve(self._host, address, tokens, grid, deadline)
+            return Pin(table, self.segment, table.fill(entry, [source]))
         finally:
-            ledger.unclaim(address)
+            table.unclaim(address)
 
     def set_aside(self, tokens: Sequence[int]) -> int:
-        """Keep room for embeddings that are about to be made; return for how many, from the first on, there is some.
+        """Reserve space for embeddings about to be computed; return how many of them, from the first on, fit.
 
-        Waits while too much is pinned for the first. Raises as `put` does, which it spares the work of making rows
-        that it would not keep. Undo it with `give_back` for each, after `put` or instead of it.
+        Waits while too much is pinned for the first. Raises what `put` would, before rows are computed that could not
+        be stored. Call `give_back` once for each embedding reserved, after `put` or instead of it.
         """
         self._check_size(tokens[0])
-        return self._entries.promise([self.layout.pages(count) for count in tokens], self._wait_s)
+        return self._table.promise([self.layout.pages(count) for count in tokens], self._wait_s)
 
     def give_back(self, tokens: int) -> None:
         """Undo `set_aside` for one embedding."""
-        self._entries.unpromise(self.layout.pages(tokens))
+        self._table.unpromise(self.layout.pages(tokens))
 
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding now."""
         return self.tier_of(address) is not None
 
     def tier_of(self, address: bytes) -> TierName | None:
-        """Return the tier that `pin` would find, or None; neither holds nor counts."""
-        return self._entries.tier_of(address)
+        """Return the tier that `pin` would find, or None; takes no pin and counts no hit."""
+        return self._table.tier_of(address)
 
     def grids(self) -> dict[bytes, Grid]:
-        """Return address and grid of all embeddings held now."""
-        return self._entries.grids()
+        """Return address and grid of every embedding held now."""
+        return self._table.grids()
 
     def evict(self, address: bytes) -> bool:
-        """Drop the embedding from all tiers; False, and nothing done, if it is not held or in use."""
-        return self._entries.evict(address)
+        """Drop the embedding from all tiers; return False, and do nothing, if it is not held or is pinned."""
+        return self._table.evict(address)
 
     def flush(self) -> int:
-        """Drop every embedding that nobody uses; return how many copies went."""
-        return self._entries.flush()
+        """Drop every embedding that is not pinned; return how many copies were dropped."""
+        return self._table.flush()
 
     def keep_moving(self) -> None:
-        """Demote and promote until the store is closed: a thread's target. Returns at once without one."""
-        if self._mover is not None:
-            self._mover.run(self._closed)
+        """Demote and promote until the store is closed: a thread's target. Returns at once without a device tier."""
+        if self._migrator is not None:
+            self._migrator.run(self._closed)
 
     def move_once(self) -> bool:
-        """Make one movement between the tiers; False when none is due or possible."""
-        return self._mover is not None and self._mover.move_once()
+        """Make one move between the tiers; return False if none is due or possible."""
+        return self._migrator is not None and self._migrator.move_once()
 
     def stats(self) -> StoreStats:
-        """Return the numbers of now. Walks all entries: for people and scrapes, not for each request."""
-        tiers = self._entries.snapshot()
-        slots = [slot for _, held in tiers for slot in held]
+        """Return current statistics. Walks all entries: for scrapes and admin calls, not for every request."""
+        tiers = self._table.snapshot()
+        entries = [entry for _, held in tiers for entry in held]
         return StoreStats(
             tiers=tuple(_tier_stats(tier, held) for tier, held in reversed(tiers)),
-            pins=sum(slot.pins for slot in slots),
-            misses=self._entries.misses,
-            waits=self._entries.waits,
-            refusals=self._entries.refusals,
-            demotions=0 if self._mover is None else self._mover.demotions,
-            promotions=0 if self._mover is None else self._mover.promotions,
-            largest=tuple(map(_entry_stats, nlargest(_LARGEST, slots, key=lambda slot: slot.tokens))),
+            pins=sum(entry.pins for entry in entries),
+            misses=self._table.misses,
+            waits=self._table.waits,
+            refusals=self._table.refusals,
+            demotions=0 if self._migrator is None else self._migrator.demotions,
+            promotions=0 if self._migrator is None else self._migrator.promotions,
+            largest=tuple(map(_entry_stats, nlargest(_LARGEST, entries, key=lambda entry: entry.tokens))),
         )
 
     def close(self) -> None:
-        """Remove the segment's file and stop moving. Bytes that someone views stay; nothing may be put."""
+        """Remove the segment's file and stop the migrator. Views of rows stay valid; `put` must not be called again."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -200,20 +200,20 @@ class Store:
 def _allocate(device: str, size_bytes: int) -> Tensor:
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch's out-of-memory errors, on any device, derive from it
+    except RuntimeError as error:  # the base of torch's out-of-memory errors on any device
         raise device_error(device, size_bytes, str(error).splitlines()[0]) from error
 
 
-def _tier_stats(tier: Tier, slots: list[Entry]) -> TierStats:
+def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:
     page_bytes, arena = tier.layout.page_bytes, tier.arena
-    pinned_slots = [slot for slot in slots if slot.pins]
+    in_use = [entry for entry in entries if entry.pins]
     return TierStats(
         name=tier.name,
         size_bytes=arena.pages * page_bytes,
         used_bytes=(arena.pages - arena.free_pages) * page_bytes,
-        pinned_bytes=sum(tier.layout.pages(slot.tokens) for slot in pinned_slots) * page_bytes,
-        entries=len(slots),
-        pinned_entries=len(pinned_slots),
+        pinned_bytes=sum(tier.layout.pages(entry.tokens) for entry in in_use) * page_bytes,
+        entries=len(entries),
+        pinned_entries=len(in_use),
         hits=tier.hits,
         evictions=tier.evictions,
         writes=tier.writes,
@@ -222,5 +222,5 @@ def _tier_stats(tier: Tier, slots: list[Entry]) -> TierStats:
     )
 
 
-def _entry_stats(slot: Entry) -> EntryStats:
-    return EntryStats(slot.address, slot.tier.name, slot.row_bytes, slot.tokens, slot.pins, slot.hits)
+def _entry_stats(entry: Entry) -> EntryStats:
+    return EntryStats(entry.address, entry.tier.name, entry.row_bytes, entry.tokens, entry.pins, entry.hits)

@@ -1,4 +1,4 @@
-"""Tier: one arena with the embeddings that lie in it. Device and host differ only in their memory."""
+"""A tier: one arena and the embeddings in it. Device and host differ only in their memory."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -11,19 +11,19 @@ from encoder_service.store.arena import Arena, Run
 from encoder_service.store.eviction import LeastRecentlyUsed
 
 SPARE = 0.06
-"""Share of an arena given up for contiguity: an embedding is split only when that much more than it needs is free.
+"""Share of an arena given up for contiguity: an embedding is split only if that much more than it needs is free.
 
-With random sizes 80 % of the embeddings then lie in one run, which a neighbour can view in place, instead of 49 %.
+With random sizes, 80 % of the embeddings are then in one run, which a client can view in place, instead of 49 %.
 """
 MAX_RUNS = 4
-"""Runs of an embedding that is split while something else could be evicted."""
+"""Most runs of an embedding that is split although other entries could be evicted."""
 
 TierName = Literal["device", "host"]
 Grid = tuple[int, int, int]
 
 
 class Layout(NamedTuple):
-    """How rows lie in pages. A page is a whole number of rows, so an embedding wastes less than one page."""
+    """How rows are laid out in pages. A page is a whole number of rows, so an embedding wastes less than one page."""
 
     row_bytes: int
     page_rows: int
@@ -34,12 +34,12 @@ class Layout(NamedTuple):
         return self.row_bytes * self.page_rows
 
     def pages(self, tokens: int) -> int:
-        """Pages that an embedding of `tokens` rows takes."""
+        """Return the pages that an embedding of `tokens` rows takes."""
         return -(-tokens // self.page_rows)
 
 
 class Entry:
-    """One embedding in one tier. `pins` counts who reads it, the writer included until it is complete."""
+    """One embedding in one tier. `pins` counts its readers, and its writer until it is complete."""
 
     __slots__ = ("address", "checksum", "generation", "grid", "hits", "pins", "runs", "tier", "tokens")
 
@@ -73,21 +73,21 @@ class Entry:
 
 
 class Tier:
-    """Arena, memory and entries of one tier. Not thread-safe: the store's lock is held around every method.
+    """Arena, memory and entries of one tier. Not thread-safe: call every method with the store's lock held.
 
-    The one exception is `pieces`, whose bytes a pin keeps in place.
+    The only exception is `pieces`, whose bytes a pin keeps in place.
     """
 
     def __init__(
         self, name: TierName, memory: Tensor, layout: Layout, generations: "memoryview[int] | None" = None
     ) -> None:
-        """Lay pages over `memory` (flat uint8); `generations` has one item per page, see `Segment`."""
+        """Divide `memory` (flat uint8) into pages; `generations` has one item per page, see `Segment`."""
         pages = memory.numel() // layout.page_bytes
         self.name = name
         self.memory = memory
         self.layout = layout
         self.arena = Arena(pages)
-        self.slots: dict[bytes, Entry] = {}
+        self.entries: dict[bytes, Entry] = {}
         self.unpinned: LeastRecentlyUsed[Entry] = LeastRecentlyUsed()
         self._spare_pages = int(pages * SPARE)
         self.hits = 0
@@ -98,19 +98,19 @@ class Tier:
         self._last_generation = 0
 
     def reserve(self, address: bytes, tokens: int, grid: Grid) -> Entry | None:
-        """Take free pages for an embedding; nobody sees it before `commit`. None when something must go first."""
+        """Reserve free pages for an embedding, invisible until `commit`. None if another must be evicted first."""
         pages, arena = self.layout.pages(tokens), self.arena
         runs = arena.allocate(pages, max_runs=1)
         if runs is None and arena.free_pages >= pages + self._spare_pages:
             runs = arena.allocate(pages, MAX_RUNS)
         if runs is None and not len(self.unpinned):
-            runs = arena.allocate(pages, arena.free_runs)  # nothing can go: any pieces are better than none
+            runs = arena.allocate(pages, arena.free_runs)  # nothing can be evicted: accept any number of runs
         return None if runs is None else Entry(self, address, tokens, grid, runs)
 
     def make_room(self, tokens: int) -> Iterator[bytes]:
         """Drop the least recently used embedding, then the next, and yield their addresses.
 
-        Ends at once when not even dropping all that is not pinned would free pages enough.
+        Ends at once if dropping everything that is not pinned would not free enough pages.
         """
         while self.arena.free_pages + self.evictable_pages >= self.layout.pages(tokens):
             victim = self.unpinned.victim()
@@ -119,62 +119,62 @@ class Tier:
             self.drop(victim)
             yield victim.address
 
-    def touch(self, slot: Entry) -> None:
+    def touch(self, entry: Entry) -> None:
         """Make an embedding the most recently used one."""
-        if not slot.pins:
-            self.unpinned.remove(slot.address)
-            self.unpinned.add(slot.address, slot)
+        if not entry.pins:
+            self.unpinned.remove(entry.address)
+            self.unpinned.add(entry.address, entry)
 
-    def abandon(self, slot: Entry) -> None:
-        """Give back what `reserve` took."""
-        self.arena.free(slot.runs)
+    def abandon(self, entry: Entry) -> None:
+        """Free the pages of a `reserve` that was not committed."""
+        self.arena.free(entry.runs)
 
-    def commit(self, slot: Entry) -> None:
+    def commit(self, entry: Entry) -> None:
         """Make a completely written embedding visible; its writer's pin becomes the first reader's."""
-        assert slot.address not in self.slots
+        assert entry.address not in self.entries
         self._last_generation += 1
-        slot.generation = self._last_generation
-        self._generations[slot.runs[0][0]] = slot.generation
-        self.slots[slot.address] = slot
+        entry.generation = self._last_generation
+        self._generations[entry.runs[0][0]] = entry.generation
+        self.entries[entry.address] = entry
         self.writes += 1
 
-    def pin(self, slot: Entry) -> None:
-        """Keep an embedding where it is until `unpin`."""
-        if not slot.pins:
-            self.unpinned.remove(slot.address)
-            self.evictable_pages -= self._pages(slot)
-        slot.pins += 1
+    def pin(self, entry: Entry) -> None:
+        """Keep an embedding in place until `unpin`."""
+        if not entry.pins:
+            self.unpinned.remove(entry.address)
+            self.evictable_pages -= self._pages(entry)
+        entry.pins += 1
 
-    def unpin(self, slot: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
         """Undo one `pin`; the last one makes the embedding the most recently used."""
-        slot.pins -= 1
-        assert slot.pins >= 0
-        if not slot.pins:
-            self.unpinned.add(slot.address, slot)
-            self.evictable_pages += self._pages(slot)
+        entry.pins -= 1
+        assert entry.pins >= 0
+        if not entry.pins:
+            self.unpinned.add(entry.address, entry)
+            self.evictable_pages += self._pages(entry)
 
-    def drop(self, slot: Entry) -> None:
-        """Forget an unpinned embedding. Its generation goes first: a stale handle must notice."""
-        assert not slot.pins
-        self.unpinned.remove(slot.address)
-        self.evictable_pages -= self._pages(slot)
-        del self.slots[slot.address]
-        self._generations[slot.runs[0][0]] = 0
-        self.arena.free(slot.runs)
+    def drop(self, entry: Entry) -> None:
+        """Drop an unpinned embedding. Its generation is cleared first, so that readers of stale handles notice."""
+        assert not entry.pins
+        self.unpinned.remove(entry.address)
+        self.evictable_pages -= self._pages(entry)
+        del self.entries[entry.address]
+        self._generations[entry.runs[0][0]] = 0
+        self.arena.free(entry.runs)
         self.evictions += 1
 
-    def pieces(self, slot: Entry) -> list[Tensor]:
-        """Return the slot's bytes, flat uint8 tensors in order, viewed in place."""
-        return [self.memory[offset : offset + length] for offset, length in slot.extents(0, slot.tokens)]
+    def pieces(self, entry: Entry) -> list[Tensor]:
+        """Return the entry's bytes as flat uint8 tensors, in order, viewed in place."""
+        return [self.memory[offset : offset + length] for offset, length in entry.extents(0, entry.tokens)]
 
-    def _pages(self, slot: Entry) -> int:
-        return self.layout.pages(slot.tokens)
+    def _pages(self, entry: Entry) -> int:
+        return self.layout.pages(entry.tokens)
 
 
 def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy flat uint8 tensors into others of the same total length, cut differently, and wait for it.
+    """Copy flat uint8 tensors into others of the same total length but different boundaries, and wait for completion.
 
-    Between a GPU and registered host memory the pieces travel without a synchronisation each. The sources
+    Between a GPU and registered host memory, pieces are copied asynchronously and synchronised once. The sources
     must be ready on the calling thread's current stream.
     """
     streams = set()

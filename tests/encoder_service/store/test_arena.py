@@ -99,7 +99,7 @@ def test_a_day_of_random_sizes_leaves_nine_tenths_usable_and_most_embeddings_in_
         tier.commit(slot)
         tier.unpin(slot)
         if number % 3 == 0:
-            tier.touch(rng.choice(list(tier.slots.values())[-200:]))
+            tier.touch(rng.choice(list(tier.entries.values())[-200:]))
         if number > 2000:
             used.append(1 - tier.arena.free_pages / tier.arena.pages)
             single.append(len(slot.runs) == 1)

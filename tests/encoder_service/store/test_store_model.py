@@ -97,8 +97,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_page_has_two_owners_and_none_is_lost(self):
-        for tier in self.store._entries.tiers:
-            runs = [run for slot in tier.slots.values() for run in slot.runs]
+        for tier in self.store._table.tiers:
+            runs = [run for slot in tier.entries.values() for run in slot.runs]
             pages = [page for start, count in runs for page in range(start, start + count)]
             assert len(pages) == len(set(pages))
             assert len(pages) + tier.arena.free_pages == tier.arena.pages

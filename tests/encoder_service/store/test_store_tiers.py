@@ -81,7 +81,7 @@ def test_where_nobody_reads_the_device_tier_no_number_of_hits_brings_an_embeddin
     store.close()
 
 
-def test_the_mover_thread_keeps_room_on_the_device_and_ends_with_the_store(tmp_path):
+def test_the_migrator_thread_keeps_room_on_the_device_and_ends_with_the_store(tmp_path):
     store = make_store(tmp_path, host_pages=64, device_pages=8)
     thread = threading.Thread(target=store.keep_moving)
     thread.start()

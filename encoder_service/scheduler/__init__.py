@@ -1,4 +1,4 @@
-"""What is encoded next, and what is turned away: pure, synchronous, with the time passed in."""
+"""Scheduling and admission: pure and synchronous, with the time passed in."""
 
 from encoder_service.scheduler.admission import Limits
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, POLICIES, Policy, least_work_left

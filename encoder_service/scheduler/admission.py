@@ -1,4 +1,4 @@
-"""Admission: how much may be queued, by whom, and when the refused should come back."""
+"""Admission: how much may be queued, by whom, and when a refused caller should retry."""
 
 import math
 from dataclasses import dataclass, fields
@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_service.scheduler.task import Amount, Task
 
-# A refused caller is sent away until this much of the queue has drained, so that callers do not come back one
+# A refused caller should retry when this share of the queue has drained, so that callers do not return one
 # by one for a single place each.
 DRAINED_BEFORE_RETRY = 0.25
 MIN_RETRY_MS, MAX_RETRY_MS = 20, 60_000
-UNMEASURED_RETRY_MS = 1_000  # before the first batch there is no rate to compute with
+UNMEASURED_RETRY_MS = 1_000  # before the first batch no rate is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Limits:
     source_bytes: int
     # Claims cost memory but no device time, so joining is free until here.
     claims: int
-    # What one client alone may fill of each of these; with others there, each client may hold
-    # share / (1 - share) times what is still free: the greedy end up equal, and a part stays free.
+    # What a single client may fill of each of these; with several clients, each may hold share / (1 - share)
+    # times what is still free: greedy clients converge to equal shares, and a part stays free.
     client_share: float = 0.75
-    # How long the queue may take to drain at the measured rate. The bound that keeps waits short whatever the
-    # hardware; an empty queue takes any image.
+    # How long the queue may take to drain at the measured rate: bounds waiting on any hardware. An empty queue
+    # accepts any image.
     seconds: float = math.inf
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class Limits:
 
 
 class Admission:
-    """Counts what is queued, in all and by client, and refuses what would exceed a limit or a share."""
+    """Counts what is queued, in total and by client, and refuses what would exceed a limit or a share."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -46,19 +46,19 @@ class Admission:
 
     @property
     def clients(self) -> int:
-        """How many clients have work queued."""
+        """Number of clients with queued tasks."""
         return len(self._clients)
 
-    def admit(self, work: Task, patches_per_s: float) -> None:
-        """Count a new work. Raises `OverloadedError`, and `ImageLimitError` for what can never fit."""
+    def admit(self, task: Task, patches_per_s: float) -> None:
+        """Count a new task. Raises `OverloadedError`, and `ImageLimitError` for one that can never fit."""
         asked = Amount()
-        asked.add(work)
-        self.check(work.client_id, asked, patches_per_s)
-        self.held.add(work)
-        self._clients.setdefault(work.client_id, Amount()).add(work)
+        asked.add(task)
+        self.check(task.client_id, asked, patches_per_s)
+        self.held.add(task)
+        self._clients.setdefault(task.client_id, Amount()).add(task)
 
     def check(self, client_id: str, asked: Amount, patches_per_s: float) -> None:
-        """Raise what `admit` would for so much more work of a client; count nothing."""
+        """Raise what `admit` would for `asked` more work of a client; count nothing."""
         mine = self._clients.get(client_id, Amount())
         for name in (field.name for field in fields(Amount)):
             limit, want = getattr(self.limits, name), getattr(asked, name)
@@ -81,16 +81,16 @@ class Admission:
         if mine and mine + 1 > self._share(free - 1):
             raise self.refusal("this client waits for too many images", patches_per_s)
 
-    def release(self, work: Task) -> None:
+    def release(self, task: Task) -> None:
         """Undo `admit`."""
-        self.held.add(work, -1)
-        mine = self._clients[work.client_id]
-        mine.add(work, -1)
+        self.held.add(task, -1)
+        mine = self._clients[task.client_id]
+        mine.add(task, -1)
         if not mine.images:
-            del self._clients[work.client_id]
+            del self._clients[task.client_id]
 
     def refusal(self, message: str, patches_per_s: float) -> OverloadedError:
-        """Return the error for a refused caller, with the time in which enough of the queue drains."""
+        """Return the error for a refused caller; its retry hint is the time in which enough of the queue drains."""
         hint = float(UNMEASURED_RETRY_MS)
         if patches_per_s:
             hint = 1000 * DRAINED_BEFORE_RETRY * self.held.patches / patches_per_s

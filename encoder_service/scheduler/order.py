@@ -1,4 +1,4 @@
-"""The claims of one stage in policy order, kept sorted: the best work is always the first."""
+"""The claims of one stage, sorted by the policy: the best task is always the first."""
 
 from bisect import bisect_left, insort
 from typing import Any
@@ -11,7 +11,7 @@ Entry = tuple[float, int, Claim]  # claim key (or `needed_at`), claim number
 
 
 class Line:
-    """The queued claims of one request in one lane, in claim order; never empty while the order knows it."""
+    """The queued claims of one request in one lane, in claim order; never empty while it is in the order."""
 
     __slots__ = ("entries", "lane", "request", "top")
 
@@ -23,20 +23,20 @@ class Line:
 
 
 class Order:
-    """Claims sorted by lane, request and claim; a work with several claims ranks by its best one.
+    """Claims sorted by lane, request and claim; a task with several claims ranks by its best one.
 
-    Two levels, so that a change of a request's key moves a handful of lines and not all of its images. Sorted
-    lists and not heaps: nothing goes stale, and moving 80 kB of pointers (10 000 lines) takes 3 us.
+    Two levels, so that a change of a request's key moves a few lines and not all of its images. Sorted
+    lists rather than heaps: no stale entries, and moving 80 kB of pointers (10 000 lines) takes 3 µs.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._lines: dict[Request, dict[int, Line]] = {}  # by request and lane
         self._tops: list[Top] = []
-        self._ahead: list[Entry] = []  # by `needed_at`: who joins the blocking ones next
+        self._ahead: list[Entry] = []  # by `needed_at`: which claims become blocking next
 
     def add(self, claim: Claim, now: float) -> None:
-        """Insert a claim whose work has entered this stage."""
+        """Insert a claim whose task has entered this stage."""
         assert claim.request is not None
         assert claim.lane is None
         claim.lane = lane = self._policy.lane(claim, now)
@@ -49,7 +49,7 @@ class Order:
             insort(self._ahead, _due(claim))
 
     def remove(self, claim: Claim) -> None:
-        """Take a claim out."""
+        """Remove a claim."""
         assert claim.request is not None
         assert claim.lane is not None
         line = self._lines[claim.request][claim.lane]
@@ -63,12 +63,12 @@ class Order:
                 del self._ahead[at]
 
     def rekey(self, request: Request) -> None:
-        """Bring a request, whose key has changed, to where it belongs now."""
+        """Reposition a request whose key has changed."""
         for line in self._lines.get(request, {}).values():
             self._place(line)
 
     def first(self, now: float) -> Task | None:
-        """Return the work that comes first at `now`, and leave it where it is."""
+        """Return the first task at `now` without removing it."""
         while self._ahead and self._ahead[0][0] <= now:
             claim = self._ahead[0][2]
             self.remove(claim)
@@ -79,7 +79,7 @@ class Order:
         return claim.work
 
     def _place(self, line: Line) -> None:
-        """Bring a line to where its request's key and its first claim put it now; forget it when empty."""
+        """Reposition a line by its request's key and its first claim; remove it when empty."""
         request, lane = line.request, line.lane
         if line.top is not None:
             _delete(self._tops, line.top)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from encoder_service.scheduler.task import MAX_PRIORITY, Claim, Request
 
-# The larger, the more of what arrives later may overtake a request: faster on average, slower for the big ones.
+# The larger it is, the more later arrivals may overtake a request: faster on average, slower for big requests.
 # Chosen by simulation, as is the shape of the curve: docs/scheduling.md.
 STRETCH = 15
 
@@ -34,7 +34,7 @@ class Policy:
         return lane + self.is_ahead(claim, now)
 
     def is_ahead(self, claim: Claim, now: float) -> bool:
-        """Whether this policy lets the claim wait for others, because no chunk needs it yet."""
+        """Whether this policy ranks the claim behind blocking ones, because no chunk needs it yet."""
         return (
             self.blocking_first and claim.demanded and claim.needed_at is not None and claim.needed_at > now
         )
@@ -47,8 +47,8 @@ def _chunk(claim: Claim) -> float:
 def allowance(left_patches: int, scale_patches: float, stretch: float = STRETCH) -> float:
     """Return how many patches may be encoded before a request with so much work left is due.
 
-    `stretch` times its work for a small request, and only logarithmically more for one much larger than the
-    scale, so that the largest do not pay for all others. Never more than `stretch * left_patches`.
+    `stretch` times its work for a small request, growing only logarithmically for one much larger than
+    `scale_patches`, so that the largest requests do not bear the whole cost. At most `stretch * left_patches`.
     """
     if not scale_patches:
         return stretch * left_patches
@@ -67,7 +67,7 @@ def least_work_left(stretch: float = STRETCH) -> Policy:
 
 LEAST_WORK_LEFT = least_work_left()
 
-# What others do or might do, for the simulator.
+# Other policies, for the simulator to compare with.
 FIRST_COME = Policy("first-come", request_key=lambda request: request.number, claim_key=_chunk)
 EARLIEST_NEED = Policy(
     "earliest-need",

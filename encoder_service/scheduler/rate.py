@@ -1,4 +1,4 @@
-"""The measured rate of the device: patches per second of encoding, recent batches counting most."""
+"""The measured rate of the device: patches per second of encoding, weighted towards recent batches."""
 
 import math
 
@@ -7,7 +7,7 @@ MEMORY_S = 10.0
 
 
 class Rate:
-    """A mean of patches per busy second, with weights that fade with the device time since."""
+    """An exponentially weighted mean of patches per second of device time."""
 
     def __init__(self) -> None:
         self._patches = 0.0

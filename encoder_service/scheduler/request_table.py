@@ -1,4 +1,4 @@
-"""The book of works, claims and requests: who wants what, where it stands, and in which order it comes."""
+"""The request table: tasks, the claims on them and their requests, with the order of each stage."""
 
 from collections import Counter
 
@@ -6,21 +6,21 @@ from encoder_service.scheduler.order import Order
 from encoder_service.scheduler.policy import Policy
 from encoder_service.scheduler.task import Amount, Claim, Request, State, Task
 
-# The scale of a request is twice the mean over about this many requests that ended lately: enough that one
-# album among snapshots does not move it.
+# The scale of a request is twice the mean over about this many recently ended requests: enough that one large
+# request among small ones does not move it.
 MEAN_OVER_REQUESTS = 256
 
 
 class RequestTable:
-    """Keeps every relation between works, claims and requests, and the counts over them, consistent.
+    """Keeps the relations between tasks, claims and requests, and the counts over them, consistent.
 
     `clock_patches` is the work clock: patches handed to the device so far. Requests age by it, so ageing
-    needs no rate, and stands still when nothing is encoded.
+    needs no rate, and stops when nothing is encoded.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.orders = {state: Order(policy) for state in (State.WAITING, State.APART, State.PREPARED)}
-        self.works: dict[bytes, Task] = {}
+        self.tasks: dict[bytes, Task] = {}
         self.requests: dict[str, Request] = {}
         self.claims = 0
         self.claims_by: Counter[str] = Counter()  # client -> its claims
@@ -30,82 +30,82 @@ class RequestTable:
         self._ended = 0
         self._numbers = 0
 
-    def open(self, work: Task) -> None:
-        """Enter a new work; it needs a claim at once."""
-        assert work.address not in self.works, work
-        self.works[work.address] = work
-        self.amounts[work.state, work.demanded].add(work)
+    def open(self, task: Task) -> None:
+        """Add a new task; the caller attaches a claim at once."""
+        assert task.address not in self.tasks, task
+        self.tasks[task.address] = task
+        self.amounts[task.state, task.demanded].add(task)
 
-    def close(self, work: Task) -> None:
-        """Forget a work and end the claims on it."""
-        for claim in list(work.claims):
+    def close(self, task: Task) -> None:
+        """Remove a task and end the claims on it."""
+        for claim in list(task.claims):
             self.detach(claim)
-        self.amounts[work.state, work.demanded].add(work, -1)
-        work.state = State.GONE
-        del self.works[work.address]
+        self.amounts[task.state, task.demanded].add(task, -1)
+        task.state = State.GONE
+        del self.tasks[task.address]
 
-    def attach(self, claim: Claim, work: Task, now: float) -> None:
-        """Enter a claim on a work."""
+    def attach(self, claim: Claim, task: Task, now: float) -> None:
+        """Attach a claim to a task."""
         assert claim.work is None, "a claim is attached once"
         self._numbers += 1
-        claim.number, claim.work = self._numbers, work
+        claim.number, claim.work = self._numbers, task
         request = self.requests.get(claim.request_id)
         if request is None:
             request = self.requests[claim.request_id] = Request(claim.request_id, claim.number)
         claim.request = request
-        if work not in request.works:
-            request.works[work] = 0
-            request.left_patches += work.patches
-            request.named_patches += work.patches
+        if task not in request.tasks:
+            request.tasks[task] = 0
+            request.left_patches += task.patches
+            request.named_patches += task.patches
             request.mark, request.scale = self.clock_patches, 2 * self.mean_request_patches
             self._rekey(request)
-        request.works[work] += 1
+        request.tasks[task] += 1
         self._count_claim(claim, 1)
-        work.claims[claim] = None
-        self._count_demand(work, claim, 1)
-        if work.state in self.orders:
-            self.orders[work.state].add(claim, now)
+        task.claims[claim] = None
+        self._count_demand(task, claim, 1)
+        if task.state in self.orders:
+            self.orders[task.state].add(claim, now)
 
     def detach(self, claim: Claim) -> None:
-        """End a claim; its request is forgotten with its last one."""
-        work, request = claim.work, claim.request
-        assert work is not None
+        """End a claim; its request is removed with its last claim."""
+        task, request = claim.work, claim.request
+        assert task is not None
         assert request is not None
         if claim.lane is not None:
-            self.orders[work.state].remove(claim)
-        del work.claims[claim]
-        self._count_demand(work, claim, -1)
+            self.orders[task.state].remove(claim)
+        del task.claims[claim]
+        self._count_demand(task, claim, -1)
         self._count_claim(claim, -1)
         claim.work = claim.request = None
-        request.works[work] -= 1
-        if request.works[work]:
+        request.tasks[task] -= 1
+        if request.tasks[task]:
             return
-        del request.works[work]
-        request.left_patches -= work.patches
-        if request.works:
+        del request.tasks[task]
+        request.left_patches -= task.patches
+        if request.tasks:
             self._rekey(request)
         else:
             self._end(request)
 
-    def move(self, work: Task, state: State, now: float) -> None:
-        """Bring a work into another state, and into the order of that state if it has one."""
-        self.leave_order(work)
-        self.amounts[work.state, work.demanded].add(work, -1)
-        work.state = state
-        self.amounts[work.state, work.demanded].add(work)
+    def move(self, task: Task, state: State, now: float) -> None:
+        """Move a task to another state, and into the order of that state if it has one."""
+        self.leave_order(task)
+        self.amounts[task.state, task.demanded].add(task, -1)
+        task.state = state
+        self.amounts[task.state, task.demanded].add(task)
         order = self.orders.get(state)
         if order is not None:
-            for claim in work.claims:
+            for claim in task.claims:
                 order.add(claim, now)
 
-    def leave_order(self, work: Task) -> None:
-        """Take a work out of the order of its state."""
-        for claim in work.claims:
+    def leave_order(self, task: Task) -> None:
+        """Remove a task from the order of its state."""
+        for claim in task.claims:
             if claim.lane is not None:
-                self.orders[work.state].remove(claim)
+                self.orders[task.state].remove(claim)
 
     def ahead(self, *, demanded: bool) -> Amount:
-        """Return what is decoded or being decoded and not in a batch yet."""
+        """Return the amount decoded or being decoded that is not in a batch yet."""
         preparing, ready = self.amounts[State.PREPARING, demanded], self.amounts[State.PREPARED, demanded]
         return Amount(preparing.images + ready.images, preparing.patches + ready.patches)
 
@@ -120,10 +120,10 @@ class RequestTable:
         if not self.claims_by[claim.client_id]:
             del self.claims_by[claim.client_id]
 
-    def _count_demand(self, work: Task, claim: Claim, sign: int) -> None:
-        self.amounts[work.state, work.demanded].add(work, -1)
-        work.demands += sign * claim.demanded
-        self.amounts[work.state, work.demanded].add(work)
+    def _count_demand(self, task: Task, claim: Claim, sign: int) -> None:
+        self.amounts[task.state, task.demanded].add(task, -1)
+        task.demands += sign * claim.demanded
+        self.amounts[task.state, task.demanded].add(task)
 
     def _rekey(self, request: Request) -> None:
         for order in self.orders.values():

@@ -1,4 +1,4 @@
-"""The scheduler: which images are decoded next, which make the next batch, and who is turned away."""
+"""The scheduler: which images are decoded next, which form the next batch, and which are refused."""
 
 import math
 from collections import deque
@@ -11,8 +11,8 @@ from encoder_service.scheduler.rate import Rate
 from encoder_service.scheduler.request_table import RequestTable
 from encoder_service.scheduler.task import Amount, Claim, State, Task
 
-# A speculative batch takes at most this part of the budget: it bounds how long a demand finds the device busy
-# with guesses.
+# A speculative batch takes at most this share of the budget: it bounds how long a demanded image waits for
+# speculative work.
 SPECULATIVE_BUDGET_SHARE = 0.25
 
 Batch = Sequence[Task]
@@ -32,11 +32,11 @@ class Snapshot:
 
 
 class Scheduler:
-    """Pure and synchronous: no clock, no thread, no device of its own. The caller serialises the calls.
+    """Pure and synchronous: it has no clock, thread or device. The caller serialises the calls.
 
-    `now` is in seconds on any clock that never goes back. An image goes through `admit`, `next_to_prepare` or
-    `next_apart`, `prepared`, `next_batch`, and `done` or `failed`; it may leave before its batch starts, when its
-    last claim is withdrawn. A call costs microseconds, whatever is queued, for each claim that it touches.
+    `now` is in seconds on any monotonic clock. An image goes through `admit`, `next_to_prepare` or
+    `next_apart`, `prepared`, `next_batch`, and `done` or `failed`; it is dropped before its batch starts if its
+    last claim is withdrawn. A call takes microseconds for each claim that it touches, however much is queued.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Scheduler:
         max_ahead_images: int,
         policy: Policy = LEAST_WORK_LEFT,
     ) -> None:
-        """Set the bounds; `max_ahead_*` is what may be decoded or being decoded ahead of its batch.
+        """Set the bounds; `max_ahead_*` bounds what is decoded, or being decoded, ahead of its batch.
 
-        Speculative work may fill it once, demanded work once more, so that a demand never waits for a guess
-        to be encoded: prepared patches stay below twice `max_ahead_patches`. It should hold two batches: one
-        that waits while the other is filled.
+        Speculative tasks may fill it once and demanded tasks once more, so that a demanded image never waits for a
+        speculative one to be encoded: prepared patches stay below twice `max_ahead_patches`. It should hold two
+        batches: one that waits while the other is filled.
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
@@ -59,7 +59,7 @@ class Scheduler:
         self._table = RequestTable(policy)
         self._split: deque[list[Task]] = deque()
 
-    # Callers come and go
+    # Claims
 
     def admit(
         self,
@@ -72,142 +72,142 @@ class Scheduler:
         source_pixels: int = 0,
         apart: bool = False,
     ) -> bool:
-        """Attach a claim to the work of an address; return whether the work is new.
+        """Attach a claim to the task of an address; return whether the task is new.
 
-        Work that is `apart` waits for `next_apart`. One of few patches may have many pixels: variants bound the former.
-        Joining work that exists takes no room in the queue. Raises `OverloadedError` with `retry_after_ms`, and
-        `ImageLimitError` for an image that could never fit; nothing is kept then.
+        A task that is `apart` waits for `next_apart`. One of few patches may have many pixels: variants bound patches.
+        Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, and
+        `ImageLimitError` for an image that could never fit; the claim is then not attached.
         """
         if self.claim(claim, address, now):
             return False
         state = State.APART if apart else State.WAITING
-        work = Task(address, patches, source_bytes, claim.client_id, source_pixels, state)
-        self._admission.admit(work, self._rate.patches_per_s)
-        self._table.open(work)
-        self._table.attach(claim, work, now)
+        task = Task(address, patches, source_bytes, claim.client_id, source_pixels, state)
+        self._admission.admit(task, self._rate.patches_per_s)
+        self._table.open(task)
+        self._table.attach(claim, task, now)
         return True
 
     def check_room(self, client_id: str, patches: int) -> None:
-        """Raise what `admit` would for a new image of so many patches, before its bytes are asked for."""
+        """Raise what `admit` would for a new image of `patches`, before its bytes are requested."""
         self._admission.check(client_id, Amount(1, patches), self._rate.patches_per_s)
 
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
-        """Attach a claim to existing work; return False if there is none. Raises `OverloadedError`."""
+        """Attach a claim to an existing task; return False if there is none. Raises `OverloadedError`."""
         mine = self._table.claims_by[claim.client_id]
         self._admission.check_claim(mine, self._table.claims, self._rate.patches_per_s)
-        work = self._table.works.get(address)
-        if work is None:
+        task = self._table.tasks.get(address)
+        if task is None:
             return False
-        self._table.attach(claim, work, now)
+        self._table.attach(claim, task, now)
         return True
 
     def withdraw(self, claim: Claim) -> Task | None:
-        """End a claim; return the work if that was its last one and it is dropped.
+        """End a claim; return its task if that was the last claim and the task is dropped.
 
-        Work that is being encoded goes on. Withdrawing a claim whose work is gone does nothing.
+        A task that is being encoded continues. Withdrawing a claim whose task has ended does nothing.
         """
-        work = claim.work
-        if work is None:
+        task = claim.work
+        if task is None:
             return None
         self._table.detach(claim)
-        if work.claims or work.state is State.ENCODING:
+        if task.claims or task.state is State.ENCODING:
             return None
-        self._forget(work)
-        return work
+        self._forget(task)
+        return task
 
-    # Stages take and return works
+    # Stages
 
     def next_to_prepare(
         self, now: float, max_patches: int, max_images: int, max_pixels: float = math.inf
     ) -> list[Task]:
-        """Take the works to decode together next, in order, as far as the bounds on what lies ahead allow.
+        """Take the tasks to decode together next, in order, within the bounds on decoding ahead.
 
-        Of more than `max_patches`, or `max_pixels` to decode, one goes alone.
+        A task of more than `max_patches` or `max_pixels` goes alone.
         """
         taken: list[Task] = []
         patches = pixels = 0
         while len(taken) < max_images:
-            work = self._table.orders[State.WAITING].first(now)
-            if work is None or not self._has_room_ahead(work):
+            task = self._table.orders[State.WAITING].first(now)
+            if task is None or not self._has_room_ahead(task):
                 break
-            patches, pixels = patches + work.patches, pixels + work.source_pixels
+            patches, pixels = patches + task.patches, pixels + task.source_pixels
             if taken and (patches > max_patches or pixels > max_pixels):
                 break
-            self._table.move(work, State.PREPARING, now)
-            taken.append(work)
+            self._table.move(task, State.PREPARING, now)
+            taken.append(task)
         return taken
 
     def next_apart(self, now: float, max_pixels: float) -> list[Task]:
-        """Take the work to decode by itself next, if the bounds on what lies ahead allow and it has no more pixels."""
-        work = self._table.orders[State.APART].first(now)
-        if work is None or work.source_pixels > max_pixels or not self._has_room_ahead(work):
+        """Take the next task to decode by itself, of at most `max_pixels`, within the bounds on decoding ahead."""
+        task = self._table.orders[State.APART].first(now)
+        if task is None or task.source_pixels > max_pixels or not self._has_room_ahead(task):
             return []
-        self._table.move(work, State.PREPARING, now)
-        return [work]
+        self._table.move(task, State.PREPARING, now)
+        return [task]
 
-    def put_apart(self, work: Task, now: float) -> None:
-        """Say that the batch decoder failed on a work: it is to be decoded by itself."""
-        if work.state is not State.GONE:
-            assert work.state is State.PREPARING, work
-            self._table.move(work, State.APART, now)
+    def put_apart(self, task: Task, now: float) -> None:
+        """Report that the batch decoder failed on a task: it is to be decoded by itself."""
+        if task.state is not State.GONE:
+            assert task.state is State.PREPARING, task
+            self._table.move(task, State.APART, now)
 
-    def prepared(self, work: Task, now: float) -> bool:
-        """Say that a work's patches are ready; return False if everyone has left: throw them away."""
-        if work.state is State.GONE:
+    def prepared(self, task: Task, now: float) -> bool:
+        """Report that a task's patches are ready; return False if all its claims are gone: discard them."""
+        if task.state is State.GONE:
             return False
-        assert work.state is State.PREPARING, work
-        self._table.move(work, State.PREPARED, now)
+        assert task.state is State.PREPARING, task
+        self._table.move(task, State.PREPARED, now)
         return True
 
     def next_batch(self, now: float, budget_patches: int) -> list[Task]:
-        """Take the next batch of prepared works: as many, in order, as fit the budget; one larger goes alone.
+        """Take the next batch of prepared tasks: as many, in order, as fit the budget; one larger goes alone.
 
-        Halves of a failed batch, and what was put back, come first. Speculative works never join demanded
+        Halves of a failed batch, and what was put back, come first. Speculative tasks never join demanded
         ones, which they would only delay.
         """
         while self._split:
-            half = [work for work in self._split.popleft() if work.state is not State.GONE]
+            half = [task for task in self._split.popleft() if task.state is not State.GONE]
             if half:
                 return self._start(half, now)
         return self._start(self._choose(now, budget_patches), now)
 
     def done(self, batch: Batch, seconds: float) -> None:
-        """Say that a batch is encoded, and how long the device was busy with it."""
-        self._rate.add(sum(work.patches for work in batch), seconds)
-        for work in batch:
-            assert work.state is State.ENCODING, work
-            self._forget(work)
+        """Report that a batch is encoded, and how long the device was busy with it."""
+        self._rate.add(sum(task.patches for task in batch), seconds)
+        for task in batch:
+            assert task.state is State.ENCODING, task
+            self._forget(task)
 
     def failed(self, batch: Batch) -> list[Task]:
-        """Say that a batch failed; return the works that end with it: forgotten, and without rows.
+        """Report that a batch failed; return the tasks that end with it, without rows.
 
-        A work that fails alone is to blame. A larger batch is split in two, to be tried again by the next
-        calls of `next_batch`: at most 2n - 1 runs for n images, and no neighbour of a culprit fails. Works
-        that nobody wants any more are not tried again; those are returned, without claims.
+        A task that fails alone is the cause. A larger batch is split in two halves, which the next calls of
+        `next_batch` return: at most 2n - 1 runs for n images, and only the failing images end. Tasks without claims
+        are not retried; they are returned too.
         """
-        wanted = [work for work in batch if work.claims and len(batch) > 1]
+        wanted = [task for task in batch if task.claims and len(batch) > 1]
         middle = (len(wanted) + 1) // 2
         self._again(wanted[:middle])
         self._again(wanted[middle:])
-        return self._end(work for work in batch if work not in wanted)
+        return self._end(task for task in batch if task not in wanted)
 
-    def put_back(self, works: Batch) -> list[Task]:
-        """Say that works of a batch have to wait: they come first in `next_batch`.
+    def put_back(self, tasks: Batch) -> list[Task]:
+        """Report that tasks of a batch have to wait: they come first in `next_batch`.
 
-        Those that nobody wants any more are forgotten; they are returned.
+        Tasks without claims are dropped and returned.
         """
-        wanted = [work for work in works if work.claims]
+        wanted = [task for task in tasks if task.claims]
         self._again(wanted)
-        return self._end(work for work in works if work not in wanted)
+        return self._end(task for task in tasks if task not in wanted)
 
-    def drop(self, work: Task) -> None:
-        """Forget a work that needs no encoding any more: it could not be decoded, or came from elsewhere."""
-        if work.state is not State.GONE:
-            self._forget(work)
+    def drop(self, task: Task) -> None:
+        """Drop a task that no longer needs encoding: it could not be decoded, or its rows came from a peer."""
+        if task.state is not State.GONE:
+            self._forget(task)
 
     @property
     def queued(self) -> Amount:
-        """What is held in all, from admission to outcome."""
+        """The total queued, from admission to outcome."""
         return self._admission.held
 
     @property
@@ -217,12 +217,12 @@ class Scheduler:
 
     @property
     def waiting_images(self) -> int:
-        """Images that the device has yet to begin."""
+        """Images that the device has not started on."""
         begun = (State.ENCODING, State.GONE)
         return sum(amount.images for key, amount in self._table.amounts.items() if key[0] not in begun)
 
     def snapshot(self) -> Snapshot:
-        """Return the counts of this moment."""
+        """Return the current counts."""
         held = {key: amount for key, amount in self._table.amounts.items() if key[0] is not State.GONE}
         return Snapshot(
             images={key: amount.images for key, amount in held.items()},
@@ -234,7 +234,7 @@ class Scheduler:
             patches_per_s=self._rate.patches_per_s,
         )
 
-    # Inside
+    # Internals
 
     def _choose(self, now: float, budget_patches: int) -> list[Task]:
         order = self._table.orders[State.PREPARED]
@@ -243,47 +243,47 @@ class Scheduler:
             return []
         room = budget_patches if first.demanded else int(budget_patches * SPECULATIVE_BUDGET_SHARE)
         batch: list[Task] = []
-        work: Task | None = first
-        while work is not None and work.demanded == first.demanded and (not batch or work.patches <= room):
-            batch.append(work)
-            room -= work.patches
-            self._table.leave_order(work)
-            work = order.first(now)
+        task: Task | None = first
+        while task is not None and task.demanded == first.demanded and (not batch or task.patches <= room):
+            batch.append(task)
+            room -= task.patches
+            self._table.leave_order(task)
+            task = order.first(now)
         return batch
 
     def _start(self, batch: list[Task], now: float) -> list[Task]:
-        for work in batch:
-            self._table.move(work, State.ENCODING, now)
-            self._table.clock_patches += work.patches
+        for task in batch:
+            self._table.move(task, State.ENCODING, now)
+            self._table.clock_patches += task.patches
         return batch
 
     def _again(self, batch: list[Task]) -> None:
-        for work in batch:
-            self._table.move(work, State.SPLIT, 0.0)
+        for task in batch:
+            self._table.move(task, State.SPLIT, 0.0)
         if batch:
             self._split.append(batch)
 
     def _end(self, batch: Iterable[Task]) -> list[Task]:
         ended = list(batch)
-        for work in ended:
-            assert work.state is State.ENCODING, work
-            self._forget(work)
+        for task in ended:
+            assert task.state is State.ENCODING, task
+            self._forget(task)
         return ended
 
-    def _has_room_ahead(self, work: Task) -> bool:
-        """Whether decoding `work` now keeps what lies ahead of the device within bounds."""
+    def _has_room_ahead(self, task: Task) -> bool:
+        """Whether decoding `task` now keeps what is decoded ahead within its bounds."""
         demanded, guessed = self._table.ahead(demanded=True), self._table.ahead(demanded=False)
         images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches
         if images == 0:
             return True
-        if not work.demanded:
-            return self._fits(images, patches, work, 1)
-        return self._fits(demanded.images, demanded.patches, work, 1) and self._fits(images, patches, work, 2)
+        if not task.demanded:
+            return self._fits(images, patches, task, 1)
+        return self._fits(demanded.images, demanded.patches, task, 1) and self._fits(images, patches, task, 2)
 
-    def _fits(self, images: int, patches: int, work: Task, times: int) -> bool:
+    def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:
         most = self._max_ahead
-        return images + 1 <= times * most.images and patches + work.patches <= times * most.patches
+        return images + 1 <= times * most.images and patches + task.patches <= times * most.patches
 
-    def _forget(self, work: Task) -> None:
-        self._table.close(work)
-        self._admission.release(work)
+    def _forget(self, task: Task) -> None:
+        self._table.close(task)
+        self._admission.release(task)

@@ -1,4 +1,4 @@
-"""A bounded quantity that several holders share: whoever has some leaves a part to those who come later."""
+"""A bounded resource shared fairly: no holder may take so much that nothing is left for newcomers."""
 
 import math
 from collections import Counter
@@ -6,17 +6,17 @@ from collections.abc import Collection
 
 from encoder_contract.errors import OverloadedError
 
-# What one holder may have of it while nobody else has any.
+# What one holder may take while no other holds any.
 SHARE = 0.75
-# What is held here comes and goes with calls: the next place is about a network round away.
+# Shares are held for the length of a call, so one is likely to be free after about a network round trip.
 RETRY_AFTER_MS = 200
 
 
 class Shares:
-    """So much of something (`what`, for messages), lent to holders who are known by name.
+    """A bounded amount of a resource (`what`, for messages), lent to named holders.
 
-    A holder may have `SHARE / (1 - SHARE)` times what stays free, so the greedy end up equal and a part stays free for
-    a newcomer; the first that a holder takes needs only to fit.
+    A holder may have `SHARE / (1 - SHARE)` times what stays free, so greedy holders converge to equal shares and a part
+    stays free for newcomers; a holder's first amount only needs to fit.
     """
 
     def __init__(self, size: int, what: str) -> None:
@@ -26,7 +26,7 @@ class Shares:
         self._holders: Counter[str] = Counter()
 
     def take(self, holders: Collection[str], amount: int = 1) -> None:
-        """Lend `amount` in the name of every one of `holders`; raises `OverloadedError`, and lends nothing then."""
+        """Lend `amount`, counted against each of `holders`; raises `OverloadedError`, and then lends nothing."""
         free = self.size - self.held - amount
         if free < 0:
             raise OverloadedError(
@@ -41,7 +41,7 @@ class Shares:
         self._holders.update(dict.fromkeys(holders, amount))
 
     def give_back(self, holders: Collection[str], amount: int = 1) -> None:
-        """Undo a `take`, or a part of one."""
+        """Undo a `take`, or part of one."""
         self.held -= amount
         for holder in set(holders):
             self._holders[holder] -= amount

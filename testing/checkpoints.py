@@ -94,7 +94,12 @@ def write_checkpoint(
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     for stale in folder.glob("model*.safetensors*"):  # an index left behind would speak of other shards
         stale.unlink()
-    model.save_pretrained(folder, max_shard_size=max(size_bytes // shards, 1) if shards > 1 else "50GB")
+    model.save_pretrained(
+        folder,
+        state_dict=_as_published(model.state_dict()),
+        save_original_format=model_type != "qwen3_vl_moe",  # it would turn the experts back
+        max_shard_size=max(size_bytes // shards, 1) if shards > 1 else "50GB",
+    )
     settings = dict(_QWEN2_5_PREPROCESSOR if model_type == "qwen2_5_vl" else _QWEN3_PREPROCESSOR)
     settings.update(preprocessor or {})
     (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -151,7 +156,14 @@ def _text_config(model_type: str, hidden: int, layers: int) -> dict[str, Any]:
     config["head_dim"] = 32
     config["rope_parameters"]["mrope_interleaved"] = True
     if model_type == "qwen3_vl_moe":
-        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        # The published configuration says how the router's weights are scaled, and vLLM asks; transformers always
+        # scales them so. An expert's matrices are not square, or nobody could tell which way round they are.
+        config |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        }
     if model_type == "qwen3_5":
         config |= {
             "linear_key_head_dim": 16,
@@ -193,6 +205,15 @@ def _fill(model: nn.Module, seed: int) -> None:
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(_scaled(name, noise))
+
+
+def _as_published(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights as published checkpoints hold them: experts' matrices the other way round than in memory."""
+    turned = (".experts.gate_up_proj", ".experts.down_proj")
+    return {
+        name: tensor.transpose(1, 2).contiguous() if name.endswith(turned) else tensor
+        for name, tensor in weights.items()
+    }
 
 
 def _scaled(name: str, noise: Tensor) -> Tensor:

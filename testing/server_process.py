@@ -27,17 +27,24 @@ class ServerProcess:
     """A server, started. `settings` are fields of its `Config`; all it says is in `log`.
 
     `endpoint` and `metrics_url` are where it listens, known once `wait_until_it_listens` has returned.
+    `executable` is the command of another environment than ours.
     In a session of its own it does not see the Ctrl-C of our terminal; else what ends our session ends it too.
     """
 
     def __init__(
-        self, model: Path, *, log: Path | None = None, own_session: bool = False, **settings: object
+        self,
+        model: Path,
+        *,
+        log: Path | None = None,
+        own_session: bool = False,
+        executable: Path | None = None,
+        **settings: object,
     ) -> None:
         if log is None:
             self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - gone with this object
             log = Path(self._file.name)
         self.log = log
-        command: list[str | Path] = [Path(sys.executable).with_name("encoder-service"), "serve"]
+        command: list[str | Path] = [executable or Path(sys.executable).with_name("encoder-service"), "serve"]
         free = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         for name, value in {"model": model, **free, **settings}.items():
             command += [flag(name), str(value)]

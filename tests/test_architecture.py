@@ -45,6 +45,7 @@ FENCES = {
         "prefill_client/transport/elements",
         "prefill_client/prompt/prefetch",
         "prefill_client/reference/",
+        "prefill_client/vllm/",
     },
     "redis": {"encoder_service/cluster/index/"},
     "transformers": {"prefill_client/reference/"},
@@ -56,6 +57,7 @@ FENCES = {
     "uvicorn": {"prefill_client/reference/"},
     "flash_attn": {"encoder_service/vision/"},
     "safetensors": {"encoder_service/vision/", "prefill_client/reference/"},
+    "vllm": {"prefill_client/vllm/"},
     "pickle": set(),
 }
 
@@ -164,7 +166,7 @@ def test_folders_import_only_from_those_below_and_the_reference_is_above_the_cli
         allowed = FOLDERS[: FOLDERS.index(folder) + 1]
         assert {each.split(".")[0] for each in imported} <= {*allowed}, name
         if folder == "prefill_client" and not name.startswith(
-            ("prefill_client.reference", "prefill_client.cli")
+            ("prefill_client.reference", "prefill_client.cli", "prefill_client.vllm")
         ):
             assert not any(each.startswith("prefill_client.reference") for each in imported), name
 

@@ -23,6 +23,7 @@ from encoder_service.observability.scrape import Scrape, scrape
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from prefill_client.reference.metrics import Metrics as PrefillMetrics
+from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
 from testing.photos import photo
 from testing.redis_servers import redis_server
 
@@ -111,6 +112,7 @@ async def _serve_some(server: Server) -> Series:
         for sample in family.samples:
             series.setdefault(sample.name, []).append(sample.labels)
     series |= {name: [dict.fromkeys(labels, "")] for name, labels in OF_PROMETHEUS.items()}
+    series |= {name: [{label: ""} if label else {}] for name, label, _ in METRICS_OF_ENGINES.values()}
     for rule in rules("record"):
         series[rule["record"]] = [dict.fromkeys(_labels_of_recorded(rule["expr"]), "")]
     return series

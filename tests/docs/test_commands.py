@@ -17,6 +17,11 @@ MAIN = 'if __name__ == "__main__"'
 # Programs that are not ours, whose flags are their own business.
 FOREIGN = r"\b(docker compose|docker|kubectl|redis-cli|redis-server|pip|hf|curl|git|pytest|up --detach)\b"
 PACKAGES = ("bench", "demo", "testing")
+# Flags of vLLM, on pages about it; that they exist is read from vLLM itself by tests/vllm.
+VLLM = {
+    *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
+    *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs"),
+}
 # Which of our programs a line runs: `encoder-service top`, `python -m bench.store`, `bench.store`.
 PROGRAM = (
     rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+)"
@@ -72,7 +77,7 @@ def test_every_flag_a_page_names_is_one_of_its_command(page: Path, commands: Com
             continue
         programs = [program for program in programs_in(line) if program in commands]
         allowed = set().union(*(flags_of(program, commands) for program in programs)) if programs else alone
-        assert named(FLAG, line) <= allowed | {"--help", "--version"}, line
+        assert named(FLAG, line) <= allowed | VLLM | {"--help", "--version"}, line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -23,6 +23,7 @@ OPERATIONS = ROOT / "docs" / "operations.md"
 # Names of other people's code: transformers, Kubernetes, redis; and of the reader's own, in an example.
 FOREIGN = {
     *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "smart_resize", "exif_transpose", "emptyDir"),
+    *("ec_connector_module_path", "encoder_cache_manager_cls"),
     *("maxUnavailable", "maxSurge", "MovedError", "run_chunk", "tokens_in_kv_cache"),
 }
 

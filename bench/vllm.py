@@ -1,0 +1,189 @@
+"""What an engine of vLLM gains: time to first token with its own tower, against the service, on the real engine.
+
+One engine after the other in this process, with one core; the service has the other. Every prompt has new images. The
+model is small and its parts are sized so that encoding an image and prefilling its tokens both matter, as they do on a
+GPU. Three ways: the engine's own tower; ours, waiting for all images of a request; ours, by prefill step and with the
+cache manager. Ratios say little on a machine that others use: the load is part of the answer.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from bench.vllm_environment import ENVIRONMENT, PYTHON
+
+if TYPE_CHECKING:
+    from bench.vllm_engine import Engine
+
+SIDE_PIXELS = 512  # 256 tokens an image
+IMAGES, CHAT_ROUNDS = 16, 8
+STEPS = 300  # for what a step costs
+IDLE_STEP_S = 0.001
+WAYS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "request": {"extra": {"gating": "request", "host_gib": 0.5}},
+    "window": {"exact": True, "extra": {"host_gib": 0.5}},
+}
+VISION = {"depth": 6, "hidden_size": 288, "intermediate_size": 1080, "num_heads": 4}
+TEXT_LAYERS, TEXT = 12, {"intermediate_size": 1024}
+ENGINE = {"max_num_batched_tokens": 512, "max_model_len": 8192}
+
+
+def main() -> None:
+    """Run the benchmark, in the environment that has vLLM."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; medians are told")
+    parser.add_argument("--here", action="store_true", help="in this interpreter, which has vLLM")
+    arguments = parser.parse_args()
+    if not arguments.here:
+        sys.exit(_elsewhere())
+    figures = _measure(arguments.rounds)
+    if not arguments.json:
+        sys.stdout.write("\n".join(f"{name:<28} {value}" for name, value in figures.items()) + "\n")
+    sys.stdout.write(json.dumps(figures) + "\n")
+
+
+def _elsewhere() -> int:
+    if not PYTHON.exists():
+        sys.stderr.write("bench.vllm needs .venv-vllm: make test-vllm\n")
+        return 2
+    service = Path(sys.executable).with_name("encoder-service")
+    environment = {"ENCODER_SERVICE": str(service), **os.environ, **ENVIRONMENT}
+    command = [PYTHON, "-m", "bench.vllm", "--here", *sys.argv[1:]]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _measure(rounds: int) -> dict[str, object]:
+    from bench.checkpoints import write_checkpoint
+    from bench.server_process import running
+    from bench.vllm_engine import Engine
+
+    told: dict[str, object] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    with tempfile.TemporaryDirectory() as folder:
+        size = {"size": {"longest_edge": SIDE_PIXELS**2, "shortest_edge": 1024}}
+        model = write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT, preprocessor=size)
+        service = Path(os.environ["ENCODER_SERVICE"])
+        with running(
+            model,
+            executable=service,
+            device="cpu",
+            dtype="float32",
+            store_host_gib=0.5,
+            device_peak_tflops=0.1,
+        ) as server:
+            for way, options in WAYS.items():
+                engine = Engine(model, server.endpoint, **ENGINE, **options)
+                told |= _of_way(engine, way, rounds)
+                engine.close()
+    told["ttft_own_over_ours_16"] = _ratio(told, "own_16_ms", "window_16_ms")
+    told["ttft_request_over_window"] = _ratio(told, "request_16_ms", "window_16_ms")
+    told["round8_own_over_ours"] = _ratio(told, "own_round8_ms", "window_round8_ms")
+    told["load_after"] = round(os.getloadavg()[0], 1)
+    return told
+
+
+def _of_way(engine: "Engine", way: str, rounds: int) -> dict[str, object]:
+    """Measure one engine; the first prompt only warms it up."""
+    own, photos = way == "own", _photos()
+    _first_token_ms(engine, [next(photos), "warm"], own=own)
+    long_ms = [_first_token_ms(engine, [next(photos) for _ in range(IMAGES)], own=own) for _ in range(rounds)]
+    chats_ms = [_chat_ms(engine, photos, own=own) for _ in range(rounds)]
+    told: dict[str, object] = {
+        f"{way}_16_ms": round(median(long_ms), 1),
+        f"{way}_round8_ms": round(median(chat[-1] for chat in chats_ms), 1),
+    }
+    if way == "window":
+        told |= {
+            "step_overhead_ms": _step_overhead_ms(engine),
+            "parked_step_ms": _parked_step_ms(engine, photos),
+        }
+    return told
+
+
+def _first_token_ms(engine: "Engine", parts: list[str | bytes], *, own: bool) -> float:
+    begun = time.perf_counter()
+    if not own:
+        engine.submit(*(part for part in parts if isinstance(part, bytes)))
+    request_id, ended = engine.start(parts, own=own, tokens=1), {}
+    while request_id not in ended:
+        step_begun = time.perf_counter()
+        ended = engine.step()
+        if time.perf_counter() - step_begun < IDLE_STEP_S:
+            time.sleep(IDLE_STEP_S)  # as vLLM's own loop does when a step had nothing to run
+    return 1000 * (time.perf_counter() - begun)
+
+
+def _chat_ms(engine: "Engine", photos: Iterator[bytes], *, own: bool) -> list[float]:
+    """Return the time to the first token of each round; what came before is in the prefix cache."""
+    parts: list[str | bytes] = []
+    rounds = []
+    for number in range(CHAT_ROUNDS):
+        parts += [next(photos), f" round {number} of the chat "]
+        rounds.append(_first_token_ms(engine, parts, own=own))
+    return rounds
+
+
+def _step_overhead_ms(engine: "Engine") -> float:
+    """Return what our connector takes of a decode step of eight requests, none with an image of ours."""
+    connector, spent = engine.scheduler.ec_connector, [0.0]
+    for name in (
+        "ensure_cache_available", "has_cache_item", "build_connector_meta", "take_unavailable_requests",
+        "update_connector_output", "get_ec_connector_stats", "start_load_caches", "build_connector_worker_meta",
+    ):  # fmt: skip
+        setattr(connector, name, _timed(getattr(connector, name), spent))
+    started = [engine.start([f"text {number}"], tokens=STEPS) for number in range(8)]
+    engine.step()
+    spent[0] = 0.0
+    for _ in range(STEPS - 20):
+        engine.step()
+    per_step_ms = 1000 * spent[0] / (STEPS - 20)
+    engine.run(*started)
+    return round(per_step_ms, 4)
+
+
+def _timed(method: Any, spent: list[float]) -> Any:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return method(*arguments, **named)
+        finally:
+            spent[0] += time.perf_counter() - begun
+
+    return timed
+
+
+def _parked_step_ms(engine: "Engine", photos: Iterator[bytes]) -> float:
+    """Return the CPU time of a step in which one request waits; vLLM makes about a thousand of them a second."""
+    request_id = engine.start([next(photos)], tokens=1)
+    begun = time.thread_time()
+    for _ in range(STEPS):
+        engine.step()
+    spent_ms = 1000 * (time.thread_time() - begun) / STEPS
+    engine.abort(request_id)
+    return round(spent_ms, 4)
+
+
+def _photos() -> Iterator[bytes]:
+    from bench.images import photo
+
+    seed = int(time.time())  # other images in every run and way: nothing is in the store
+    while True:
+        seed += 1
+        yield photo(SIDE_PIXELS, SIDE_PIXELS, seed)
+
+
+def _ratio(told: dict[str, object], above: str, below: str) -> float:
+    return round(float(str(told[above])) / float(str(told[below])), 2)
+
+
+if __name__ == "__main__":
+    main()

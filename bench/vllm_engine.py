@@ -1,0 +1,222 @@
+"""A real vLLM engine in this process, fed by a real server: stepped by hand where a test needs to know the step."""
+
+import base64
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from encoder_contract.digest import content_digest
+from encoder_contract.geometry import Grid
+from prefill_client.blocking import BlockingClient
+from prefill_client.images import Image, read_images
+from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+
+CHUNK_TOKENS = 96
+CONNECTOR = {
+    "ec_connector": "EncoderServiceConnector",
+    "ec_connector_module_path": "prefill_client.vllm.connector",
+    "ec_role": "ec_consumer",
+}
+MANAGER = {"encoder_cache_manager_cls": "prefill_client.vllm.cache_manager.EncoderServiceCacheManager"}
+
+Part = str | bytes
+"""Text, or an image file."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request ended with."""
+
+    tokens: tuple[int, ...]
+    top: tuple[dict[int, float], ...]
+    reason: str
+
+    def distance(self, other: "Answer") -> float:
+        """The largest difference of a log-probability that both have among their five; infinite for other tokens."""
+        if self.tokens != other.tokens:
+            return float("inf")
+        steps = zip(self.top, other.top, strict=True)
+        return max(
+            abs(ours[token] - theirs[token]) for ours, theirs in steps for token in ours.keys() & theirs
+        )
+
+
+class Engine:
+    """An engine of `vllm`, and how to talk to it in both ways: images through the service, or through its own tower."""
+
+    def __init__(
+        self,
+        model: Path,
+        endpoint: str,
+        *,
+        exact: bool = False,
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        given = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": CHUNK_TOKENS,
+            "block_size": 32,
+            "limit_mm_per_prompt": {"image": 16, "video": 0},
+            "seed": 0,
+            "disable_log_stats": False,
+            **options,
+        }
+        settings = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 30.0, **(extra or {})}
+        if exact:
+            given["ec_manager_config"] = MANAGER
+        self.llm = LLM(
+            str(model), ec_transfer_config={**CONNECTOR, "ec_connector_extra_config": settings}, **given
+        )
+        self.config = self.llm.llm_engine.vllm_config
+        self.client = BlockingClient.connect(endpoint)
+        self.signer = NameSigner(self.config.ec_transfer_config.engine_id)
+        self.producer = producer_of(self.client.description, "")
+
+    @property
+    def scheduler(self) -> Any:
+        """The real one."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def side(self) -> Any:
+        """The scheduler's side of our connector."""
+        return self.scheduler.ec_connector._scheduler
+
+    def image(self, data: bytes) -> Image:
+        """What the header of an image file says."""
+        (image,) = read_images([data], self.client.description.geometry)
+        assert isinstance(image, Image)
+        return image
+
+    def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
+        """The part that the middleware would put in the place of an image; nothing is submitted."""
+        image = self.image(data)
+        name = ImageName(content_digest(data), image.grid, self.producer)
+        part = {
+            "type": "image_embeds",
+            "image_embeds": {"image_grid_thw": list(image.grid)},
+            "uuid": self.signer.identifier(name),
+        }
+        return {**part, **changes}
+
+    def submit(self, *images: bytes) -> None:
+        """Submit images."""
+        for answer in self.client.submit(images):
+            assert answer.error is None, answer.error
+
+    def start(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> str:
+        """Hand a request to the engine, its images named (or raw, with `own`); return its id."""
+        content = [self._part(part, own=own) for part in parts]
+        (request_id,) = self.llm.enqueue_chat(
+            [{"role": "user", "content": content}], sampling(tokens), use_tqdm=False
+        )
+        return request_id.partition("-")[0]  # the name that its outputs have
+
+    def step(self) -> dict[str, Answer]:
+        """Make one step; return what ended in it."""
+        outputs = self.llm.llm_engine.step()
+        return {output.request_id: _answer(output) for output in outputs if output.finished}
+
+    def run(self, *wanted: str, steps: int = 100_000) -> dict[str, Answer]:
+        """Step until these have ended."""
+        ended: dict[str, Answer] = {}
+        for _ in range(steps):
+            if set(wanted) <= ended.keys():
+                return ended
+            ended |= self.step()
+        raise AssertionError(f"after {steps} steps {set(wanted) - ended.keys()} run still")
+
+    def run_until(self, reached: Callable[[], bool], steps: int = 100_000) -> None:
+        """Step until something is so."""
+        for _ in range(steps):
+            if reached():
+                return
+            self.step()
+        raise AssertionError(f"not so after {steps} steps")
+
+    def abort(self, request_id: str) -> None:
+        """What a caller who hangs up does."""
+        self.llm.llm_engine.abort_request([request_id])
+
+    def ask(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> Answer:
+        """Submit the images of a prompt, ask, and return the answer."""
+        if not own:
+            self.submit(*(part for part in parts if isinstance(part, bytes)))
+        request_id = self.start(parts, own=own, tokens=tokens)
+        return self.run(request_id)[request_id]
+
+    def computed(self, request_id: str) -> int:
+        """How many tokens of a request have been prefilled, or are being."""
+        return next(
+            request.num_computed_tokens
+            for known, request in self.scheduler.requests.items()
+            if known.startswith(f"{request_id}-")
+        )
+
+    def forget(self) -> None:
+        """Empty the caches that one test would hand to the next."""
+        self.llm.reset_prefix_cache()
+        self.scheduler.reset_encoder_cache()
+
+    def assert_nothing_is_held(self) -> None:
+        """No rows, no reservation, no request is left."""
+        side = self.side
+        deadline = time.monotonic() + 30
+        while len(side.table) and time.monotonic() < deadline:  # what was given up ends when its call has
+            side.gate.failed()
+        assert len(side.table) == 0
+        assert side.gate._free_rows == side.gate._capacity_rows
+        assert side._memory.free_bytes == side._memory.size_bytes
+        assert not side.gate._prompts
+        assert not side.gate._line
+
+    def close(self) -> None:
+        """End it, so that another can be made in this process."""
+        self.client.close()
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+
+    def _part(self, part: Part | dict[str, Any], *, own: bool) -> dict[str, Any]:
+        if isinstance(part, dict):
+            return part
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        return raw(part) if own else self.named(part)
+
+
+def raw(data: bytes) -> dict[str, Any]:
+    """An image as callers send it."""
+    return {"type": "image_url", "image_url": {"url": data_url(data)}}
+
+
+def data_url(data: bytes) -> str:
+    """An image file in a URL."""
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def sampling(tokens: int) -> SamplingParams:
+    """Greedy, with the five likeliest."""
+    return SamplingParams(max_tokens=tokens, temperature=0, logprobs=5, ignore_eos=True)
+
+
+def grid(image: Image) -> Grid:
+    """The grid of an image."""
+    return image.grid
+
+
+def _answer(output: RequestOutput) -> Answer:
+    (answer,) = output.outputs
+    top = tuple(
+        {token: float(each.logprob) for token, each in step.items()} for step in answer.logprobs or ()
+    )
+    return Answer(tuple(answer.token_ids), top, str(answer.finish_reason))

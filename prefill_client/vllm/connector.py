@@ -1,0 +1,124 @@
+"""vLLM's encoder-cache connector, as a consumer of the encoder service: what `--ec-transfer-config` names.
+
+vLLM makes one in the scheduler's process, whose gate decides what may run and whose table holds rows in host memory,
+and one in every worker, which copies them to its device.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+
+from prefill_client.vllm.deepstack import keep_deepstack
+from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan
+from prefill_client.vllm.row_loader import RowLoader
+from prefill_client.vllm.scheduler_side import SchedulerSide
+from prefill_client.vllm.service_check import check_service
+from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.stats import EncoderServiceMetrics, EncoderServiceStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
+    from vllm.v1.request import Request
+
+
+class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
+    """A consumer; arguments that a newer vLLM adds to a call are let pass."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole, *_: object, **__: object) -> None:
+        """Raise `ValueError` when the service or the configuration cannot serve this engine."""
+        super().__init__(vllm_config, role)
+        settings = Settings.from_extra_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        if role is ECConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(settings, vllm_config)
+        else:  # made before the weights are loaded: the place to say no
+            description = check_service(settings, vllm_config)
+            keep_deepstack(vllm_config)
+            device = torch.device(vllm_config.device_config.device)
+            self._loader = RowLoader(description.width, description.dtype, device)
+            self._loaded_step = 0
+        self._at_work = True
+
+    def shutdown(self) -> None:
+        """End what is under way; a second time does nothing."""
+        if self._at_work and self.role is ECConnectorRole.SCHEDULER:
+            self._scheduler.close()
+        self._at_work = False
+
+    # In the scheduler's process.
+
+    def ensure_cache_available(self, request: "Request", num_computed_tokens: int, **_: object) -> bool:
+        """Whether the images of the request's next step are here; asked before every step."""
+        return self._scheduler.gate.may_prefill(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str, **_: object) -> bool:
+        """Whether an image is loaded, not encoded by the engine; it is here then."""
+        return self._scheduler.table.is_here(identifier)
+
+    def update_state_after_alloc(self, request: "Request", index: int, **_: object) -> None:
+        """The image is part of the step that is being planned."""
+        self._scheduler.allocated(request.mm_features[index].identifier)
+
+    def update_state_after_free(self, request: "Request", index: int, **_: object) -> None:
+        """The request has prefilled the image."""
+        self._scheduler.gate.passed(request.request_id, index)
+
+    def request_finished(self, request: "Request", **_: object) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended, failed or been aborted."""
+        self._scheduler.gate.finished(request.request_id)
+        return False, None
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Return the requests of which an image failed: they end with an error, and they alone."""
+        return self._scheduler.gate.failed()
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput", **_: object) -> ECConnectorMetadata:
+        """Return what the workers load before this step."""
+        return self._scheduler.plan(scheduler_output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: "ECConnectorOutput", **_: object) -> None:
+        """A step is over: its rows have been copied."""
+        if isinstance(connector_output.ec_connector_worker_meta, LoadedUpTo):
+            self._scheduler.loaded(connector_output.ec_connector_worker_meta)
+
+    def get_ec_connector_stats(self) -> EncoderServiceStats | None:
+        """Return what was counted since the last time."""
+        if self.role is not ECConnectorRole.SCHEDULER:
+            return None
+        return EncoderServiceStats(self._scheduler.counts.take())
+
+    # In every worker.
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: object) -> None:
+        """Copy this step's rows to the device."""
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, LoadPlan)
+        if plan.loads:
+            self._loader.load(plan.path, plan.loads, encoder_cache)
+            self._loaded_step = plan.step
+
+    def build_connector_worker_meta(self) -> LoadedUpTo | None:
+        """Say what has been loaded, once."""
+        step, self._loaded_step = self._loaded_step, 0
+        return LoadedUpTo(step) if step else None
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: object) -> None:
+        """Nothing: what the engine encodes itself stays with it."""
+
+    # In the API server.
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> EncoderServiceStats:
+        """Return what was counted, as it came from the engine's process."""
+        return EncoderServiceStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> EncoderServiceMetrics:
+        """Return what shows the counts on vLLM's /metrics."""
+        return EncoderServiceMetrics(*arguments, **named)

@@ -1,0 +1,51 @@
+"""Keeps DeepStack where the tower's weights are left out: rows of the service carry it, and vLLM would drop it.
+
+`--limit-mm-per-prompt '{"image": 0, "video": 0}'` makes vLLM skip the vision tower, and with it, for Qwen3-VL, the part
+of the language model that takes DeepStack rows: wide rows then end the engine. This sets back what its constructor
+leaves out. It runs in the workers of an engine with our connector, and changes no other.
+"""
+
+import importlib
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_MODELS = {
+    "qwen3_vl": ("vllm.model_executor.models.qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("vllm.model_executor.models.qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+}
+
+
+def keep_deepstack(vllm_config: "VllmConfig") -> None:
+    """See to it that the model which this worker builds takes DeepStack rows, with or without a tower."""
+    found = _MODELS.get(vllm_config.model_config.hf_config.model_type)
+    if found is None:
+        return
+    model = getattr(importlib.import_module(found[0]), found[1])
+    if not hasattr(model.__init__, "__wrapped__"):
+        model.__init__ = _with_deepstack(model.__init__)
+
+
+def _with_deepstack(construct: Any) -> Any:
+    @wraps(construct)
+    def constructed(self: Any, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        construct(self, vllm_config=vllm_config, prefix=prefix)
+        if not self.use_deepstack:
+            _set_deepstack(self, vllm_config)
+
+    return constructed
+
+
+def _set_deepstack(model: Any, vllm_config: "VllmConfig") -> None:
+    """Set what the constructor sets beside a tower: vLLM 0.31 to 0.33, `Qwen3VLForConditionalGeneration.__init__`."""
+    config = vllm_config.model_config.hf_config
+    model.use_deepstack = True
+    model.deepstack_num_level = len(config.vision_config.deepstack_visual_indexes)
+    model.multiscale_dim = model.visual_dim * model.deepstack_num_level
+    shape = (vllm_config.scheduler_config.max_num_batched_tokens, config.text_config.hidden_size)
+    model.deepstack_input_embeds = [torch.zeros(shape) for _ in range(model.deepstack_num_level)]
+    model.deepstack_input_embeds_num_tokens = 0

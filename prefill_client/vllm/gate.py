@@ -1,0 +1,283 @@
+"""Decides, for the scheduler, whether a request may prefill now: the images of its next step are here, or they are not.
+
+A request is parked only for the images of its next step, and with the cache manager only for one that its very next
+token belongs to; those behind it are fetched meanwhile.
+"""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from time import monotonic
+from typing import Any, Protocol
+
+from encoder_contract.errors import EncoderError, InvalidRequestError
+from prefill_client.vllm.counts import Counts
+from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours
+from prefill_client.vllm.row_fetcher import Caller, Wanted
+from prefill_client.vllm.row_table import RowTable
+from prefill_client.vllm.settings import Gating
+
+_log = logging.getLogger("vllm.encoder_service")
+# For "how soon are the rows needed" of images behind the next step: a guess that only orders the service's work.
+_PREFILL_TOKENS_PER_S = 8000
+PARAMETERS = "encoder_service"
+"""The key of `ec_transfer_params` under which the middleware says who calls."""
+
+
+class Position(Protocol):
+    """Where an image's tokens lie: vLLM's `PlaceholderRange`."""
+
+    offset: int
+    length: int
+
+    def get_num_embeds(self) -> int:
+        """How many of them are rows."""
+
+
+class Feature(Protocol):
+    """An image of a request: vLLM's `MultiModalFeatureSpec`."""
+
+    data: Any
+    identifier: str
+    mm_position: Position
+
+
+class Request(Protocol):
+    """What we read of vLLM's `Request`."""
+
+    request_id: str
+    mm_features: Sequence[Feature]
+    ec_transfer_params: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `[begin, end)` of a prompt, filled by the rows of one of our images."""
+
+    begin: int
+    end: int
+    index: int  # among the request's multimodal features
+    identifier: str
+    name: ImageName
+    rows: int
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A request with images of ours."""
+
+    spans: list[Span]
+    features: int
+    caller: Caller
+    needs_rows: int = 0  # in host memory at once, at most
+    reserved_rows: int = 0  # what is set apart for it; 0: not admitted
+    held: dict[int, Span] = field(default_factory=dict)
+    parked_s: float = 0.0  # since when, on the steady clock; 0: it is not
+
+    @property
+    def end(self) -> int:
+        """The token behind its last image."""
+        return self.spans[-1].end if self.spans else 0
+
+
+class Gate:
+    """For the scheduler's thread."""
+
+    def __init__(
+        self, table: RowTable, signer: NameSigner, counts: Counts, *, producer: bytes, merge_size: int,
+        window_tokens: int, capacity_rows: int, gating: Gating,
+    ) -> None:  # fmt: skip
+        """`window_tokens` is what one step prefills at most, `capacity_rows` what fits into host memory."""
+        self._table = table
+        self._signer = signer
+        self._counts = counts
+        self._producer = producer
+        self._merged_patches = merge_size**2
+        self._window_tokens = window_tokens
+        self._free_rows = self._capacity_rows = capacity_rows
+        self._gating = gating
+        self._prompts: dict[str, Prompt] = {}
+        self._failed: dict[str, EncoderError] = {}
+        self._line: dict[
+            str, None
+        ] = {}  # requests that wait for host memory, in the order in which they came
+        self.exact = False
+        """Whether a cache manager of ours ends each step before the first image that is not here."""
+
+    def may_prefill(self, request: Request, computed: int) -> bool:
+        """Whether `request`, whose first `computed` tokens are done, may be scheduled in this step."""
+        request_id = request.request_id
+        prompt = self._prompts.get(request_id)
+        if prompt is None or prompt.features != len(request.mm_features):
+            prompt = self._read(request)
+        if computed >= prompt.end:
+            self._release(request_id, prompt)
+            return request_id not in self._failed
+        self._take_in()
+        ready = False
+        if request_id not in self._failed and self._admit(request_id, prompt):
+            self._hold(request_id, prompt, computed)
+            ready = all(self._table.is_here(span.identifier) for span in self._needed(prompt, computed))
+        self._note_wait(prompt, ready=ready)
+        return ready
+
+    def is_here(self, identifier: str) -> bool:
+        """Whether an image of ours can be loaded."""
+        return self._table.is_here(identifier)
+
+    def passed(self, request_id: str, index: int) -> None:
+        """The request is done with its image number `index`."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            self._drop(request_id, prompt, index)
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, in whatever way."""
+        self._failed.pop(request_id, None)
+        self._line.pop(request_id, None)
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            self._release(request_id, prompt)
+
+    def failed(self) -> set[str]:
+        """Return the requests that cannot go on, until `finished` is told of them."""
+        self._take_in()
+        return set(self._failed)
+
+    def _read(self, request: Request) -> Prompt:
+        """Find our images in a request; one that is not what it claims to be ends it."""
+        request_id, spans = request.request_id, []
+        self.finished(request_id)  # a session that goes on with more images
+        try:
+            for index, feature in enumerate(request.mm_features):
+                if is_ours(feature.identifier):
+                    spans.append(self._span(index, feature))
+                elif feature.data is None or all(key.endswith("grid_thw") for key in feature.data):
+                    raise InvalidRequestError(f"image {index} has neither pixels nor a name of ours")
+            prompt = Prompt(spans, len(request.mm_features), _caller(request))
+            prompt.needs_rows = self._most_rows(prompt)
+        except InvalidRequestError as error:
+            prompt = Prompt([], len(request.mm_features), Caller())
+            self._fail(request_id, error)
+        self._prompts[request_id] = prompt
+        return prompt
+
+    def _span(self, index: int, feature: Feature) -> Span:
+        """Check an image that has a name of ours against all that the engine would believe of it."""
+        name, position = self._signer.name(feature.identifier), feature.mm_position
+        if name is None or name.producer != self._producer:
+            raise InvalidRequestError(f"image {index} has a name that our middleware did not give it")
+        if feature.data is None or set(feature.data) != {"image_grid_thw"}:
+            raise InvalidRequestError(f"image {index} has a name of ours and data of its own")
+        grid = tuple(feature.data["image_grid_thw"].data.flatten().tolist())
+        rows = name.grid.patches // self._merged_patches
+        if grid != name.grid or position.get_num_embeds() != rows:
+            raise InvalidRequestError(
+                f"image {index} is said to have grid {grid} and {position.get_num_embeds()} rows, "
+                f"and was submitted with grid {tuple(name.grid)} and {rows}"
+            )
+        begin, end = position.offset, position.offset + position.length
+        return Span(begin, end, index, feature.identifier, name, rows)
+
+    def _most_rows(self, prompt: Prompt) -> int:
+        """Return how many rows one step can need at once, and as many again to fetch ahead, but not more than all."""
+        rows = [span.rows for span in prompt.spans]
+        most = sum(rows)
+        if self._gating == "window":
+            steps = (self._window(prompt, span.end - 1) for span in prompt.spans)
+            most = max((sum(span.rows for span in step) for step in steps), default=0)
+        if most > self._capacity_rows:
+            raise InvalidRequestError(
+                f"one step needs {most} rows of images and host_gib holds {self._capacity_rows}"
+            )
+        return min(2 * most, sum(rows), self._capacity_rows)
+
+    def _window(self, prompt: Prompt, computed: int) -> list[Span]:
+        """Return the images that a step which begins at token `computed` may touch."""
+        first = bisect_right(prompt.spans, computed, key=lambda span: span.end)
+        end = computed + self._window_tokens
+        return list(takewhile(lambda span: span.begin < end, prompt.spans[first:]))
+
+    def _needed(self, prompt: Prompt, computed: int) -> list[Span]:
+        """Return the images without which nothing can be prefilled."""
+        if self._gating == "request":
+            return [span for span in prompt.spans if span.end > computed]
+        window = self._window(prompt, computed)
+        return [span for span in window if span.begin <= computed] if self.exact else window
+
+    def _admit(self, request_id: str, prompt: Prompt) -> bool:
+        """Set host memory apart for all that a step of the request can need. First come, first served.
+
+        So whatever is being waited for has room to arrive, whatever others hold.
+        """
+        if prompt.reserved_rows:
+            return True
+        self._line.setdefault(request_id)
+        if next(iter(self._line)) != request_id or prompt.needs_rows > self._free_rows:
+            return False
+        del self._line[request_id]
+        prompt.reserved_rows = prompt.needs_rows
+        self._free_rows -= prompt.reserved_rows
+        return True
+
+    def _hold(self, request_id: str, prompt: Prompt, computed: int) -> None:
+        """Let go of images that are done; hold those of the next step, and as many behind it as were set apart."""
+        for index in [index for index, span in prompt.held.items() if span.end <= computed]:
+            self._drop(request_id, prompt, index)
+        held_rows = sum(span.rows for span in prompt.held.values())
+        first = bisect_right(prompt.spans, computed, key=lambda span: span.end)
+        for span in prompt.spans[first:]:
+            if span.index in prompt.held:
+                continue
+            held_rows += span.rows
+            if held_rows > prompt.reserved_rows:
+                return
+            ahead = max(0, span.begin - computed - self._window_tokens)
+            wanted = Wanted(
+                span.name,
+                span.rows,
+                prompt.caller,
+                chunk=(max(0, span.begin - computed)) // self._window_tokens,
+                needed_in_ms=1000 * ahead // _PREFILL_TOKENS_PER_S,
+            )
+            prompt.held[span.index] = span
+            self._table.hold(span.identifier, (request_id, span.index), wanted)
+
+    def _drop(self, request_id: str, prompt: Prompt, index: int) -> None:
+        if span := prompt.held.pop(index, None):
+            self._table.drop(span.identifier, (request_id, index))
+
+    def _release(self, request_id: str, prompt: Prompt) -> None:
+        for index in list(prompt.held):
+            self._drop(request_id, prompt, index)
+        self._free_rows += prompt.reserved_rows
+        prompt.reserved_rows = 0
+
+    def _take_in(self) -> None:
+        for (request_id, index), error in self._table.collect():
+            self._fail(request_id, type(error)(f"image {index}: {error.message}"))
+
+    def _fail(self, request_id: str, error: EncoderError) -> None:
+        if request_id not in self._failed:
+            _log.warning("request %s ends with an error: %s", request_id, error.message)
+            self._failed[request_id] = error
+
+    def _note_wait(self, prompt: Prompt, *, ready: bool) -> None:
+        if not ready:
+            prompt.parked_s = prompt.parked_s or monotonic()
+        elif prompt.parked_s:
+            self._counts.waited(monotonic() - prompt.parked_s)
+            prompt.parked_s = 0.0
+
+
+def _caller(request: Request) -> Caller:
+    """Return what the middleware said about who calls."""
+    said = (request.ec_transfer_params or {}).get(PARAMETERS) or {}
+    priority = said.get("priority", 0)
+    return Caller(
+        request_id=str(said.get("request_id", request.request_id))[:128],
+        priority=priority if priority in range(-8, 9) else 0,
+        traceparent=str(said.get("traceparent", "")),
+    )

@@ -1,0 +1,85 @@
+"""Host memory for rows on their way into the engine: written by the scheduler's process, mapped by every worker.
+
+It is our own and not the service's, so that nothing the service does can change a row between the scheduler's word
+that it is here and the moment a worker reads it. A memfd: it has no name to leave behind, needs no room in /dev/shm,
+and the workers, processes of the same user on the same host, open it through /proc.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Extent = tuple[int, int]
+"""(offset, length), bytes."""
+
+
+class HostMemory:
+    """Hands out extents of a fixed number of bytes; belongs to one thread."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._file = os.memfd_create("encoder-service-rows", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, size_bytes)
+        self.size_bytes = size_bytes
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._bytes = np.frombuffer(mmap.mmap(self._file, size_bytes), np.uint8)
+        self._free: list[Extent] = [(0, size_bytes)]  # by offset, never touching each other
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody has."""
+        return sum(length for _, length in self._free)
+
+    def allocate(self, size: int) -> tuple[Extent, ...] | None:
+        """Return extents of `size` bytes together, or None when there are not as many."""
+        if size > self.free_bytes:
+            return None
+        taken: list[Extent] = []
+        while size:
+            offset, length = self._free.pop()
+            if length > size:
+                self._free.append((offset, length - size))
+                offset, length = offset + length - size, size
+            taken.append((offset, length))
+            size -= length
+        return tuple(taken)
+
+    def release(self, extents: Sequence[Extent]) -> None:
+        """Take extents back."""
+        merged: list[Extent] = []
+        for offset, length in sorted([*self._free, *extents]):
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((offset, length))
+        self._free = merged
+
+    def write(self, extents: Sequence[Extent], content: NDArray[np.uint8]) -> None:
+        """Copy `content`, uint8 [bytes], into extents of the same length together. Any thread may."""
+        begin = 0
+        for offset, length in extents:
+            self._bytes[offset : offset + length] = content[begin : begin + length]
+            begin += length
+
+    def close(self) -> None:
+        """Let the memory go when nothing maps it any more."""
+        os.close(self._file)
+
+
+class MappedMemory:
+    """The same memory in a worker, read-only."""
+
+    def __init__(self, path: str) -> None:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(file).st_size
+            self._bytes = np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+        finally:
+            os.close(file)
+        self.path = path
+
+    def pieces(self, extents: Sequence[Extent]) -> list[NDArray[np.uint8]]:
+        """Return a view of each extent, uint8 [length]."""
+        return [self._bytes[offset : offset + length] for offset, length in extents]

@@ -1,0 +1,241 @@
+"""The ASGI middleware that vLLM's `--middleware` names: images leave a request before vLLM reads it.
+
+Each image is submitted to the encoder service, which answers from its header, and replaced by its name and grid: vLLM
+neither loads nor processes a pixel, and the service encodes while the request is tokenised, queued and its text
+prefilled. All images of a request or none.
+"""
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from hmac import compare_digest
+from typing import Any
+from uuid import uuid4
+
+from vllm import envs
+
+from encoder_contract.errors import EncoderError, Status
+from prefill_client.client import EncoderClient
+from prefill_client.connection import traceparent
+from prefill_client.images import Submitted
+from prefill_client.reference.image_urls import ImageUrls
+from prefill_client.vllm.gate import PARAMETERS
+from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+from prefill_client.vllm.request_images import RequestImages
+from prefill_client.vllm.row_fetcher import connect
+from prefill_client.vllm.settings import Settings
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_log = logging.getLogger("vllm.encoder_service")
+PATH = "/v1/chat/completions"
+_HTTP = {
+    Status.INVALID_ARGUMENT: (400, "BadRequestError"),
+    Status.PERMISSION_DENIED: (403, "PermissionDeniedError"),
+    Status.INTERNAL: (500, "InternalServerError"),
+}
+_DOWN = (503, "ServiceUnavailableError")
+# What says that the service cannot help now, and not that something is wrong with an image.
+_SERVICE_DOWN = (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.RESOURCE_EXHAUSTED, Status.INTERNAL)
+
+
+class EncoderServiceMiddleware:
+    """One for each API server; configured by the `ec_connector_extra_config` of the engine behind it."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._service: _Service | None = None
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Handle one request, or the life of the server."""
+        if scope["type"] == "lifespan":
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                if self._service is not None:
+                    await self._service.close()
+        elif scope["type"] == "http" and _is_chat(scope) and _is_authorized(scope):
+            await self._chat(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _chat(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        if body is None:  # the caller has left
+            return
+        if b"image" in body:
+            try:
+                body = await self._with_names(scope, body)
+            except EncoderError as error:
+                if not (
+                    error.status in _SERVICE_DOWN and self._of(scope).settings.without_service == "own_tower"
+                ):
+                    await _refuse(send, error)
+                    return
+                _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
+        await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
+
+    async def _with_names(self, scope: MutableMapping[str, Any], body: bytes) -> bytes:
+        """Return the body with names in the place of images; without images, or if it is no JSON, the body itself."""
+        try:
+            parsed = await asyncio.to_thread(json.loads, body)  # megabytes of base64
+        except ValueError:
+            return body  # vLLM has an answer to that
+        images = RequestImages(parsed)
+        if not len(images):
+            return body
+        await self._of(scope).submit(images, _headers(scope))
+        return await asyncio.to_thread(lambda: json.dumps(images.body).encode())
+
+    def _of(self, scope: MutableMapping[str, Any]) -> "_Service":
+        if self._service is None:
+            state = scope["app"].state
+            self._service = _Service(
+                state.vllm_config, getattr(state.args, "allowed_media_domains", None) or ()
+            )
+        return self._service
+
+
+class _Service:
+    """The encoder service as the middleware sees it: connected at the first image, and again when that failed."""
+
+    def __init__(self, vllm_config: Any, image_hosts: Sequence[str]) -> None:
+        config = vllm_config.ec_transfer_config
+        if config is None:
+            raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
+        self.settings = Settings.from_extra_config(config.ec_connector_extra_config)
+        self._signer = NameSigner(config.engine_id)
+        self._image_hosts = image_hosts
+        self._opening: asyncio.Task[EncoderClient] | None = None
+        self._urls: ImageUrls | None = None
+
+    async def submit(self, images: RequestImages, headers: dict[str, str]) -> None:
+        """Submit a request's images and name them; raise the error of the first that failed."""
+        client = await self._client()
+        files = await self._load(images.urls(), client)
+        caller = _caller(images.body, headers)
+        token = traceparent.set(caller["traceparent"])
+        try:
+            answers = await client.submit(
+                files,
+                request_id=caller["request_id"],
+                priority=caller["priority"],
+                timeout_s=self.settings.submit_timeout_s,
+            )
+        finally:
+            traceparent.reset(token)
+        _raise_first([answer.error for answer in answers])
+        producer = producer_of(client.description, self.settings.tenant_salt)
+        images.name([self._named(answer, producer) for answer in answers], (PARAMETERS, caller))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._opening is not None and self._opening.done() and not self._opening.exception():
+            await self._opening.result().close()
+
+    async def _client(self) -> EncoderClient:
+        """Return the client; who comes while it connects waits for the same attempt, and a failure is not kept."""
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.create_task(connect(self.settings, wait=False))
+        return await asyncio.shield(self._opening)
+
+    async def _load(self, urls: list[str], client: EncoderClient) -> list[bytes]:
+        if self._urls is None:
+            most = client.description.max_image_bytes
+            hosts, timeout_s = self._image_hosts, self.settings.submit_timeout_s
+            self._urls = ImageUrls(hosts, max_bytes=most, timeout_s=timeout_s)
+        loaded = await asyncio.gather(*map(self._urls.load, urls), return_exceptions=True)
+        _raise_first(loaded)
+        return [each for each in loaded if isinstance(each, bytes)]
+
+    def _named(self, answer: Submitted, producer: bytes) -> tuple[str, list[int]]:
+        assert answer.grid is not None, "an answer without an error has a grid"
+        name = ImageName(answer.digest, answer.grid, producer)
+        return self._signer.identifier(name), list(answer.grid)
+
+
+def _raise_first(outcomes: Iterable[object]) -> None:
+    """Raise the first that is an error, with the number of its image."""
+    for index, outcome in enumerate(outcomes):
+        if isinstance(outcome, EncoderError):
+            text = f"image {index}: {outcome.message}"
+            raise type(outcome)(text, retry_after_ms=outcome.retry_after_ms) from outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def _caller(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+    """Return who calls, as the service wants to know it; vLLM's smaller priority is our larger."""
+    priority = body.get("priority")
+    return {
+        "request_id": (headers.get("x-request-id") or uuid4().hex)[:128],
+        "priority": max(-8, min(8, -priority)) if isinstance(priority, int) else 0,
+        "traceparent": headers.get("traceparent", ""),
+    }
+
+
+def _is_chat(scope: MutableMapping[str, Any]) -> bool:
+    path: str = scope["path"]
+    return scope["method"] == "POST" and path.removeprefix(scope.get("root_path", "")) == PATH
+
+
+def _is_authorized(scope: MutableMapping[str, Any]) -> bool:
+    """Whether vLLM, which looks only after us, would let a request in: nothing is submitted for others."""
+    args = getattr(scope["app"].state, "args", None)
+    keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
+    if not keys:
+        return True
+    scheme, _, given = _headers(scope).get("authorization", "").partition(" ")
+    known = [compare_digest(given.encode(), key.encode()) for key in keys]
+    return scheme.lower() == "bearer" and any(known)
+
+
+def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """Return the body, or None when the caller left before its end."""
+    pieces = []
+    while (message := await receive())["type"] == "http.request":
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+    return None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that tells of `body`, then whatever comes, such as that the caller left."""
+    told = False
+
+    async def replayed() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
+    kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+    return {**scope, "headers": [*kept, (b"content-length", str(length).encode())]}
+
+
+async def _refuse(send: Send, error: EncoderError) -> None:
+    """Answer with the error's own text, as vLLM words its own."""
+    code, kind = _HTTP.get(error.status, _DOWN)
+    body = json.dumps(
+        {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
+    ).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if code == _DOWN[0]:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_ms / 1000))).encode()))
+    await send({"type": "http.response.start", "status": code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

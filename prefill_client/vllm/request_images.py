@@ -1,0 +1,62 @@
+"""The images of a chat-completion request: where they are in its JSON, and what takes their place."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from encoder_contract.errors import ForbiddenError, InvalidRequestError
+
+_KINDS = {"image_url", "input_image", "image_embeds", "image_pil"}
+# They change images in the engine alone, and with them what vLLM takes for an image's identity.
+_PROCESSOR_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+
+
+class RequestImages:
+    """A parsed request body. Raises `InvalidRequestError` or `ForbiddenError` for images that cannot be served."""
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self._parts = list(_image_parts(body))
+        if not self._parts:
+            return
+        for option in _PROCESSOR_OPTIONS:
+            if body.get(option):
+                raise InvalidRequestError(
+                    f"{option}: images are encoded outside of the engine, with the model's own settings"
+                )
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def urls(self) -> list[str]:
+        """Return the URL of each image, in the order in which they stand."""
+        return [_url(part) for part in self._parts]
+
+    def name(self, identifiers: list[tuple[str, list[int]]], parameters: tuple[str, dict[str, Any]]) -> None:
+        """Put a named part, without pixels, in the place of each image; each is given by identifier and grid.
+
+        `parameters` go, under their key, to the connector.
+        """
+        for part, (identifier, grid) in zip(self._parts, identifiers, strict=True):
+            part.clear()
+            part |= {"type": "image_embeds", "image_embeds": {"image_grid_thw": grid}, "uuid": identifier}
+        key, value = parameters
+        self.body["ec_transfer_params"] = {**(self.body.get("ec_transfer_params") or {}), key: value}
+
+
+def _image_parts(body: Any) -> Iterator[dict[str, Any]]:
+    messages = body.get("messages") if isinstance(body, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and (part.get("type") in _KINDS or _KINDS & part.keys()):
+                yield part
+
+
+def _url(part: dict[str, Any]) -> str:
+    if "image_embeds" in part or part.get("type") == "image_embeds":
+        raise ForbiddenError("image_embeds: embeddings are made by the encoder service alone; send images")
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise InvalidRequestError("an image without image_url")
+    return url

@@ -1,0 +1,82 @@
+"""The scheduler's part of the connector: the gate and all that it needs, and what the workers are told to load."""
+
+from collections import deque
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from prefill_client.vllm.counts import Counts
+from prefill_client.vllm.gate import Gate
+from prefill_client.vllm.host_memory import HostMemory
+from prefill_client.vllm.image_name import NameSigner, is_ours, producer_of
+from prefill_client.vllm.load_plan import Load, LoadedUpTo, LoadPlan
+from prefill_client.vllm.row_fetcher import RowFetcher
+from prefill_client.vllm.row_loader import row_bytes
+from prefill_client.vllm.row_table import Rows, RowTable
+from prefill_client.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+gates: "WeakValueDictionary[str, Gate]" = WeakValueDictionary()
+"""The gate of each scheduler of this process by its engine id: where the cache manager finds it."""
+
+
+class SchedulerSide:
+    """One for each scheduler; of its thread."""
+
+    def __init__(self, settings: Settings, config: "VllmConfig") -> None:
+        """Connect to the service and set host memory apart."""
+        self.counts = Counts()
+        self._memory = HostMemory(int(settings.host_gib * (1 << 30)))
+        self._fetcher = RowFetcher(settings, self._memory)
+        description = self._fetcher.description
+        size = row_bytes(description.width, description.dtype)
+        self.table = RowTable(self._memory, self._fetcher, size, self.counts)
+        self.gate = gates[config.ec_transfer_config.engine_id] = Gate(
+            self.table,
+            NameSigner(config.ec_transfer_config.engine_id),
+            self.counts,
+            producer=producer_of(description, settings.tenant_salt),
+            merge_size=description.geometry.merge_size,
+            window_tokens=config.scheduler_config.max_num_batched_tokens + _look_ahead(config),
+            capacity_rows=self._memory.size_bytes // size,
+            gating=settings.gating,
+        )
+        self._step = 0
+        self._to_load: dict[str, Rows] = {}  # for the next plan
+        self._under_way: deque[tuple[int, list[Rows]]] = (
+            deque()
+        )  # plans that workers may still be reading from
+
+    def allocated(self, identifier: str) -> None:
+        """The scheduler counts on an image in the step that it is planning."""
+        if is_ours(identifier) and identifier not in self._to_load:
+            self._to_load[identifier] = self.table.begin_load(identifier)
+
+    def plan(self, scheduled_tokens: int) -> LoadPlan:
+        """Return what the workers are to load. With nothing scheduled some would not: then it waits for the next."""
+        self._step += 1
+        if not self._to_load or not scheduled_tokens:
+            return LoadPlan(self._step, self._memory.path)
+        rows = list(self._to_load.values())
+        self._to_load.clear()
+        self._under_way.append((self._step, rows))
+        loads = tuple(Load(each.identifier, each.wanted.extents) for each in rows)
+        return LoadPlan(self._step, self._memory.path, loads)
+
+    def loaded(self, up_to: LoadedUpTo) -> None:
+        """Let go of what the workers have copied."""
+        while self._under_way and self._under_way[0][0] <= up_to.step:
+            for rows in self._under_way.popleft()[1]:
+                self.table.end_load(rows)
+
+    def close(self) -> None:
+        """End what is under way; the engine stops."""
+        self._fetcher.close()
+        self._memory.close()
+
+
+def _look_ahead(config: "VllmConfig") -> int:
+    """Return how many tokens behind its own a step may touch: those that a drafter reads ahead."""
+    speculative = config.speculative_config
+    return 0 if speculative is None else speculative.num_speculative_tokens + 1

@@ -1,0 +1,66 @@
+"""What `--ec-transfer-config` says to us: the `ec_connector_extra_config` of vLLM, read by middleware and connector."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+Gating = Literal["window", "request"]
+WithoutService = Literal["refuse", "own_tower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One field is one key; keys that do not exist are errors."""
+
+    endpoints: tuple[str, ...]
+    """host:port or unix:/path of each server; a string for one."""
+    timeout_s: float = 60.0
+    """How long the rows of one image may take; then its request ends with an error."""
+    grace_s: float = 1.0
+    """How long an image may be unknown to the service; then it has lost it. The middleware submits before the engine
+    hears of an image, but one replica may learn of it a little later than another."""
+    submit_timeout_s: float = 10.0
+    """How long the service may take to answer for the images of a request; then it counts as down."""
+    start_timeout_s: float = 300.0
+    """How long the engine waits for the service when both are being started."""
+    host_gib: float = 2.0
+    """Host memory for rows that wait for the engine. Taken as it is used; full: new requests wait their turn."""
+    shared_memory: bool = True
+    """Whether rows may come by the service's shared memory when it is on this host."""
+    gating: Gating = "window"
+    """What a request waits for: the images of its next prefill step, or those of the whole request."""
+    without_service: WithoutService = "refuse"
+    """When the service is down: answer 503, or let the engine's own tower do it, where it is loaded."""
+    model_fingerprint: str = ""
+    """Refuse a service with another model than this, in hexadecimal digits; empty: any of the right shape."""
+    tenant_salt: str = ""
+    """Part of the address of every image, so that this engine shares embeddings only with those of the same salt."""
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> Self:
+        """Read vLLM's `ec_connector_extra_config`; raises `ValueError` naming the key that is wrong."""
+        kinds = {field.name: field.type for field in fields(cls)}
+        if unknown := sorted(extra.keys() - kinds.keys()):
+            raise ValueError(f"ec_connector_extra_config: unknown {unknown}; there are {sorted(kinds)}")
+        given = dict(extra)
+        endpoints = given.pop("endpoints", ())
+        given["endpoints"] = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
+        if not given["endpoints"]:
+            raise ValueError(
+                "ec_connector_extra_config: endpoints is missing: host:port of the encoder service"
+            )
+        settings = cls(**given)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        for name, choices in (("gating", get_args(Gating)), ("without_service", get_args(WithoutService))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"ec_connector_extra_config: {name} is one of {choices}")
+        for name in ("timeout_s", "grace_s", "submit_timeout_s", "start_timeout_s", "host_gib"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"ec_connector_extra_config: {name} is a number above 0, not {value!r}")
+        if not isinstance(self.shared_memory, bool):
+            raise ValueError("ec_connector_extra_config: shared_memory is true or false")
+        bytes.fromhex(self.model_fingerprint)

@@ -1,0 +1,7 @@
+"""Tests on real engines of vLLM, in an environment of their own: `make test-vllm`."""
+
+import os
+
+from bench.vllm_environment import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)

@@ -1,0 +1,73 @@
+"""Fed by the service, an engine answers as with its own tower; a control that must differ does."""
+
+import random
+
+import pytest
+
+from bench.images import photo
+from bench.vllm_engine import Answer, Engine, Part
+
+TOLERANCE = 1e-5  # of a log-probability
+
+
+def prompt(seed: int, images: int) -> list[Part]:
+    """Text and images of mixed sizes and formats, in seeded order."""
+    draw = random.Random(seed)
+    parts: list[Part] = [f"prompt {seed}: "]
+    for number in range(images):
+        size = (draw.randrange(40, 400), draw.randrange(40, 400))
+        parts += [
+            photo(*size, 100 * seed + number, draw.choice(("PNG", "JPEG"))),
+            draw.choice(("", " and ", "?")),
+        ]
+    return parts
+
+
+def assert_equal(ours: Answer, own: Answer) -> None:
+    assert ours.reason == own.reason == "length"
+    assert ours.distance(own) <= TOLERANCE
+
+
+@pytest.mark.parametrize("images", range(1, 9))
+def test_an_answer_is_that_of_the_engines_own_tower(engine: Engine, images: int) -> None:
+    for seed in range(4):
+        parts = prompt(10 * images + seed, images)
+        assert_equal(engine.ask(parts), engine.ask(parts, own=True))
+    engine.assert_nothing_is_held()
+
+
+def test_sixteen_at_once_are_answered_as_each_alone(engine: Engine) -> None:
+    prompts = [prompt(200 + seed, 1 + seed % 8) for seed in range(16)]
+    for parts in prompts:
+        engine.submit(*(part for part in parts if isinstance(part, bytes)))
+    started = [engine.start(parts) for parts in prompts]
+    together = engine.run(*started)
+    for request_id, parts in zip(started, prompts, strict=True):
+        assert_equal(together[request_id], engine.ask(parts, own=True))
+    engine.assert_nothing_is_held()
+
+
+def test_an_image_twice_in_a_prompt_and_again_in_the_next_turn(engine: Engine) -> None:
+    first, second = photo(200, 150, 1, "PNG"), photo(150, 260, 2, "PNG")
+    for parts in (["a", first, "b", first], ["a", first, "b", first, "c", second, "d", first]):
+        assert_equal(engine.ask(parts), engine.ask(parts, own=True))
+
+
+def test_a_prompt_out_of_the_prefix_cache_is_answered_alike(engine: Engine) -> None:
+    parts = prompt(300, 4)
+    engine.forget()
+    cold = engine.ask(parts)
+    warm = engine.ask(parts)
+    assert cold.distance(warm) <= TOLERANCE
+
+
+def test_controls_differ(engine: Engine) -> None:
+    parts = ["what is this?", photo(200, 150, 1, "PNG")]
+    right = engine.ask(parts, own=True)
+    another = engine.ask(["what is this?", photo(200, 150, 2, "PNG")])
+    distances = [
+        abs(a[token] - b[token])
+        for a, b in zip(right.top[:1], another.top[:1], strict=True)
+        for token in a.keys() & b.keys()
+    ]
+    assert right.tokens != another.tokens or max(distances) > 100 * TOLERANCE

@@ -1,0 +1,44 @@
+"""With the cache manager, prefill runs exactly up to the first image that is not here, and goes on when it is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.images import photo
+from bench.server_process import ServerProcess
+from bench.vllm_engine import CHUNK_TOKENS, Engine
+from tests.vllm.test_gate import TOLERANCE, begin_of_second, step_until_parked, two_images
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
+    """An engine with the manager."""
+    engine = Engine(checkpoint, service.endpoint, exact=True)
+    yield engine
+    engine.close()
+
+
+def test_prefill_runs_exactly_up_to_a_missing_image(engine: Engine) -> None:
+    first, second, prompt = two_images(510)
+    engine.forget()
+    engine.submit(first)
+    request_id = engine.start(prompt)
+    engine.run_until(lambda: engine.computed(request_id) > 0)
+    begin = begin_of_second(engine)
+    assert begin % CHUNK_TOKENS, "or gating by step would end there too"
+    assert step_until_parked(engine, request_id) == begin
+    engine.submit(second)
+    assert engine.run(request_id)[request_id].distance(engine.ask(prompt, own=True)) <= TOLERANCE
+    engine.assert_nothing_is_held()
+
+
+def test_text_before_the_first_image_is_prefilled_though_nothing_has_arrived(engine: Engine) -> None:
+    engine.forget()
+    late = photo(180, 160, 5, "PNG")
+    parts = ["t" * 150, late]
+    request_id = engine.start(parts)
+    begin = step_until_parked(engine, request_id)
+    assert begin > 150
+    engine.submit(late)
+    assert engine.run(request_id)[request_id].distance(engine.ask(parts, own=True)) <= TOLERANCE

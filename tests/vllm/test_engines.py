@@ -1,0 +1,73 @@
+"""Other engines than the plain one answer alike: another family, two ranks, no tower, rows that come inline."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.server_process import ServerProcess, running
+from bench.vllm_engine import Answer, Engine
+from tests.vllm.conftest import SERVICE, SETTINGS, checkpoint_of
+from tests.vllm.test_answers import TOLERANCE, prompt
+
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
+PROMPTS = [prompt(600 + images, images) for images in range(1, 9)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each family."""
+    return checkpoint_of(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def served(family: Path) -> Iterator[ServerProcess]:
+    """A server of it."""
+    with running(family, executable=SERVICE, **SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def right(family: Path, served: ServerProcess) -> list[Answer]:
+    """The answers of the engine's own tower, and, beside them, those of the service."""
+    return answers(family, served, own=True)
+
+
+def answers(model: Path, server: ServerProcess, *, own: bool = False, **options: Any) -> list[Answer]:
+    """Ask all prompts, of an engine with these options, at once."""
+    engine = Engine(model, server.endpoint, **options)
+    try:
+        if not own:
+            engine.submit(*(part for parts in PROMPTS for part in parts if isinstance(part, bytes)))
+        started = [engine.start(parts, own=own) for parts in PROMPTS]
+        ended = engine.run(*started)
+        engine.assert_nothing_is_held()
+        return [ended[request_id] for request_id in started]
+    finally:
+        engine.close()
+
+
+def assert_all_equal(ours: list[Answer], right: list[Answer]) -> None:
+    assert [answer.reason for answer in ours] == ["length"] * len(PROMPTS)
+    assert max(each.distance(own) for each, own in zip(ours, right, strict=True)) <= TOLERANCE
+
+
+def test_an_engine_answers_as_with_its_own_tower(
+    family: Path, served: ServerProcess, right: list[Answer]
+) -> None:
+    assert_all_equal(answers(family, served), right)
+
+
+def test_an_engine_whose_tower_is_left_out_answers_alike(
+    family: Path, served: ServerProcess, right: list[Answer]
+) -> None:
+    assert_all_equal(answers(family, served, limit_mm_per_prompt={"image": 0, "video": 0}), right)
+
+
+def test_two_ranks_answer_alike(family: Path, served: ServerProcess, right: list[Answer]) -> None:
+    assert_all_equal(answers(family, served, tensor_parallel_size=2), right)
+
+
+def test_rows_that_come_inline_answer_alike(family: Path, served: ServerProcess, right: list[Answer]) -> None:
+    assert_all_equal(answers(family, served, extra={"shared_memory": False}), right)

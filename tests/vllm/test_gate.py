@@ -1,0 +1,163 @@
+"""A request waits for the images of its next step, not for those behind it; read from the engine's own steps."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from bench.images import photo
+from bench.vllm_engine import CHUNK_TOKENS, Engine, Part
+
+TOLERANCE = 1e-5
+
+
+def two_images(seed: int) -> tuple[bytes, bytes, list[Part]]:
+    """Two images that nobody knows, and a prompt with more than three steps between them."""
+    first, second = photo(200, 150, 2 * seed, "PNG"), photo(190, 160, 2 * seed + 1, "PNG")
+    return first, second, ["a", first, "b" * 300, second, "c" * 50]
+
+
+def begin_of_second(engine: Engine) -> int:
+    (prompt,) = engine.side.gate._prompts.values()
+    return prompt.spans[1].begin
+
+
+def step_until_parked(engine: Engine, request_id: str) -> int:
+    """Step until nothing more is prefilled; return how many tokens are."""
+    before, same = -1, 0
+    while same < 20:
+        assert not engine.step()
+        now = engine.computed(request_id)
+        same = same + 1 if now == before else 0
+        before = now
+    return before
+
+
+def test_what_lies_before_the_step_of_a_missing_image_is_prefilled(engine: Engine) -> None:
+    first, second, prompt = two_images(500)
+    engine.forget()
+    engine.submit(first)
+    request_id = engine.start(prompt)
+    engine.run_until(lambda: engine.computed(request_id) > 0)
+    begin = begin_of_second(engine)
+    parked = step_until_parked(engine, request_id)
+    assert parked % CHUNK_TOKENS == 0
+    assert parked <= begin < parked + CHUNK_TOKENS, "the step that would reach it, and no earlier one"
+    engine.submit(second)
+    answer = engine.run(request_id)[request_id]
+    assert answer.distance(engine.ask(prompt, own=True)) <= TOLERANCE
+    engine.assert_nothing_is_held()
+
+
+def test_gated_by_request_nothing_is_prefilled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, prompt = two_images(501)
+    monkeypatch.setattr(engine.side.gate, "_gating", "request")
+    engine.forget()
+    engine.submit(first)
+    request_id = engine.start(prompt)
+    assert step_until_parked(engine, request_id) == 0
+    engine.submit(second)
+    engine.run(request_id)
+
+
+def test_others_go_on_while_one_is_parked(engine: Engine) -> None:
+    parked = engine.start(["never ", photo(120, 90, 3, "PNG")])
+    for number in range(3):
+        parts = ["other ", photo(130, 90, 10 + number, "PNG")]
+        assert engine.ask(parts).reason == "length"
+    assert engine.ask(["text alone"]).distance(engine.ask(["text alone"])) <= TOLERANCE
+    engine.submit(photo(120, 90, 3, "PNG"))
+    assert engine.run(parked)[parked].reason == "length"
+
+
+def test_images_behind_the_next_step_are_asked_for_meanwhile(engine: Engine) -> None:
+    first, second, prompt = two_images(502)
+    engine.forget()
+    request_id = engine.start(prompt)
+    engine.step()
+    assert len(engine.side.table) == 2
+    engine.submit(first, second)
+    engine.run(request_id)
+    engine.assert_nothing_is_held()
+
+
+def test_raw_mixed_and_text_requests_are_the_engines_own(engine: Engine) -> None:
+    before = len(engine.side.table)
+    first, second, _ = two_images(503)
+    assert engine.ask(["x", first, second], own=True).reason == "length"
+    assert engine.ask(["only text"]).reason == "length"
+    assert len(engine.side.table) == before == 0
+
+
+def test_preempted_in_every_state_a_request_is_answered_alike(engine: Engine) -> None:
+    images = [photo(200, 150, 20 + number, "PNG") for number in range(5)]
+    parts = [part for image in images for part in ("word " * 5, image)]
+    right = engine.ask(parts, own=True)
+    draw = random.Random(1)
+    for preempt_at in range(1, 14):
+        engine.forget()
+        engine.submit(*images[: draw.randrange(6)])
+        request_id, ended = engine.start(parts), {}
+        for step in range(40):
+            if step == preempt_at:
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            ended |= engine.step()
+        engine.submit(*images)
+        ended = ended or engine.run(request_id)
+        assert ended[request_id].distance(right) <= TOLERANCE, preempt_at
+        engine.assert_nothing_is_held()
+
+
+def test_a_caller_who_hangs_up_leaves_nothing_behind(engine: Engine) -> None:
+    images = [photo(200, 150, 30 + number, "PNG") for number in range(5)]
+    for submitted in (0, 2, 5):
+        for steps in (0, 1, 2, 4, 8, 30):
+            engine.forget()
+            fresh = [photo(200, 150, 1000 + 100 * submitted + 10 * steps + n, "PNG") for n in range(2)]
+            engine.submit(*images[:submitted])
+            request_id = engine.start([*images[:submitted], *fresh])
+            for _ in range(steps):
+                engine.step()
+            engine.abort(request_id)
+            engine.assert_nothing_is_held()
+    assert engine.ask(images).distance(engine.ask(images, own=True)) <= TOLERANCE
+
+
+def test_more_requests_than_host_memory_holds_take_their_turns(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = engine.side.gate
+    monkeypatch.setattr(gate, "_capacity_rows", 200)
+    monkeypatch.setattr(gate, "_free_rows", 200)
+    prompts = [["p", *(photo(200, 150, 50 + 4 * k + n, "PNG") for n in range(4))] for k in range(6)]
+    for parts in prompts:
+        engine.submit(*parts[1:])
+    started = [engine.start(parts) for parts in prompts]
+    reserved = []
+    ended: dict[str, object] = {}
+    while len(ended) < len(started):
+        ended |= engine.step()
+        reserved.append(200 - gate._free_rows)
+    assert 0 < max(reserved) <= 200
+    assert all(answer.reason == "length" for answer in ended.values())
+    assert gate._free_rows == 200
+
+
+def test_a_decode_step_touches_no_table(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, _ = two_images(504)
+    engine.submit(first)
+    request_id = engine.start(["a", first], tokens=20)
+    engine.run_until(lambda: engine.computed(request_id) > 60)
+    engine.step()
+    asked = []
+    monkeypatch.setattr(engine.side.gate, "_hold", lambda *_: asked.append(1))
+    engine.run(request_id)
+    assert not asked
+
+
+def test_a_deadline_ends_a_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetcher = engine.side._fetcher
+    monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, timeout_s=0.3))
+    request_id = engine.start(["a", photo(90, 90, 99, "PNG")])
+    assert engine.run(request_id)[request_id].reason == "error"
+    engine.assert_nothing_is_held()

@@ -1,0 +1,115 @@
+"""Requests that end or corrupt an engine with a careless consumer: each ends itself, and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.images import photo
+from bench.vllm_engine import Engine, raw
+from encoder_contract.geometry import Grid
+
+TOLERANCE = 1e-5
+IMAGE, OTHER = photo(200, 120, 1, "PNG"), photo(130, 170, 2, "PNG")
+
+
+def grid_of(engine: Engine, height: int, width: int) -> dict[str, Any]:
+    """The right name with another grid."""
+    return engine.named(IMAGE, image_embeds={"image_grid_thw": [1, height, width]})
+
+
+def forged(engine: Engine) -> dict[str, Any]:
+    identifier = engine.named(IMAGE)["uuid"]
+    flipped = "0" if identifier[-1] != "0" else "1"
+    return engine.named(IMAGE, uuid=identifier[:-1] + flipped)
+
+
+def of_another_engine(engine: Engine) -> dict[str, Any]:
+    from prefill_client.vllm.image_name import ImageName, NameSigner
+
+    image = engine.image(IMAGE)
+    name = ImageName(image.digest, image.grid, engine.producer)
+    return engine.named(IMAGE, uuid=NameSigner("another").identifier(name))
+
+
+def signed_with_another_grid(engine: Engine) -> dict[str, Any]:
+    """What a broken middleware would send: the service says what the grid is."""
+    from prefill_client.vllm.image_name import ImageName
+
+    image = engine.image(IMAGE)
+    other = Grid(1, image.grid.w, image.grid.h)
+    name = ImageName(image.digest, other, engine.producer)
+    return engine.named(
+        IMAGE, uuid=engine.signer.identifier(name), image_embeds={"image_grid_thw": list(other)}
+    )
+
+
+HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
+    "no name": lambda engine: engine.named(IMAGE, uuid=None),
+    "a name that nobody knows": lambda engine: engine.named(IMAGE, uuid="my-image"),
+    "a forged name": forged,
+    "the name of another engine": of_another_engine,
+    "a larger grid": lambda engine: grid_of(engine, 12, 16),
+    "a smaller grid": lambda engine: grid_of(engine, 4, 4),
+    "a transposed grid": lambda engine: grid_of(engine, *engine.image(IMAGE).grid[:0:-1]),
+    "a grid that the service does not confirm": signed_with_another_grid,
+    "pixels under a name of ours": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_request_ends_alone(engine: Engine, kind: str) -> None:
+    engine.submit(IMAGE, OTHER)
+    engine.forget()
+    good = engine.start(["good ", OTHER, IMAGE])
+    hostile = engine.start(["hostile ", HOSTILE[kind](engine)])
+    ended = engine.run(good, hostile)
+    assert ended[hostile].reason == "error"
+    assert ended[good].distance(engine.ask(["good ", OTHER, IMAGE], own=True)) <= TOLERANCE
+    engine.assert_nothing_is_held()
+
+
+def test_a_transposed_grid_does_not_poison_the_prefix_cache(engine: Engine) -> None:
+    engine.submit(IMAGE)
+    engine.forget()
+    text = "a long text before the image, so that blocks are cached " * 2
+    hostile = engine.start([text, HOSTILE["a transposed grid"](engine), text])
+    engine.run(hostile)
+    assert engine.ask([text, IMAGE, text]).distance(engine.ask([text, IMAGE, text], own=True)) <= TOLERANCE
+
+
+def test_the_names_of_an_image_differ_with_its_grid_and_producer(engine: Engine) -> None:
+    image = engine.image(IMAGE)
+    from prefill_client.vllm.image_name import ImageName, producer_of
+
+    name = ImageName(image.digest, image.grid, engine.producer)
+    salted = producer_of(engine.client.description, "tenant")
+    others = [
+        replace(name, digest=bytes(32)), replace(name, grid=Grid(1, 2, 2)), replace(name, producer=salted)
+    ]  # fmt: skip
+    identifiers = {engine.signer.identifier(each) for each in (name, *others)}
+    assert len(identifiers) == 4
+    assert engine.signer.name(engine.signer.identifier(name)) == name
+
+
+def test_a_failure_is_not_remembered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetcher, late = engine.side._fetcher, photo(210, 120, 77, "PNG")
+    with monkeypatch.context() as patched:
+        patched.setattr(fetcher, "_settings", replace(fetcher._settings, grace_s=0.02))
+        first = engine.start(["x", late])
+        assert engine.run(first)[first].reason == "error", "nobody has submitted it"
+    assert engine.ask(["x", late]).distance(engine.ask(["x", late], own=True)) <= TOLERANCE
+
+
+def test_an_image_that_fails_ends_the_requests_that_have_it_and_no_others(engine: Engine) -> None:
+    whole = photo(300, 200, 5, "PNG")
+    broken = whole[: len(whole) // 2]  # its header is sound
+    engine.client.submit([broken])
+    engine.submit(OTHER)
+    doomed = [engine.start(["first", OTHER, broken]), engine.start(["second", broken])]
+    good = engine.start(["third", OTHER])
+    ended = engine.run(*doomed, good)
+    assert [ended[each].reason for each in doomed] == ["error", "error"]
+    assert ended[good].reason == "length"
+    engine.assert_nothing_is_held()

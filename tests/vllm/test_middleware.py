@@ -1,0 +1,190 @@
+"""An unmodified `vllm serve` with the middleware: callers send what they always did."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.images import photo
+from bench.server_process import ServerProcess, running
+from bench.vllm_engine import Engine, raw
+from tests.vllm.conftest import SERVICE, SETTINGS
+from tests.vllm.http_engine import HttpEngine, serving
+from tests.vllm.test_answers import TOLERANCE, prompt
+
+PROMPTS = [prompt(700 + number, 1 + number % 8) for number in range(16)]
+
+
+@pytest.fixture(scope="module")
+def right(checkpoint: Path, service: ServerProcess) -> list[list[dict[str, float]]]:
+    """The log-probabilities of the engine's own tower, of each prompt."""
+    engine = Engine(checkpoint, service.endpoint)
+    answers = [engine.ask(parts, own=True) for parts in PROMPTS]
+    engine.close()
+    return [
+        [{f"token_id:{token}": value for token, value in step.items()} for step in answer.top]
+        for answer in answers
+    ]
+
+
+@pytest.fixture(scope="module")
+def http(checkpoint: Path, service: ServerProcess, right: object) -> Iterator[HttpEngine]:
+    """A `vllm serve` with our three flags."""
+    with serving(checkpoint, service.endpoint) as engine:
+        yield engine
+
+
+def content(parts: list[Any]) -> list[dict[str, Any]]:
+    return [raw(part) if isinstance(part, bytes) else {"type": "text", "text": part} for part in parts]
+
+
+def top(choice: dict[str, Any]) -> list[dict[str, float]]:
+    return [
+        {each["token"]: each["logprob"] for each in step["top_logprobs"]}
+        for step in choice["logprobs"]["content"]
+    ]
+
+
+def assert_equal(ours: list[dict[str, float]], right: list[dict[str, float]]) -> None:
+    assert len(ours) == len(right) == 8
+    for mine, theirs in zip(ours, right, strict=True):
+        both = mine.keys() & theirs.keys()
+        assert len(both) >= 4
+        assert all(abs(mine[token] - theirs[token]) <= TOLERANCE for token in both), (mine, theirs)
+
+
+def ask(http: HttpEngine, parts: list[Any]) -> list[dict[str, float]]:
+    response = http.chat(content(parts))
+    assert response.status_code == 200, response.text
+    return top(response.json()["choices"][0])
+
+
+def ask_until_served(http: HttpEngine, parts: list[Any]) -> list[dict[str, float]]:
+    """Ask again after each 503, as its Retry-After says."""
+    for _ in range(60):
+        response = http.chat(content(parts))
+        if response.status_code == 200:
+            return top(response.json()["choices"][0])
+        assert response.status_code == 503, response.text
+        time.sleep(int(response.headers["retry-after"]))
+    raise AssertionError(response.text)
+
+
+def test_raw_images_are_answered_as_by_the_engines_own_tower(
+    http: HttpEngine, right: list[list[dict[str, float]]]
+) -> None:
+    for parts, theirs in zip(PROMPTS, right, strict=True):
+        assert_equal(ask(http, parts), theirs)
+    counted = http.metrics()
+    assert (
+        sum(value for name, value in counted.items() if name.startswith("vllm:encoder_service_images_total"))
+        > 0
+    )
+    assert any('transport="shm"' in name for name in counted)
+
+
+def test_sixteen_callers_at_once(http: HttpEngine, right: list[list[dict[str, float]]]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        for ours, theirs in zip(pool.map(lambda parts: ask(http, parts), PROMPTS), right, strict=True):
+            assert_equal(ours, theirs)
+
+
+def test_a_streamed_answer(http: HttpEngine, right: list[list[dict[str, float]]]) -> None:
+    body = {"stream": True, "max_tokens": 8}
+    response = http.chat(content(PROMPTS[3]), **body)
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    steps = [
+        step
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if choice.get("logprobs")
+        for step in top(choice)
+    ]
+    assert_equal(steps, right[3])
+
+
+def test_text_alone_and_bodies_that_are_no_request_are_vllms_to_answer(http: HttpEngine) -> None:
+    assert http.chat([{"type": "text", "text": "an image in words"}]).status_code == 200
+    for body in (b'{"image"', b'["image"]', b'{"messages": "image"}'):
+        response = httpx.post(
+            http.url + "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400 or response.status_code == 422, response.text
+
+
+@pytest.mark.parametrize(
+    ("part", "body", "status", "told"),
+    [
+        (raw(b"no image at all"), {}, 400, "image 0: "),
+        (raw(photo(900, 4, 1, "PNG")), {}, 400, "aspect ratio"),
+        ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}, {}, 403, "not allowed"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {}, 400, "data:"),
+        ({"type": "image_url", "uuid": "someone's"}, {}, 400, "without image_url"),
+        ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, {}, 403, "embeddings"),
+        (raw(photo(90, 90, 1, "PNG")), {"mm_processor_kwargs": {"max_pixels": 1024}}, 400, "mm_processor_kwargs"),
+        (raw(photo(90, 90, 1, "PNG")), {"media_io_kwargs": {"image": {"x": 1}}}, 400, "media_io_kwargs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_with_its_own_text(
+    http: HttpEngine, part: dict[str, Any], body: dict[str, Any], status: int, told: str
+) -> None:
+    response = http.chat([{"type": "text", "text": "x"}, part], **body)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, status)
+    assert told in response.json()["error"]["message"]
+
+
+def test_named_parts_on_other_routes_end_with_an_error_and_the_engine_lives(http: HttpEngine) -> None:
+    part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
+    message = {"role": "user", "content": [part]}
+    anthropic = {"model": "tiny", "max_tokens": 4, "messages": [message]}
+    for path in ("/v1/messages", "/v1/responses"):
+        response = httpx.post(http.url + path, json={**anthropic, "input": [message]}, timeout=60)
+        assert response.status_code >= 400
+    assert ask(http, PROMPTS[0])
+
+
+def test_an_image_that_turns_out_broken_ends_its_request_alone(http: HttpEngine) -> None:
+    whole = photo(300, 200, 5, "PNG")
+    with ThreadPoolExecutor(2) as pool:
+        good = pool.submit(ask, http, PROMPTS[5])
+        broken = http.chat(content(["x", whole[: len(whole) // 2]]))
+        assert broken.status_code in (400, 500)
+        assert good.result()
+
+
+def test_callers_who_hang_up_leave_the_engine_well(http: HttpEngine) -> None:
+    def leave(number: int) -> None:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content(prompt(800 + number, 4))}]}
+        with suppress(httpx.TimeoutException):
+            httpx.post(http.url + "/v1/chat/completions", json=body, timeout=0.05 * (1 + number % 8))
+
+    threads = [threading.Thread(target=leave, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ask(http, PROMPTS[0])
+
+
+def test_without_the_service_a_request_is_told_so_and_with_it_again_served(
+    checkpoint: Path, right: list[list[dict[str, float]]]
+) -> None:
+    with (
+        running(checkpoint, executable=SERVICE, **SETTINGS) as first,
+        serving(checkpoint, first.endpoint, submit_timeout_s=2.0, timeout_s=5.0) as http,
+    ):
+        assert_equal(ask(http, PROMPTS[1]), right[1])
+        first.kill()
+        down = http.chat(content(["new", photo(222, 111, 9, "PNG")]))
+        assert down.status_code == 503
+        assert "retry-after" in down.headers
+        assert http.chat([{"type": "text", "text": "text goes on"}]).status_code == 200
+        with running(checkpoint, executable=SERVICE, **{**SETTINGS, "listen": first.endpoint}):
+            assert_equal(ask_until_served(http, PROMPTS[2]), right[2])

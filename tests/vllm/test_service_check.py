@@ -1,0 +1,107 @@
+"""An engine refuses, before its weights load, a service that serves another model; both values are told."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from bench.checkpoints import write_checkpoint
+from bench.server_process import ServerProcess
+from bench.vllm_engine import CONNECTOR
+from encoder_contract.errors import ModelMismatchError
+from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
+from prefill_client.vllm.service_check import check_service
+from prefill_client.vllm.settings import Settings
+from tests.vllm.conftest import SMALL, checkpoint_of
+
+
+def config_of(model: Path, endpoint: str, **options: Any) -> Any:
+    """What `vllm serve` makes of these flags."""
+    extra = {"endpoints": endpoint, **options.pop("extra", {})}
+    transfer = {**CONNECTOR, "ec_connector_extra_config": extra, **options.pop("transfer", {})}
+    given = {"dtype": "float32", "max_model_len": 1024, **options}
+    return EngineArgs(str(model), ec_transfer_config=transfer, **given).create_engine_config()
+
+
+def check(config: Any) -> None:
+    check_service(Settings.from_extra_config(config.ec_transfer_config.ec_connector_extra_config), config)
+
+
+def test_the_service_of_the_same_checkpoint_passes(checkpoint: Path, service: ServerProcess) -> None:
+    check(config_of(checkpoint, service.endpoint))
+
+
+def other_levels(folder: Path) -> Path:
+    vision = {"deepstack_visual_indexes": [1, 2]}
+    return write_checkpoint(folder, preprocessor=SMALL["qwen3_vl"], vision=vision)
+
+
+def other_pixels(folder: Path) -> Path:
+    return write_checkpoint(folder, preprocessor={"size": {"longest_edge": 32768, "shortest_edge": 1024}})
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (
+            lambda folder: checkpoint_of("qwen2_5_vl", folder),
+            ["model_type: the engine has qwen2_5_vl", "patch size"],
+        ),
+        (
+            other_levels,
+            ["DeepStack levels: the engine has 2, the service 3", "row width: the engine has 384"],
+        ),
+        (other_pixels, ["max_pixels: the engine has 32768, the service 65536"]),
+    ],
+)
+def test_another_model_is_refused_with_both_values(
+    made: Callable[[Path], Path], told: list[str], service: ServerProcess, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="serves another model") as refused:
+        check(config_of(made(tmp_path), service.endpoint))
+    assert all(each in str(refused.value) for each in told)
+
+
+def test_another_dtype_is_refused(checkpoint: Path, service: ServerProcess) -> None:
+    with pytest.raises(ValueError, match="dtype: the engine has bfloat16, the service float32"):
+        check(config_of(checkpoint, service.endpoint, dtype="bfloat16"))
+
+
+def test_another_fingerprint_than_the_one_demanded_is_refused(
+    checkpoint: Path, service: ServerProcess
+) -> None:
+    with pytest.raises(ModelMismatchError):
+        check(config_of(checkpoint, service.endpoint, extra={"model_fingerprint": "00" * 32}))
+
+
+def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: ServerProcess) -> None:
+    with pytest.raises(ValueError, match="--mm-processor-kwargs"):
+        check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))
+
+
+def test_an_engine_that_encodes_for_others_is_refused(checkpoint: Path, service: ServerProcess) -> None:
+    with pytest.raises(ValueError, match="ec_role is ec_consumer"):
+        check(config_of(checkpoint, service.endpoint, transfer={"ec_role": "ec_both"}))
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"endpoint": "x"}, "unknown .'endpoint'"),
+        ({"endpoints": []}, "endpoints is missing"),
+        ({"host_gib": 0}, "host_gib is a number above 0"),
+        ({"gating": "all"}, "gating is one of"),
+        ({"shared_memory": "yes"}, "shared_memory is true or false"),
+    ],
+)
+def test_a_wrong_setting_is_named(extra: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Settings.from_extra_config({"endpoints": "127.0.0.1:1", **extra})
+
+
+def test_the_manager_without_the_connector_is_refused(checkpoint: Path) -> None:
+    config = EngineArgs(str(checkpoint), max_model_len=1024).create_engine_config()
+    with pytest.raises(ValueError, match="needs EncoderServiceConnector"):
+        EncoderServiceCacheManager.create_manager(cache_size=1, vllm_config=config)

@@ -1,0 +1,132 @@
+"""The service is killed, stopped or started anew at every step of a request: it ends, in an answer or an error."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.images import photo
+from bench.server_process import ServerProcess
+from bench.vllm_engine import Engine
+from tests.vllm.conftest import SERVICE, SETTINGS
+from tests.vllm.test_answers import TOLERANCE
+
+STEPS = range(0, 12, 2)  # a prompt of four images takes about six, and its answer eight
+
+
+class Restartable:
+    """A server at one address, of which there may be several in turn."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self.endpoint = "127.0.0.1:0"
+        self.server: ServerProcess | None = None
+
+    def start(self) -> None:
+        self.server = ServerProcess(self._model, executable=SERVICE, **{**SETTINGS, "listen": self.endpoint})
+        self.server.wait_until_it_listens()
+        self.endpoint = self.server.endpoint
+
+    def kill(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.server is not None
+        os.kill(self.server.process.pid, number)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Restartable]:
+    """A server that tests may kill."""
+    server = Restartable(checkpoint)
+    server.start()
+    yield server
+    server.signal(signal.SIGCONT)
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, server: Restartable) -> Iterator[Engine]:
+    """An engine of that server, whose waits are short."""
+    engine = Engine(checkpoint, server.endpoint, extra={"timeout_s": 8.0, "grace_s": 0.5})
+    yield engine
+    engine.close()
+
+
+def images(seed: int) -> list[bytes]:
+    return [photo(200, 150, 10 * seed + number, "PNG") for number in range(4)]
+
+
+def submit(engine: Engine, files: list[bytes]) -> None:
+    """Submit, as callers do who try again."""
+    for _ in range(100):
+        if all(answer.error is None for answer in engine.client.submit(files, timeout_s=10)):
+            return
+        time.sleep(0.2)
+    raise AssertionError("the service does not come back")
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_killed_and_started_anew_at_any_step(engine: Engine, server: Restartable, steps: int) -> None:
+    files = images(4000 + steps)
+    parts = ["x", *files]
+    right = engine.ask(parts, own=True)
+    engine.forget()
+    submit(engine, files)
+    request_id, ended = engine.start(parts), {}
+    for _ in range(steps):
+        ended |= engine.step()
+    server.kill()
+    server.start()
+    ended = ended or engine.run(request_id)
+    assert ended[request_id].reason == "error" or ended[request_id].distance(right) <= TOLERANCE
+    engine.assert_nothing_is_held()
+    submit(engine, files)
+    again = engine.start(parts)
+    assert engine.run(again)[again].distance(right) <= TOLERANCE
+    engine.assert_nothing_is_held()
+
+
+def test_rows_that_are_here_need_no_service(engine: Engine, server: Restartable) -> None:
+    files = images(5000)[:2]
+    right = engine.ask(["x", *files], own=True)
+    engine.forget()
+    submit(engine, files)
+    request_id = engine.start(["x", *files])
+    engine.step()
+    engine.run_until(lambda: all(rows.here for rows in engine.side.table._rows.values()))
+    server.kill()
+    assert engine.run(request_id)[request_id].distance(right) <= TOLERANCE
+    server.start()
+
+
+def test_stopped_for_a_while_it_is_waited_for(engine: Engine, server: Restartable) -> None:
+    files = images(6000)
+    right = engine.ask(["x", *files], own=True)
+    engine.forget()
+    submit(engine, files)
+    server.signal(signal.SIGSTOP)
+    request_id, ended = engine.start(["x", *files]), {}
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        ended |= engine.step()
+    server.signal(signal.SIGCONT)
+    ended = ended or engine.run(request_id)
+    assert ended[request_id].reason == "error" or ended[request_id].distance(right) <= TOLERANCE
+    engine.assert_nothing_is_held()
+
+
+def test_stopped_for_good_a_request_ends_at_its_deadline(engine: Engine, server: Restartable) -> None:
+    files = images(7000)
+    submit(engine, images(7100))
+    server.signal(signal.SIGSTOP)
+    request_id = engine.start(["x", *files])
+    begun = time.monotonic()
+    assert engine.run(request_id, steps=10_000_000)[request_id].reason == "error"
+    assert time.monotonic() - begun < 60
+    server.signal(signal.SIGCONT)
+    engine.assert_nothing_is_held()

@@ -1,0 +1,75 @@
+"""Five hundred requests, images arriving at random, hang-ups, preemptions: nothing hangs, leaks or is wrong."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.images import photo
+from bench.server_process import ServerProcess
+from bench.vllm_engine import Engine
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["by step", "exact"])
+def engine(checkpoint: Path, service: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine without the cache manager, and one with it."""
+    engine = Engine(checkpoint, service.endpoint, exact=request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.timeout(600)
+def test_five_hundred_requests(engine: Engine) -> None:
+    draw = random.Random(7)
+    pool = [
+        photo(
+            draw.randrange(40, 300),
+            draw.randrange(40, 300),
+            (3000 if engine.side.gate.exact else 2000) + n,
+            "PNG",
+        )
+        for n in range(24)
+    ]
+    kinds = [
+        [f"kind {n} ", *draw.sample(pool, draw.randrange(1, 6)), " end" * draw.randrange(40)]
+        for n in range(30)
+    ]
+    right = [engine.ask(parts, own=True, tokens=4) for parts in kinds]
+    engine.forget()
+    arriving = threading.Thread(target=arrive, args=(engine, pool, random.Random(8)))
+    arriving.start()
+    waiting: dict[str, int] = {}
+    started = answered = hung_up = 0
+    while started < 500 or waiting:
+        while started < 500 and len(waiting) < 12:
+            kind = draw.randrange(len(kinds))
+            waiting[engine.start(kinds[kind], tokens=4)] = kind
+            started += 1
+        if draw.random() < 0.02:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        if draw.random() < 0.02 and waiting:
+            gone = draw.choice(list(waiting))
+            engine.abort(gone)
+            del waiting[gone]
+            hung_up += 1
+        for request_id, answer in engine.step().items():
+            kind = waiting.pop(request_id, None)
+            if kind is not None:
+                assert answer.distance(right[kind]) <= TOLERANCE
+                answered += 1
+    arriving.join()
+    assert answered + hung_up == 500
+    assert hung_up > 5
+    engine.assert_nothing_is_held()
+
+
+def arrive(engine: Engine, images: list[bytes], draw: random.Random) -> None:
+    """Submit images one by one, in any order, with pauses."""
+    for image in draw.sample(images, len(images)):
+        time.sleep(draw.random() * 0.2)
+        engine.submit(image)

@@ -1,0 +1,165 @@
+"""Every name of vLLM that we touch, in every release that pyproject admits: a release that moves one is named here."""
+
+import ast
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import vllm
+
+WHEELS = Path(os.environ.get("VLLM_WHEELS", Path(__file__).resolve().parents[2] / ".venv-vllm/wheels"))
+"""Releases to read and not to run: `make test-vllm` fetches them."""
+CONNECTOR = "distributed/ec_transfer/ec_connector"
+Read = Callable[[str], str]
+
+# File, class (or none), function (or none), the names it must have: parameters of a function, else fields, methods or
+# attributes of the class, else names of the module.
+NAMES: list[tuple[str, str, str, str]] = [
+    (f"{CONNECTOR}/base.py", "", "", "ECConnectorBase ECConnectorMetadata ECConnectorRole ECConnectorWorkerMetadata"),
+    (f"{CONNECTOR}/base.py", "ECConnectorRole", "", "SCHEDULER WORKER"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "", "role shutdown _get_connector_metadata"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "__init__", "vllm_config role"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "ensure_cache_available", "request num_computed_tokens"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "has_cache_item", "identifier"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "update_state_after_alloc", "request index"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "update_state_after_free", "request index"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "request_finished", "request"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "take_unavailable_requests", ""),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "build_connector_meta", "scheduler_output"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "update_connector_output", "connector_output"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "get_ec_connector_stats", ""),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "start_load_caches", "encoder_cache kwargs"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "build_connector_worker_meta", ""),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "save_caches", "encoder_cache mm_hash kwargs"),
+    (f"{CONNECTOR}/base.py", "ECConnectorBase", "build_ec_connector_stats", "data"),
+    (
+        f"{CONNECTOR}/base.py", "ECConnectorBase", "build_prom_metrics",
+        "vllm_config metric_types labelnames per_engine_labelvalues"),
+    (f"{CONNECTOR}/base.py", "ECConnectorWorkerMetadata", "aggregate", "other"),
+    (f"{CONNECTOR}/metrics.py", "ECConnectorStats", "", "data reset is_empty aggregate reduce"),
+    (f"{CONNECTOR}/metrics.py", "ECConnectorPromMetrics", "", "_counter_cls per_engine_labelvalues"),
+    (
+        f"{CONNECTOR}/metrics.py", "ECConnectorPromMetrics", "__init__",
+        "vllm_config metric_types labelnames per_engine_labelvalues"),
+    (f"{CONNECTOR}/metrics.py", "ECConnectorPromMetrics", "observe", "transfer_stats_data engine_idx"),
+    ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "create_manager", "cache_size vllm_config"),
+    ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "__init__", "cache_size"),
+    ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "can_allocate", "request input_id"),
+    ("v1/core/sched/output.py", "SchedulerOutput", "", "total_num_scheduled_tokens"),
+    ("v1/outputs.py", "ECConnectorOutput", "", "ec_connector_worker_meta"),
+    ("v1/request.py", "Request", "", "request_id mm_features ec_transfer_params"),
+    ("multimodal/inputs.py", "MultiModalFeatureSpec", "", "data identifier mm_position"),
+    ("multimodal/inputs.py", "PlaceholderRange", "", "offset length get_num_embeds"),
+    ("config/ec_transfer.py", "ECTransferConfig", "", "engine_id ec_connector_extra_config is_ec_producer"),
+    ("config/ec_manager_config.py", "EncoderCacheManagerConfig", "", "encoder_cache_manager_cls"),
+    ("config/multimodal.py", "MultiModalConfig", "", "mm_processor_kwargs media_io_kwargs"),
+    ("config/scheduler.py", "SchedulerConfig", "", "max_num_batched_tokens"),
+    ("config/parallel.py", "ParallelConfig", "", "nnodes"),
+    ("config/lora.py", "LoRAConfig", "", "enable_tower_connector_lora"),
+    ("config/speculative.py", "SpeculativeConfig", "", "num_speculative_tokens"),
+    ("config/device.py", "DeviceConfig", "", "device"),
+    ("transformers_utils/processor.py", "", "cached_image_processor_from_config", "model_config"),
+    ("model_executor/models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "__init__", "vllm_config prefix"),
+    (
+        "model_executor/models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "",
+        "use_deepstack deepstack_num_level visual_dim multiscale_dim deepstack_input_embeds",
+    ),
+    ("model_executor/models/qwen3_vl_moe.py", "Qwen3VLMoeForConditionalGeneration", "__init__", "vllm_config prefix"),
+    (
+        "model_executor/models/qwen3_vl_moe.py", "Qwen3VLMoeForConditionalGeneration", "",
+        "use_deepstack deepstack_num_level visual_dim multiscale_dim deepstack_input_embeds",
+    ),
+]  # fmt: skip
+# Said by a file in other ways than a definition: flags of the command, what the middleware finds in the server's state.
+TEXTS = [
+    ("engine/arg_utils.py", '"--ec-transfer-config"'),
+    ("engine/arg_utils.py", '"--ec-manager-config"'),
+    ("engine/arg_utils.py", '"--limit-mm-per-prompt"'),
+    ("engine/arg_utils.py", '"--mm-processor-kwargs"'),
+    ("engine/arg_utils.py", '"--media-io-kwargs"'),
+    ("engine/arg_utils.py", '"--allowed-media-domains"'),
+    ("envs.py", "VLLM_API_KEY"),
+    ("entrypoints/", "state.vllm_config = vllm_config"),
+    ("entrypoints/", "state.args = args"),
+    ("entrypoints/", "middleware: list[str]"),
+]
+
+
+def releases() -> dict[str, tuple[Read, list[str]]]:
+    """Return, by name, how to read a file of each release, and the names of its files."""
+    installed = Path(vllm.__file__).parent
+    files = [str(path.relative_to(installed)) for path in installed.rglob("*.py")]
+    found: dict[str, tuple[Read, list[str]]] = {
+        "installed": (lambda path: (installed / path).read_text(), files)
+    }
+    for wheel in sorted(WHEELS.glob("*.whl")):
+        archive = zipfile.ZipFile(wheel)
+        inside = [name.removeprefix("vllm/") for name in archive.namelist() if name.startswith("vllm/")]
+        found["-".join(wheel.name.split("-")[:2])] = (
+            lambda path, archive=archive: archive.read(f"vllm/{path}").decode(),
+            inside,
+        )
+    return found
+
+
+RELEASES = releases()
+
+
+def definitions(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module or class defines, and what its methods assign to `self`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign):
+            yield ast.unparse(node.target)
+        elif isinstance(node, ast.Assign):
+            yield from map(ast.unparse, node.targets)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def child(tree: ast.AST, name: str) -> ast.AST:
+    """Return the class or function of this name."""
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    found = [node for node in ast.iter_child_nodes(tree) if isinstance(node, kinds) and node.name == name]
+    assert found, f"{name} is gone"
+    return found[-1]
+
+
+def parameters(function: ast.AST) -> set[str]:
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {each.arg for each in every if each is not None}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_has_every_name_that_we_touch(release: str) -> None:
+    read, _ = RELEASES[release]
+    missing = []
+    for path, in_class, function, names in NAMES:
+        tree: ast.AST = ast.parse(read(path))
+        if in_class:
+            tree = child(tree, in_class)
+        present = parameters(child(tree, function)) if function else set(definitions(tree))
+        missing += [f"{path}: {in_class}.{function} {name}" for name in names.split() if name not in present]
+    assert not missing
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_says_what_we_read(release: str) -> None:
+    read, files = RELEASES[release]
+    missing = []
+    for path, text in TEXTS:
+        places = [name for name in files if name.endswith(".py") and name.startswith(path)]
+        missing += [] if any(text in read(place) for place in places) else [f"{path}: {text}"]
+    assert not missing
+
+
+def test_the_releases_that_pyproject_admits_are_read() -> None:
+    if not WHEELS.exists():
+        pytest.skip("make test-vllm fetches the wheels")
+    assert {name.rpartition("-")[2] for name in RELEASES} >= {"0.31.0", "0.33.0"}

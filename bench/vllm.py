@@ -18,11 +18,34 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.vllm_environment import ENVIRONMENT, PYTHON
+from bench.harness.benchmark import Benchmark, Figure
+from testing.vllm_environment import ENVIRONMENT, PYTHON
 
 if TYPE_CHECKING:
-    from bench.vllm_engine import Engine
+    from testing.vllm_engine import Engine
 
+BENCHMARK = Benchmark(
+    "vllm",
+    "What does an engine of vLLM gain?",
+    (
+        Figure("own_16_ms", "first token of a prompt of 16 images: the engine's own tower", "ms"),
+        Figure("request_16_ms", "ours, waiting for all of its images", "ms"),
+        Figure("window_16_ms", "ours, by prefill step", "ms"),
+        Figure("ttft_own_over_ours_16", "own tower / ours, 16 images", target=">= 1.3"),
+        Figure("ttft_request_over_window", "all images first / by prefill step", target=">= 1.15"),
+        Figure(
+            "round8_own_over_ours",
+            "own tower / ours, round 8 of a chat with one new image each",
+            target=">= 1.0",
+        ),
+        Figure("step_overhead_ms", "connector in a step without our images", "ms", target="<= 0.1"),
+        Figure("parked_step_ms", "processor time of a step in which one request waits", "ms"),
+        Figure("load_before", "processes that wanted a core when it began"),
+    ),
+    limit_s=300,
+    quick=("--rounds", "1"),
+    why_not=lambda: "" if PYTHON.exists() else "no .venv-vllm: make test-vllm",
+)
 SIDE_PIXELS = 512  # 256 tokens an image
 IMAGES, CHAT_ROUNDS = 16, 8
 STEPS = 300  # for what a step costs
@@ -63,9 +86,9 @@ def _elsewhere() -> int:
 
 
 def _measure(rounds: int) -> dict[str, object]:
-    from bench.checkpoints import write_checkpoint
-    from bench.server_process import running
-    from bench.vllm_engine import Engine
+    from testing.checkpoints import write_checkpoint
+    from testing.server_process import running
+    from testing.vllm_engine import Engine
 
     told: dict[str, object] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +196,7 @@ def _parked_step_ms(engine: "Engine", photos: Iterator[bytes]) -> float:
 
 
 def _photos() -> Iterator[bytes]:
-    from bench.images import photo
+    from testing.photos import photo
 
     seed = int(time.time())  # other images in every run and way: nothing is in the store
     while True:

@@ -12,7 +12,7 @@ from hmac import compare_digest
 import blake3
 
 from encoder_contract.geometry import Grid
-from prefill_client.connection import Description
+from prefill_client.transport.connection import Description
 
 _FORM = re.compile(r"encsvc1-([0-9a-f]{64})-(\d{1,6})x(\d{1,6})-([0-9a-f]{32})-([0-9a-f]{32})")
 _PREFIX = "encsvc1-"

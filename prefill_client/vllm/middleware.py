@@ -18,9 +18,9 @@ from vllm import envs
 
 from encoder_contract.errors import EncoderError, Status
 from prefill_client.client import EncoderClient
-from prefill_client.connection import traceparent
 from prefill_client.images import Submitted
 from prefill_client.reference.image_urls import ImageUrls
+from prefill_client.transport.connection import traceparent
 from prefill_client.vllm.gate import PARAMETERS
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
 from prefill_client.vllm.request_images import RequestImages

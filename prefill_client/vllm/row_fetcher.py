@@ -13,9 +13,9 @@ import numpy as np
 
 from encoder_contract.errors import DeadlineError, EncoderError, InternalError, StaleHandleError
 from prefill_client.client import EncoderClient
-from prefill_client.connection import Description, traceparent
 from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.reading import again, use_in_place
+from prefill_client.transport.connection import Description, traceparent
+from prefill_client.transport.reading import again, use_in_place
 from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.image_name import ImageName
 from prefill_client.vllm.settings import Settings

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prefill_client.blocking import BlockingClient
-from prefill_client.connection import Description
+from prefill_client.transport.connection import Description
 from prefill_client.vllm.settings import Settings
 
 if TYPE_CHECKING:

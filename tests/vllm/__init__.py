@@ -2,6 +2,6 @@
 
 import os
 
-from bench.vllm_environment import ENVIRONMENT
+from testing.vllm_environment import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.checkpoints import write_checkpoint
-from bench.server_process import ServerProcess, running
-from bench.vllm_engine import Engine
+from testing.checkpoints import write_checkpoint
+from testing.server_process import ServerProcess, running
+from testing.vllm_engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = Path(os.environ.get("ENCODER_SERVICE", ROOT / ".venv/bin/encoder-service"))

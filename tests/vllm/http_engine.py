@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from bench.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
+from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
 
 START_S = 300.0  # on a machine that does much else
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from bench.images import photo
-from bench.vllm_engine import Answer, Engine, Part
+from testing.photos import photo
+from testing.vllm_engine import Answer, Engine, Part
 
 TOLERANCE = 1e-5  # of a log-probability
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.images import photo
-from bench.server_process import ServerProcess
-from bench.vllm_engine import CHUNK_TOKENS, Engine
+from testing.photos import photo
+from testing.server_process import ServerProcess
+from testing.vllm_engine import CHUNK_TOKENS, Engine
 from tests.vllm.test_gate import TOLERANCE, begin_of_second, step_until_parked, two_images
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.server_process import ServerProcess, running
-from bench.vllm_engine import Answer, Engine
+from testing.server_process import ServerProcess, running
+from testing.vllm_engine import Answer, Engine
 from tests.vllm.conftest import SERVICE, SETTINGS, checkpoint_of
 from tests.vllm.test_answers import TOLERANCE, prompt
 

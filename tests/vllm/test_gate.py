@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.images import photo
-from bench.vllm_engine import CHUNK_TOKENS, Engine, Part
+from testing.photos import photo
+from testing.vllm_engine import CHUNK_TOKENS, Engine, Part
 
 TOLERANCE = 1e-5
 

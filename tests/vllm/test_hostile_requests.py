@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bench.images import photo
-from bench.vllm_engine import Engine, raw
 from encoder_contract.geometry import Grid
+from testing.photos import photo
+from testing.vllm_engine import Engine, raw
 
 TOLERANCE = 1e-5
 IMAGE, OTHER = photo(200, 120, 1, "PNG"), photo(130, 170, 2, "PNG")

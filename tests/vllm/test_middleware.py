@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.images import photo
-from bench.server_process import ServerProcess, running
-from bench.vllm_engine import Engine, raw
+from testing.photos import photo
+from testing.server_process import ServerProcess, running
+from testing.vllm_engine import Engine, raw
 from tests.vllm.conftest import SERVICE, SETTINGS
 from tests.vllm.http_engine import HttpEngine, serving
 from tests.vllm.test_answers import TOLERANCE, prompt

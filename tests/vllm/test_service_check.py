@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from bench.checkpoints import write_checkpoint
-from bench.server_process import ServerProcess
-from bench.vllm_engine import CONNECTOR
 from encoder_contract.errors import ModelMismatchError
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.service_check import check_service
 from prefill_client.vllm.settings import Settings
+from testing.checkpoints import write_checkpoint
+from testing.server_process import ServerProcess
+from testing.vllm_engine import CONNECTOR
 from tests.vllm.conftest import SMALL, checkpoint_of
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.images import photo
-from bench.server_process import ServerProcess
-from bench.vllm_engine import Engine
+from testing.photos import photo
+from testing.server_process import ServerProcess
+from testing.vllm_engine import Engine
 
 TOLERANCE = 1e-5
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.images import photo
-from bench.server_process import ServerProcess
-from bench.vllm_engine import Engine
 from prefill_client.vllm.gate import Feature, Gate, Span
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.scheduler_side import SchedulerSide
+from testing.photos import photo
+from testing.server_process import ServerProcess
+from testing.vllm_engine import Engine
 from tests.vllm.test_hostile_requests import HOSTILE, IMAGE, TOLERANCE
 
 

@@ -20,21 +20,11 @@ from encoder_service.api.describe import banner, describe, facts, reachable
 from encoder_service.api.fetch import RowFormat
 from encoder_service.api.listener import Listener
 from encoder_service.api.service import EncoderService, ServerInfo
+from encoder_service.cluster.contract import Cluster, IndexState, Replica
 from encoder_service.cluster.coordinator import Coordinator
-from encoder_service.cluster.handover import RecentRequests, hand_over
-from encoder_service.cluster.index import (
-    Index,
-    IndexState,
-    InProcessCluster,
-    MemoryIndex,
-    RedisIndex,
-    RedisSettings,
-    Replica,
-    Tier,
-)
-from encoder_service.cluster.index import Watchers as IndexWatchers
-from encoder_service.cluster.index import namespace as index_namespace
+from encoder_service.cluster.index import RedisIndex, RedisSettings, namespace
 from encoder_service.cluster.peers import Peers, RowType
+from encoder_service.cluster.solo import Solo
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.encoder import Encoder
 from encoder_service.engine.failure_cache import FailureCache
@@ -46,8 +36,8 @@ from encoder_service.image.patches import to_patches
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.image.validation import Validator
 from encoder_service.observability.collectors import (
+    cluster_readings,
     identity_readings,
-    index_readings,
     memory_readings,
     queue_readings,
     store_readings,
@@ -94,10 +84,7 @@ class Server:
             seconds=config.max_queue_s,
         )
         self.pipeline = self._build_pipeline()
-        self.index = self._build_index()
-        self._peers = self._build_peers()
-        self._fleet = Coordinator(self.index, self._peers.fetch, self.store.put)
-        self._hot = RecentRequests()
+        self.cluster = self._build_cluster()
         self._description = describe(config, model, self.replica_id)
         self.service = self._build_service()
 
@@ -114,7 +101,7 @@ class Server:
         return LOST_DEVICE if self._lost_device else 0
 
     async def start(self) -> None:
-        """Listen, join the fleet, begin. Raises `ConfigError` when a port or the index cannot be had."""
+        """Listen, join the cluster, begin. Raises `ConfigError` when a port or the index cannot be had."""
         operator = AdminService(self.store, self._sources, self.pipeline)
         try:
             self._listener = Listener(
@@ -134,7 +121,7 @@ class Server:
                 facts=self._facts(),
                 draining=lambda: self.service.draining,
             )
-            await self._join_fleet()
+            await self._join_cluster()
         except ConfigError:
             self.store.close()
             raise
@@ -142,20 +129,17 @@ class Server:
         self.pipeline.start()
         if self._config.store_device_gib:
             threading.Thread(target=self.store.keep_moving, name="store-moves", daemon=True).start()
-        self._fleet.start()
         await self._listener.start()
 
     async def drain(self) -> None:
         """Leave the index, refuse new calls, let running ones end (at most `drain_s`), give everything back."""
         for step in (
-            self._hand_over,
+            partial(self.cluster.hand_over, self._config.hand_over_s),
             self._refuse_new_calls,
-            self._fleet.leave,
+            self.cluster.leave,
             partial(self._listener.stop, self._config.drain_s),
             self.pipeline.stop,
-            self._fleet.stop,
-            self.index.close,
-            self._peers.close,
+            self.cluster.close,
             partial(asyncio.to_thread, self.watch.stop),
             partial(asyncio.to_thread, self.store.close),
         ):
@@ -164,10 +148,6 @@ class Server:
             except Exception:  # a step that fails takes none of the others with it
                 log.exception("while draining")
         log.info("drained")
-
-    async def _hand_over(self) -> None:
-        seconds = self._config.hand_over_s
-        await hand_over(self._hot, self.store.contains, self.index, self._peers.offer, seconds)
 
     async def _refuse_new_calls(self) -> None:
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
@@ -219,29 +199,25 @@ class Server:
             on_lost_device=self._lose_device,
         )
 
-    def _build_index(self) -> Index:
-        config = self._config
+    def _build_cluster(self) -> Cluster:
+        config, recipe, tower = self._config, self._model.recipe, self._model.tower
         if config.index == "memory":
-            return MemoryIndex(
-                InProcessCluster(max_source_bytes=0)
-            )  # the sources of a single node are its own
-        return RedisIndex(
+            return Solo()
+        index = RedisIndex(
             RedisSettings(
                 url=config.index,
-                namespace=index_namespace(config.index_prefix, self._model.recipe.model),
+                namespace=namespace(config.index_prefix, recipe.model),
                 call_timeout_ms=config.index_timeout_ms,
                 source_ttl_s=int(config.source_ttl_s),
                 max_source_bytes=config.max_image_bytes,
             ),
-            held=lambda: ((address, Grid(*g), Tier.HOST) for address, g in self.store.grids().items()),
+            held=lambda: {address: Grid(*grid) for address, grid in self.store.grids().items()},
             load=lambda: float(self.pipeline.queued_images),
-            watchers=IndexWatchers(on_call=self.metrics.index_call),
+            on_call=self.metrics.index_call,
         )
-
-    def _build_peers(self) -> Peers:
-        recipe, spec = self._model.recipe, self._model.tower.spec
-        rows = RowType(spec.width, self._model.tower.dtype, recipe.dtype, self._model.processor.geometry)
-        return Peers(recipe.model, recipe.processor, rows, on_fetch=self.metrics.peer_fetch)
+        rows = RowType(tower.spec.width, tower.dtype, recipe.dtype, self._model.processor.geometry)
+        peers = Peers(recipe.model, recipe.processor, rows, on_fetch=self.metrics.peer_fetch)
+        return Coordinator(index, peers, self.store)
 
     def _build_service(self) -> EncoderService:
         config, model = self._config, self._model
@@ -257,10 +233,8 @@ class Server:
             pipeline=self.pipeline,
             store=self.store,
             failures=self._failures,
-            fleet=self._fleet,
-            transfer_s=self._peers.transfer_s,
+            cluster=self.cluster,
             max_waiting_images=config.max_waiting_images,
-            on_asked=self._hot.asked,
         )
         width = model.tower.spec.width
         edge = ServerInfo(
@@ -275,16 +249,16 @@ class Server:
         )
         return EncoderService(encoder, edge, self.metrics)
 
-    async def _join_fleet(self) -> None:
+    async def _join_cluster(self) -> None:
         recipe = self._model.recipe
         advertised = self._config.advertise or reachable(self.endpoint)
         replica = Replica(self.replica_id, time_ns(), advertised, recipe.model, recipe.processor)
         try:
-            await self.index.register(replica)
+            await self.cluster.join(replica)
         except ModelMismatchError as error:
             raise ConfigError(f"{flag('index')} {self._config.index_for_people}: {error}") from error
-        if self.index.state is not IndexState.JOINED and self._config.index_at_start == "require":
-            await self.index.close()
+        if self.cluster.status.state is not IndexState.JOINED and self._config.index_at_start == "require":
+            await self.cluster.close()
             raise ConfigError(
                 f"{flag('index')} {self._config.index_for_people} cannot be reached; {flag('index_at_start')} alone "
                 "starts without it and joins when it is there"
@@ -296,9 +270,9 @@ class Server:
         if isinstance(outcome, EncoderError):
             if self._failures.note(job.key.source_key, outcome):
                 self._sources.drop(job.key.source_key)  # it takes no room from those that can be encoded
-            self._fleet.gave_up(job.address)
+            self.cluster.release(job.address)
         else:
-            self._fleet.kept(job.address, Grid(*outcome.grid))
+            self.cluster.publish(job.address, Grid(*outcome.grid))
 
     def _on_evict(self, address: bytes, _tier: TierName) -> None:
         """Pass the word on to the event loop, from whichever thread made room."""
@@ -307,7 +281,7 @@ class Server:
 
     def _evicted(self, address: bytes) -> None:
         if not self.store.contains(address):
-            self._fleet.gone(address)
+            self.cluster.retract(address)
 
     def _interrupt(self) -> None:
         if self._stop.is_set() and self.endpoint:
@@ -333,7 +307,7 @@ class Server:
         yield from queue_readings(self.pipeline.snapshot(), self._limits)
         yield from store_readings(self.store.stats())
         yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)
-        yield from index_readings(self.index.state, len(self.index.peers()), self._fleet.sharing)
+        yield from cluster_readings(self.cluster.status)
 
     def banner(self) -> str:
         """Return the block that says what was chosen; its last line says where the server listens."""

@@ -1,7 +1,7 @@
 """The path of an image: bytes → address → known? → decode → … → store → rows; on the event loop, no pixels."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,8 +9,7 @@ from typing import Literal
 from encoder_contract.errors import DigestMismatchError, EncoderError, UnknownImageError
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
-from encoder_service.cluster.coordinator import Coordinator
-from encoder_service.cluster.index import Locations
+from encoder_service.cluster.contract import Cluster, Locations
 from encoder_service.engine.failure_cache import FailureCache
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.submit_waiters import SubmitWaiters
@@ -64,21 +63,16 @@ class Encoder:
         pipeline: Pipeline,
         store: Store,
         failures: FailureCache,
-        fleet: Coordinator,
-        transfer_s: Callable[[int], float],
+        cluster: Cluster,
         max_waiting_images: int,
-        on_asked: Callable[[ImageKey], None] = lambda _key: None,
     ) -> None:
-        """`transfer_s` says how long rows of so many tokens take from a peer; `on_asked` hears of every Fetch."""
         self._validator = validator
         self._sources = sources
         self._pipeline = pipeline
         self._store = store
         self._failures = failures
-        self._fleet = fleet
-        self._transfer_s = transfer_s
-        self._on_asked = on_asked
-        self._submit_waiters = SubmitWaiters(fleet.look_around, lambda: fleet.in_company, max_waiting_images)
+        self._cluster = cluster
+        self._submit_waiters = SubmitWaiters(cluster, max_waiting_images)
 
     # Submit
 
@@ -89,7 +83,7 @@ class Encoder:
         """
         answers = [self._known_here(named) for named in images]
         unknown = [number for number, answer in enumerate(answers) if answer is None]
-        acquired = await self._fleet.acquire([images[number].key.address for number in unknown])
+        acquired = await self._cluster.acquire([images[number].key.address for number in unknown])
         for number in unknown:
             named, address = images[number], images[number].key.address
             if address in acquired.granted:
@@ -108,7 +102,7 @@ class Encoder:
         grid = self._validator.grid(key, source, named.claimed_grid)
         self._sources.put(source)
         known = await self._take_on(key, source, grid, named.claim)
-        self._fleet.share_source(key, data)
+        self._cluster.share_source(key, data)
         return known
 
     def withdraw(self, claim: Claim) -> None:
@@ -118,7 +112,7 @@ class Encoder:
     def forget(self, key: ImageKey) -> None:
         """Say that bytes that were asked for will not come."""
         if not self._pipeline.has(key.address):
-            self._fleet.gave_up(key.address)
+            self._cluster.release(key.address)
 
     # Fetch
 
@@ -129,7 +123,7 @@ class Encoder:
             for key in images
             if not (self._store.contains(key.address) or self._pipeline.has(key.address))
         ]
-        return await self._fleet.look_around(unknown) if unknown else {}
+        return await self._cluster.find(unknown) if unknown else {}
 
     async def rows(
         self, key: ImageKey, claim: Claim, grace_s: float, located: dict[bytes, Locations]
@@ -149,11 +143,11 @@ class Encoder:
             if live and self._begun_as_cheaper(key, claim):
                 continue
             if live:
-                keeper = await self._fleet.fetch_from_peer(key, live)
+                keeper = await self._cluster.fetch_from_peer(key, live)
                 if keeper is not None and (pin := self._store.pin(key.address)) is not None:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
-                elsewhere = (await self._fleet.look_around([key])).get(key.address)
+                elsewhere = (await self._cluster.find([key])).get(key.address)
             elif (source := await self._source_of(key, is_elsewhere=elsewhere is not None)) is None:
                 elsewhere = await self._submitted(key, claim, deadline)
             else:
@@ -161,7 +155,7 @@ class Encoder:
 
     async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
         """Return the rows of an image if they are held here or being made here; None when they are not."""
-        self._on_asked(key)
+        self._cluster.asked(key)
         if (pin := self._store.pin(key.address)) is not None:
             return FetchResult(pin, pin.tier)
         self._failures.check(key.source_key)
@@ -213,7 +207,7 @@ class Encoder:
             grid = self._validator.grid(named.key, source, named.claimed_grid)
             self._submit(named.key, source, grid, named.claim)
         except EncoderError as error:
-            self._fleet.gave_up(named.key.address)
+            self._cluster.release(named.key.address)
             return error
         return LookupResult(grid)
 
@@ -222,7 +216,7 @@ class Encoder:
         address = key.address
         if not self._pipeline.has(address) and not self._store.contains(address):
             # Mostly ours already; it is not when another caller gave it up, or the bytes took too long.
-            acquired = await self._fleet.acquire([address])
+            acquired = await self._cluster.acquire([address])
             if address not in acquired.granted:
                 self._submit_waiters.wake(address)
                 return LookupResult(grid, cached=address in acquired.located)
@@ -230,7 +224,7 @@ class Encoder:
 
     async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
         """Start encoding, or wait for who is at it, but not for replicas that `failed`; return where it is then."""
-        acquired = await self._fleet.acquire([key.address], failed)
+        acquired = await self._cluster.acquire([key.address], failed)
         if key.address in acquired.granted:
             try:
                 self._submit(key, source, self._validator.grid(key, source), claim)
@@ -238,14 +232,14 @@ class Encoder:
                 self.forget(key)
                 raise
             return ()
-        return acquired.located.get(key.address) or await self._fleet.wait_elsewhere(
+        return acquired.located.get(key.address) or await self._cluster.wait_published(
             key.address, LEASE_WAIT_S
         )
 
     def _submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> bool:
         """Queue an image; False when it is held by now: it came to be so while the index was asked."""
         if held := self._store.contains(key.address):
-            self._fleet.gave_up(key.address)
+            self._cluster.release(key.address)
         else:
             self._pipeline.submit(key, source, grid, claim)
         self._submit_waiters.wake(key.address)
@@ -256,7 +250,7 @@ class Encoder:
         source = self._sources.get(key.source_key)
         if source is not None or not is_elsewhere:
             return source
-        if (data := await self._fleet.find_source(key)) is None:
+        if (data := await self._cluster.find_source(key)) is None:
             return None
         try:
             source = await self._validator.take(key, data)
@@ -271,7 +265,7 @@ class Encoder:
             return False
         grid = self._validator.grid(key, source)
         encode_s = self._pipeline.encode_s(grid.patches)
-        if not 0 < encode_s < self._transfer_s(self._validator.geometry.tokens(grid)):
+        if not 0 < encode_s < self._cluster.transfer_s(self._validator.geometry.tokens(grid)):
             return False
         self._submit(key, source, grid, claim)
         return True

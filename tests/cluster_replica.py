@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from encoder_service.app import Server
+from encoder_service.cluster.coordinator import Coordinator
+from encoder_service.cluster.index import RedisIndex
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decode import Decoder
@@ -19,7 +21,7 @@ from tests.conftest import Gate
 
 @dataclass
 class Replica:
-    """A replica of the test's fleet, in this process, and a client of this replica alone."""
+    """A replica of the test, in this process, and a client of this replica alone."""
 
     server: Server
     gate: Gate
@@ -28,6 +30,15 @@ class Replica:
     @property
     def endpoint(self) -> str:
         return self.server.endpoint
+
+    @property
+    def cluster(self) -> Coordinator:
+        assert isinstance(self.server.cluster, Coordinator)
+        return self.server.cluster
+
+    @property
+    def index(self) -> RedisIndex:
+        return self.cluster.index
 
     async def encodes(self) -> int:
         """Images it has encoded and kept."""
@@ -40,7 +51,7 @@ class Replica:
 
     async def die(self) -> None:
         """As peers see kill -9: silence from one moment to the next, and no farewell to the index."""
-        await self.server.index.close()
+        await self.index.close()
         await self.server._listener._server.stop(None)
 
     def address(self, digest: bytes, **variant: int) -> bytes:
@@ -49,7 +60,7 @@ class Replica:
 
     async def locates(self, digest: bytes, **variant: int) -> bool:
         """Whether it knows a peer that holds the image."""
-        return bool(await self.server.index.locate([self.address(digest, **variant)]))
+        return bool(await self.index.locate([self.address(digest, **variant)]))
 
 
 Start = Callable[..., Awaitable[Replica]]
@@ -67,7 +78,7 @@ async def starting(config: Config, model: Model, index: str) -> AsyncIterator[St
             settings = {
                 "index": index,
                 "index_prefix": prefix,
-                "index_timeout_ms": 2000,  # a busy machine is not a bad day
+                "index_timeout_ms": 2000,  # a busy machine is no fault
                 "listen": f"{next(hosts)}:0",
                 "metrics_listen": "127.0.0.1:0",
                 "drain_s": 1,

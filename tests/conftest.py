@@ -1,4 +1,4 @@
-"""Fixtures: a seeded checkpoint folder, a real server on free ports, replicas that meet in an index of each kind."""
+"""Fixtures: a seeded checkpoint folder, a real server on free ports, replicas that meet in Redis or a Redis Cluster."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError
 from encoder_service.app import Server
-from encoder_service.cluster.index import Index, InProcessCluster, MemoryIndex, RedisIndex, namespace
+from encoder_service.cluster.index import RedisIndex, namespace
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
 from encoder_service.image.decode import Decoder
@@ -128,7 +128,7 @@ def cluster_url() -> Iterator[str]:
         yield cluster.url
 
 
-@pytest.fixture(params=["memory", "redis", "cluster"])
+@pytest.fixture(params=["redis", "cluster"])
 def kind(request: pytest.FixtureRequest) -> str:
     """What keeps the index."""
     return request.param
@@ -137,15 +137,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
     """Return a function that makes a replica join the fleet of this test."""
-    url = "" if kind == "memory" else request.getfixturevalue(f"{kind}_url")
-    shared, space = InProcessCluster(max_source_bytes=1 << 20), namespace(f"test{next(numbers)}", MODEL)
-    joined: list[Index] = []
+    url, space = request.getfixturevalue(f"{kind}_url"), namespace(f"test{next(numbers)}", MODEL)
+    joined: list[RedisIndex] = []
 
-    async def join(name: str, lease_ttl_ms: int = LEASE_TTL_MS, **identity: object) -> Index:
-        index: Index = MemoryIndex(shared)
-        if url:
-            settings = replace(redis_settings(url, space), lease_ttl_ms=lease_ttl_ms)
-            index = RedisIndex(settings, held=list, load=lambda: 0.5)
+    async def join(name: str, lease_ttl_ms: int = LEASE_TTL_MS, **identity: object) -> RedisIndex:
+        settings = replace(redis_settings(url, space), lease_ttl_ms=lease_ttl_ms)
+        index = RedisIndex(settings, held=dict, load=lambda: 0.5)
         joined.append(index)
         await index.register(as_replica(name, **identity))  # type: ignore[arg-type]
         return index

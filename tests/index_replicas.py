@@ -1,4 +1,4 @@
-"""Replicas of a test's fleet, as the index knows them."""
+"""Replicas of a test, as the index knows them."""
 
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -7,22 +7,15 @@ from dataclasses import dataclass, field
 
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index import (
-    Index,
-    IndexState,
-    RedisIndex,
-    RedisSettings,
-    Replica,
-    Tier,
-    Watchers,
-)
+from encoder_service.cluster.contract import IndexState, Replica
+from encoder_service.cluster.index import RedisIndex, RedisSettings
 from tests.waiting import soon
 
 MODEL, PROCESSOR = b"m" * 32, b"p" * 32
 LEASE_TTL_MS, REPLICA_TTL_MS, HEARTBEAT_MS = 800, 700, 100
 GRID = Grid(1, 18, 20)
 numbers = itertools.count()
-Join = Callable[..., Awaitable[Index]]
+Join = Callable[..., Awaitable[RedisIndex]]
 CALL_TIMEOUT_S = 0.1
 
 
@@ -57,12 +50,12 @@ class Watched:
     """A replica, what it holds, and what it said about itself."""
 
     index: RedisIndex
-    held: list[tuple[bytes, Grid, Tier]]
+    held: dict[bytes, Grid] = field(default_factory=dict)
     said: list[tuple[IndexState, str]] = field(default_factory=list)
 
     async def hold(self, addresses: list[bytes]) -> None:
-        self.held += [(address, GRID, Tier.HOST) for address in addresses]
-        await self.index.publish(grids(addresses), Tier.HOST)
+        self.held |= grids(addresses)
+        await self.index.publish(grids(addresses))
 
     async def until(self, state: IndexState, within_s: float = 8.0) -> None:
         await soon(lambda: self.index.state is state, within_s)
@@ -79,20 +72,24 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
     async def join(
         url: str, name: str, epoch: int = 1, model: bytes = b"m" * 32, timeout_s: float = CALL_TIMEOUT_S
     ) -> Watched:
-        watched = Watched(None, [])  # type: ignore[arg-type]
+        watched = Watched(None)  # type: ignore[arg-type]
         settings = RedisSettings(
             url=url,
-            namespace="bad-days",
+            namespace="faults",
             call_timeout_ms=int(timeout_s * 1000),
             heartbeat_ms=100,
             replica_ttl_ms=700,
         )
-        watched.index = RedisIndex(
-            settings,
-            held=lambda: iter(watched.held),
-            load=lambda: 0.0,
-            watchers=Watchers(on_state=lambda state, reason: watched.said.append((state, reason))),
-        )
+        watched.index = RedisIndex(settings, held=lambda: watched.held, load=lambda: 0.0)
+        session = watched.index._session
+        enter = session._enter
+
+        def entered(state: IndexState, reason: str) -> None:
+            if (state, reason) != (session.state, session._reason):
+                watched.said.append((state, reason))
+            enter(state, reason)
+
+        session._enter = entered  # type: ignore[method-assign]
         joined.append(watched)
         await watched.index.register(Replica(name, epoch, f"{name}:1", model, b"p" * 32))
         return watched

@@ -12,7 +12,8 @@ import redis
 from bench.harness.benchmark import Figure
 from bench.harness.tables import table
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index import RedisIndex, RedisSettings, Replica, Tier, namespace
+from encoder_service.cluster.contract import Replica
+from encoder_service.cluster.index import RedisIndex, RedisSettings, namespace
 from encoder_service.cluster.index.connection import Connection, RedisUrl
 from encoder_service.cluster.index.membership import Membership
 from encoder_service.cluster.index.schema import Keys
@@ -48,7 +49,7 @@ def settings(url: str) -> RedisSettings:
 
 async def join(stack: AsyncExitStack, url: str, name: str) -> RedisIndex:
     """Return a registered index that the stack closes."""
-    index = RedisIndex(settings(url), held=list, load=lambda: 0.0)
+    index = RedisIndex(settings(url), held=dict, load=lambda: 0.0)
     await index.register(Replica(name, 1, f"{name}.encoder:50051", MODEL, b"p" * 32))
     stack.push_async_callback(index.close)
     return index
@@ -69,9 +70,7 @@ async def time_calls(url: str, rounds: int) -> Figures:
         for _ in range(rounds):
             addresses = [draw.randbytes(32) for _ in range(BATCH)]
             await timed("acquire_ms", lambda addresses=addresses: a.acquire(addresses))  # type: ignore[misc]
-            await timed(
-                "publish_ms", lambda addresses=addresses: a.publish(dict.fromkeys(addresses, GRID), Tier.HOST)
-            )  # type: ignore[misc]
+            await timed("publish_ms", lambda addresses=addresses: a.publish(dict.fromkeys(addresses, GRID)))  # type: ignore[misc]
             await timed("locate_ms", lambda addresses=addresses: b.locate(addresses))  # type: ignore[misc]
             await timed("hint_ms", await _handed_over(a, b, [draw.randbytes(32) for _ in range(BATCH)]))
     figures = {name: median(values) for name, values in times.items()}
@@ -88,7 +87,7 @@ async def _handed_over(
     await asyncio.sleep(0.005)
 
     async def hand_over() -> None:
-        await holder.publish(dict.fromkeys(addresses, GRID), Tier.HOST)
+        await holder.publish(dict.fromkeys(addresses, GRID))
         assert all(await asyncio.gather(*waits))
 
     return hand_over
@@ -103,7 +102,7 @@ async def weigh_entries(server: RedisServer, entries: int) -> Figures:
         client = stack.enter_context(server.client())
         index = await join(stack, server.url, "a")
         used = [used_bytes(client)]
-        await index.publish(dict.fromkeys(held, GRID), Tier.HOST)
+        await index.publish(dict.fromkeys(held, GRID))
         used.append(used_bytes(client))
         await index.acquire(leased)
         used.append(used_bytes(client))
@@ -137,7 +136,7 @@ async def load_of_redis(server: RedisServer, rounds: int) -> Figures:
         index = await join(stack, server.url, "a")
         calls: dict[str, Callable[[list[bytes]], Awaitable[object]]] = {
             "acquire": index.acquire,
-            "publish": lambda addresses: index.publish(dict.fromkeys(addresses, GRID), Tier.HOST),
+            "publish": lambda addresses: index.publish(dict.fromkeys(addresses, GRID)),
         }
         for name, call in calls.items():
             client.config_resetstat()

@@ -1,83 +1,90 @@
-"""Tells the index what happens here: changes of a moment go out together, the last word on an address wins."""
+"""Outbox: what this replica tells the index, and the leases it has; changes of a moment go out together."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from enum import Enum
 
 from encoder_contract.geometry import Grid
+from encoder_service.cluster.index import RedisIndex
+from encoder_service.cluster.index.tasks import end
 
 # Changes are collected for this long: a batch of the ViT ends within it, and nobody notices.
 COLLECT_S = 0.001
 
-Tell = Callable[[Sequence[bytes]], Awaitable[None]]
-Publish = Callable[[Mapping[bytes, Grid]], Awaitable[None]]
 
-
-class _Word(Enum):
-    GONE = "gone"
+class _Change(Enum):
+    RETRACTED = "retracted"
     RELEASED = "released"
 
 
 class Outbox:
-    """`held`, `gone` and `released` return at once; a task of its own talks to the index. One event loop's."""
+    """`publish`, `retract` and `release` return at once; a task tells the index the last change of each address.
 
-    def __init__(self, *, publish: Publish, retract: Tell, release: Tell) -> None:
-        self._publish = publish
-        self._retract = retract
-        self._release = release
-        self._words: dict[bytes, _Word | Grid] = {}  # a grid: it is held
+    One event loop's.
+    """
+
+    def __init__(self, index: RedisIndex) -> None:
+        self._index = index
+        self.leased: set[bytes] = set()  # granted, and neither published nor released since
+        self._changes: dict[bytes, _Change | Grid] = {}  # a grid: published
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to talk."""
-        self._task = asyncio.create_task(self._run(), name="announcer")
+        """Begin to tell."""
+        self._task = asyncio.create_task(self._run(), name="cluster-outbox")
 
     async def stop(self) -> None:
-        """Say what is left, and stop."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        await self._say()
+        """Tell what is left, and stop."""
+        await end(self._task)
+        await self._send()
 
-    def held(self, address: bytes, grid: Grid) -> None:
-        """Say that this replica holds `address`; ends its lease."""
+    def publish(self, address: bytes, grid: Grid) -> None:
+        """Say that this replica holds the address; ends its lease."""
+        self.leased.discard(address)
         self._note(address, grid)
 
-    def gone(self, address: bytes) -> None:
+    def retract(self, address: bytes) -> None:
         """Say that it no longer holds it."""
-        self._note(address, _Word.GONE)
+        self._note(address, _Change.RETRACTED)
 
-    def released(self, address: bytes) -> None:
-        """Say that it will not encode it."""
-        self._note(address, _Word.RELEASED)
+    def release(self, address: bytes) -> None:
+        """Say that it will not encode it, if it has the lease."""
+        if address in self.leased:
+            self.leased.discard(address)
+            self.give_back([address])
 
-    def leased(self, addresses: Iterable[bytes]) -> None:
-        """Take back that it will not encode `addresses`, where nobody has been told yet."""
+    def give_back(self, addresses: Iterable[bytes]) -> None:
+        """Give back leases that came when nobody wanted them any more."""
         for address in addresses:
-            if self._words.get(address) is _Word.RELEASED:
-                del self._words[address]
+            self._note(address, _Change.RELEASED)
 
-    def _note(self, address: bytes, word: _Word | Grid) -> None:
-        self._words[address] = word
+    def granted(self, addresses: Iterable[bytes]) -> None:
+        """Note leases that were granted just now; a release of them that was not sent yet is withdrawn."""
+        for address in addresses:
+            self.leased.add(address)
+            if self._changes.get(address) is _Change.RELEASED:
+                del self._changes[address]
+
+    def _note(self, address: bytes, change: _Change | Grid) -> None:
+        self._changes[address] = change
         self._changed.set()
 
     async def _run(self) -> None:
         while True:
             await self._changed.wait()
             await asyncio.sleep(COLLECT_S)
-            await self._say()
+            await self._send()
 
-    async def _say(self) -> None:
-        words, self._words = self._words, {}
+    async def _send(self) -> None:
+        changes, self._changes = self._changes, {}
         self._changed.clear()
-        said = {word: [a for a, last in words.items() if last is word] for word in _Word}
-        if said[_Word.GONE]:
-            await self._retract(said[_Word.GONE])
+        retracted = [address for address, change in changes.items() if change is _Change.RETRACTED]
+        released = [address for address, change in changes.items() if change is _Change.RELEASED]
+        if retracted:
+            await self._index.retract(retracted)
         # What came and went before anyone was told still has its lease.
-        if ended := said[_Word.GONE] + said[_Word.RELEASED]:
-            await self._release(ended)
-        if held := {address: last for address, last in words.items() if isinstance(last, Grid)}:
-            await self._publish(held)
+        if ended := retracted + released:
+            await self._index.release(ended)
+        if grids := {address: change for address, change in changes.items() if isinstance(change, Grid)}:
+            await self._index.publish(grids)

@@ -1,7 +1,6 @@
 """Peers: rows that another replica holds, fetched with the same call that an LLM server makes."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
@@ -9,6 +8,7 @@ from typing import Any, cast
 
 import grpc
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from encoder_contract.errors import InternalError, UnavailableError, from_status
@@ -41,7 +41,7 @@ CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a wor
 
 @dataclass(frozen=True, slots=True)
 class RowType:
-    """What a row of this fleet is; a peer that sends anything else is not believed."""
+    """What a row of this model is; anything else that a peer sends is refused."""
 
     width: int
     dtype: torch.dtype
@@ -64,12 +64,12 @@ class Peers:
         rows: RowType,
         on_fetch: Callable[[float, bool], None] = lambda _seconds, _ok: None,
     ) -> None:
-        """Fingerprints and row type are those of the fleet; `on_fetch` is told seconds and success of each attempt."""
+        """Fingerprints and row type are those of our model; `on_fetch` is told seconds and success of each attempt."""
         self._model = model
         self._processor = processor
         self._rows = rows
         self._on_fetch = on_fetch
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._channels = _Channels(MAX_CHANNELS)
         self.bytes_per_s = ASSUMED_BYTES_PER_S
 
     def transfer_s(self, tokens: int) -> float:
@@ -118,12 +118,11 @@ class Peers:
 
     async def close(self) -> None:
         """Close all channels."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        for endpoint in list(self._channels):
+            await self._channels.pop(endpoint).close()
 
     def _call(self, endpoint: str, request: pb.FetchRequest) -> Any:
-        return self._channel(endpoint).unary_stream(
+        return self._channels[endpoint].unary_stream(
             FETCH,
             request_serializer=pb.FetchRequest.SerializeToString,
             response_deserializer=parse_fetch_response,
@@ -147,14 +146,14 @@ class Peers:
         ready = await _next(call)
         if isinstance(ready, tuple):
             raise InternalError("the peer sent rows before it said of what")
-        grid = self._believe(ready.ready, address)
+        grid = self._checked(ready.ready, address)
         buffer = torch.empty(ready.ready.row_bytes, dtype=torch.uint8)
         async with asyncio.timeout(SILENCE_S + len(buffer) / MIN_BYTES_PER_S):
             await _fill(call, buffer.numpy().data)
         await self._verify(buffer, ready.ready.checksum)
         return grid, buffer
 
-    def _believe(self, ready: pb.ImageReady, address: bytes) -> Grid:
+    def _checked(self, ready: pb.ImageReady, address: bytes) -> Grid:
         """Return the grid; raises unless this can be the image asked for, which also bounds the memory it may take."""
         rows = self._rows
         grid = Grid(ready.grid.t, ready.grid.h, ready.grid.w)
@@ -176,16 +175,18 @@ class Peers:
         if found != expected:
             raise InternalError("the peer's rows arrived damaged")
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-            self._channels[endpoint] = channel
-            if len(self._channels) > MAX_CHANNELS:
-                _, oldest = self._channels.popitem(last=False)
-                asyncio.get_running_loop().create_task(oldest.close(CLOSE_S))
-        self._channels.move_to_end(endpoint)
+
+class _Channels(LRUCache[str, grpc.aio.Channel]):
+    """An open channel for each endpoint; the one used least recently is closed to make room."""
+
+    def __missing__(self, endpoint: str) -> grpc.aio.Channel:
+        channel = self[endpoint] = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         return channel
+
+    def popitem(self) -> tuple[str, grpc.aio.Channel]:
+        endpoint, channel = super().popitem()
+        asyncio.get_running_loop().create_task(channel.close(CLOSE_S))
+        return endpoint, channel
 
 
 async def _next(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":

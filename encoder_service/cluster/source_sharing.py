@@ -1,8 +1,8 @@
-"""Sharing: image files go to the fleet behind the answers, so that any replica can finish what this one begins."""
+"""Source sharing: image files go to the index behind the answers, so that any replica can finish what one begins."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
+from encoder_service.cluster.index import RedisIndex
 from encoder_service.cluster.index.tasks import end
 
 AT_ONCE = 2  # files: enough to fill a link, few enough to leave it to whoever waits for an answer
@@ -11,15 +11,12 @@ AT_ONCE = 2  # files: enough to fill a link, few enough to leave it to whoever w
 MAX_WAITING_BYTES = 64 << 20
 MAX_WAITING_IMAGES = 512
 
-# (key, image file) -> whether the fleet has it; bounded in time, and never raises.
-Put = Callable[[bytes, bytes], Awaitable[bool]]
 
-
-class Sharing:
+class SourceSharing:
     """`offer` returns at once; a few tasks hand on what was offered. One event loop's."""
 
-    def __init__(self, put: Put) -> None:
-        self._put = put
+    def __init__(self, index: RedisIndex) -> None:
+        self._index = index
         self._waiting: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue(MAX_WAITING_IMAGES)
         self._waiting_bytes = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -28,7 +25,7 @@ class Sharing:
 
     def start(self) -> None:
         """Begin to share."""
-        self._tasks = [asyncio.create_task(self._run(), name="sharing") for _ in range(AT_ONCE)]
+        self._tasks = [asyncio.create_task(self._run(), name="cluster-sharing") for _ in range(AT_ONCE)]
 
     def offer(self, key: bytes, data: bytes) -> None:
         """Have the file shared, unless too much waits already."""
@@ -54,7 +51,7 @@ class Sharing:
     async def _run(self) -> None:
         while True:
             key, data = await self._waiting.get()
-            if await self._put(key, data):
+            if await self._index.put_source(key, data):
                 self.shared += 1
             else:
                 self.dropped += 1

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.cluster.index import IndexState
-from encoder_service.cluster.source_sharing import Sharing
+from encoder_service.cluster.contract import ClusterStatus, IndexState
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.observability.metrics import DEMAND, Reading
 from encoder_service.scheduler import Limits, Snapshot, State
@@ -67,13 +66,13 @@ def memory_readings(segment: Path, sources: SourceCache, upload_bytes: int) -> I
     yield Reading("upload_bytes", upload_bytes)
 
 
-def index_readings(state: IndexState, peers: int, sharing: Sharing) -> Iterator[Reading]:
-    """Yield how this replica stands with its fleet, and what it shares with it."""
+def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
+    """Yield whether this replica is connected to the others, and what it shares with them."""
     for each in IndexState:
-        yield Reading("index_state", each is state, (each.value,))
-    yield Reading("index_peers", peers)
-    yield Reading("sources_offered", sharing.shared, ("shared",))
-    yield Reading("sources_offered", sharing.dropped, ("dropped",))
+        yield Reading("index_state", each is status.state, (each.value,))
+    yield Reading("index_peers", status.peers)
+    yield Reading("sources_offered", status.sources_shared, ("shared",))
+    yield Reading("sources_offered", status.sources_dropped, ("dropped",))
 
 
 def identity_readings(

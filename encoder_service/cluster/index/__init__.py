@@ -1,35 +1,7 @@
-"""The index: which replica holds which embedding, and who encodes what; in memory, or in Redis for a fleet."""
+"""The index in Redis: which replica holds which embedding, and who encodes what."""
 
-from encoder_service.cluster.index.contract import (
-    Acquired,
-    Held,
-    Index,
-    IndexState,
-    Location,
-    Locations,
-    Peer,
-    Replica,
-    Tier,
-)
-from encoder_service.cluster.index.memory import InProcessCluster, MemoryIndex
-from encoder_service.cluster.index.redis import RedisIndex
+from encoder_service.cluster.index.redis_index import RedisIndex
 from encoder_service.cluster.index.schema import namespace
-from encoder_service.cluster.index.session import RedisSettings, Watchers
+from encoder_service.cluster.index.session import RedisSettings
 
-__all__ = [
-    "Acquired",
-    "Held",
-    "InProcessCluster",
-    "Index",
-    "IndexState",
-    "Location",
-    "Locations",
-    "MemoryIndex",
-    "Peer",
-    "RedisIndex",
-    "RedisSettings",
-    "Replica",
-    "Tier",
-    "Watchers",
-    "namespace",
-]
+__all__ = ["RedisIndex", "RedisSettings", "namespace"]

@@ -1,4 +1,4 @@
-"""A circuit breaker: says whether the index may be asked, and when to try it again."""
+"""A circuit breaker: says when failures are an outage, and how long to wait before each next try."""
 
 import random
 from collections.abc import Callable
@@ -16,11 +16,7 @@ WELL_S = 10.0
 
 
 class Breaker:
-    """Open after a run of failures or one refusal; only a successful probe closes it. Starts open.
-
-    Calls ask `is_open` and report `failed` or `succeeded`; one background task probes after `probe_delay_s` and
-    reports `close` or `failed`. Calls never probe, so that none of them pays for finding out.
-    """
+    """Counts; its owner knows whether calls are made now, and reports those that were made while they were."""
 
     def __init__(
         self,
@@ -33,25 +29,23 @@ class Breaker:
         self._last_failure = float("-inf")
         self._probes = 0
         self._closed_at = float("-inf")
-        self.is_open = True
 
     def failed(self, began: float, *, refused: bool = False) -> bool:
-        """Count the failure of a call that began at `began` (the breaker's clock); return whether it opened us.
+        """Count the failure of a call that began at `began` (the breaker's clock); return whether to call no more.
 
-        `refused` is a server that answered, and said no (out of memory, read-only, loading): it opens at once.
+        `refused` is a server that answered, and said no (out of memory, read-only, loading): that is enough.
         """
-        if self.is_open:
-            return False
         if refused or began >= self._last_failure:
             self._failures += 1
             self._last_failure = self._clock()
-        self.is_open = refused or self._failures >= FAILURES_TO_OPEN
-        if self.is_open and self._clock() - self._closed_at > WELL_S:
+        if not refused and self._failures < FAILURES_TO_OPEN:
+            return False
+        if self._clock() - self._closed_at > WELL_S:
             self._probes = 0
-        return self.is_open
+        return True
 
     def succeeded(self) -> None:
-        """End the run of failures; an open breaker stays open."""
+        """End the run of failures."""
         self._failures = 0
 
     def probe_delay_s(self) -> float:
@@ -61,7 +55,6 @@ class Breaker:
         return self._uniform(0.5 * delay, 1.5 * delay)
 
     def close(self) -> None:
-        """The probe succeeded: ask again."""
-        self.is_open = False
+        """Note that a probe succeeded, and calls are made again."""
         self._failures = 0
         self._closed_at = self._clock()

@@ -1,4 +1,4 @@
-"""The link to one Redis, or to a Redis Cluster: batches of addresses as one script call, or as one per slot."""
+"""The connection to one Redis, or to a Redis Cluster: batches of addresses as one script call, or as one per slot."""
 
 import hashlib
 from collections import defaultdict
@@ -82,32 +82,32 @@ class RedisUrl:
 
 
 class Connection:
-    """An open link. Its methods raise `FAULTS`; their time is bounded by the caller."""
+    """An open connection. Its methods raise `FAULTS`; their time is bounded by the caller."""
 
-    def __init__(self, target: RedisUrl, client: "Redis | RedisCluster") -> None:
-        self._target = target
+    def __init__(self, url: RedisUrl, client: "Redis | RedisCluster") -> None:
+        self._url = url
         self._client: Any = client  # the two share the commands we use, not a type
         self.sharded_channels = False
 
     @classmethod
-    async def open(cls, target: RedisUrl) -> Self:
+    async def open(cls, url: RedisUrl) -> Self:
         """Connect, and learn what the server can do."""
         try:
-            link = cls(target, _cluster(target) if target.is_cluster else _node(target.urls[0]))
+            connection = cls(url, _cluster(url) if url.is_cluster else _node(url.urls[0]))
         except ValueError as error:
             raise ConfigError(f"--index: an option of the URL has a bad value: {error}") from error
         try:
-            if target.is_cluster:
-                await link._client.initialize()
-            server = await link._client.info("server")
-            link.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
+            if url.is_cluster:
+                await connection._client.initialize()
+            server = await connection._client.info("server")
+            connection.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
         except TypeError as error:  # redis-py hands options of the URL that it does not know to a constructor
-            await link.close()
+            await connection.close()
             raise ConfigError(f"--index: an option of the URL is not known: {error}") from error
         except BaseException:
-            await link.close()
+            await connection.close()
             raise
-        return link
+        return connection
 
     async def close(self) -> None:
         """Close every connection; calls under way fail."""
@@ -159,21 +159,21 @@ class Connection:
     @property
     def is_cluster(self) -> bool:
         """Whether this is a Redis Cluster."""
-        return self._target.is_cluster
+        return self._url.is_cluster
 
-    def home(self, channel: bytes) -> str | None:
-        """Return the URL of the server on which to listen to a channel; None while none is known."""
+    def server_of(self, channel: bytes) -> str | None:
+        """Return the URL of the server that a channel is on; None while none is known."""
         if not self.is_cluster:
-            return self._target.urls[0]
+            return self._url.urls[0]
         try:
             node = self._client.get_node_from_key(channel)
         except RedisClusterException:
             return None
-        return self._target.node_url(node.host, node.port) if node else None
+        return self._url.node_url(node.host, node.port) if node else None
 
-    def listener(self, home: str) -> tuple[Redis, PubSub]:
+    def listener(self, url: str) -> tuple[Redis, PubSub]:
         """Return a client of its own for listening on one server; the caller closes both."""
-        client = _node(home)
+        client = _node(url)
         return client, client.pubsub()
 
     def _by_slot(self, keys: Sequence[Sequence[bytes]]) -> list[list[int]]:
@@ -218,10 +218,10 @@ def _node(url: str) -> Redis:
     )
 
 
-def _cluster(target: RedisUrl) -> RedisCluster:
-    nodes = [urlsplit(url) for url in target.urls]
+def _cluster(url: RedisUrl) -> RedisCluster:
+    nodes = [urlsplit(each) for each in url.urls]
     return RedisCluster.from_url(
-        target.urls[0],
+        url.urls[0],
         startup_nodes=[ClusterNode(node.hostname or "localhost", node.port or 6379) for node in nodes],
         protocol=2,
         retry=Retry(NoBackoff(), 0),

@@ -1,16 +1,19 @@
-"""The leases this replica holds, and the publications it still owes."""
+"""The leases this replica holds, and the publications that are pending."""
 
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index.contract import MAX_LEASE_S, Tier
+
+# Work that takes longer than any caller's deadline is not work: after this a lease is no longer renewed, so that
+# an address that its holder forgot does not stay locked for as long as the holder lives.
+MAX_LEASE_S = 300.0
 
 
 class Leases:
     """Addresses granted to us, each with the time up to which it is renewed, and those published in vain so far.
 
-    A publication that did not get through is owed: its lease is kept, so that nobody encodes the image again
+    A publication that did not get through is pending: its lease is kept, so that nobody encodes the image again
     meanwhile, and the index publishes it with the next heartbeat.
     """
 
@@ -19,7 +22,7 @@ class Leases:
         self._clock = clock
         self._forget_at: dict[bytes, float] = {}
         self._renew_at: dict[bytes, float] = {}
-        self._pending: dict[bytes, tuple[Grid, Tier]] = {}
+        self.pending: dict[bytes, Grid] = {}
 
     def add(self, addresses: Iterable[bytes]) -> None:
         """Note leases that were granted just now."""
@@ -33,11 +36,11 @@ class Leases:
         self.add(address for address in addresses if address in self._renew_at)
 
     def end(self, addresses: Iterable[bytes]) -> None:
-        """Forget leases, and what is owed for them."""
+        """Forget leases, and what is pending for them."""
         for address in addresses:
             self._forget_at.pop(address, None)
             self._renew_at.pop(address, None)
-            self._pending.pop(address, None)
+            self.pending.pop(address, None)
 
     def all(self) -> list[bytes]:
         """Return every lease held."""
@@ -53,12 +56,6 @@ class Leases:
         self.end([address for address, at in self._forget_at.items() if at <= now])
         return [address for address, at in self._renew_at.items() if at <= now]
 
-    def add_pending(self, grids: Mapping[bytes, Grid], tier: Tier) -> None:
-        """Note publications that did not get through; without a lease nobody waits, and none is owed."""
-        for address, grid in grids.items():
-            if address in self._renew_at:
-                self._pending[address] = grid, tier
-
-    def pending(self, tier: Tier) -> dict[bytes, Grid]:
-        """Return the addresses, and their grids, whose publication at `tier` is owed."""
-        return {address: grid for address, (grid, owed_tier) in self._pending.items() if owed_tier is tier}
+    def add_pending(self, grids: Mapping[bytes, Grid]) -> None:
+        """Note publications that did not get through; without a lease nobody waits, and none is pending."""
+        self.pending |= {address: grid for address, grid in grids.items() if address in self._renew_at}

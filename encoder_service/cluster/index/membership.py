@@ -3,14 +3,14 @@
 from collections.abc import Callable, Collection, Iterable
 
 from encoder_contract.errors import ModelMismatchError
+from encoder_service.cluster.contract import Location, Locations, Replica
 from encoder_service.cluster.index import schema
 from encoder_service.cluster.index.connection import Connection, Script
-from encoder_service.cluster.index.contract import Location, Locations, Peer, Replica
 
 ROLL = Script("roll")
 
 # Tokens of the dead that are remembered, so as not to look for them on the roll again, and sent along with each call
-# of `acquire` (8 bytes each). Forgotten all at once when there are more, which costs a roll call.
+# of `acquire` (8 bytes each). Forgotten all at once when there are more, which costs a heartbeat.
 MAX_DEAD = 256
 
 
@@ -19,7 +19,7 @@ class SupersededError(ModelMismatchError):
 
 
 class Membership:
-    """One life of a replica among its peers; what it knows of them is as old as the last roll call."""
+    """One life of a replica among its peers; what it knows of them is as old as the last heartbeat."""
 
     def __init__(self, replica: Replica, roll_key: bytes, ttl_ms: int, load: Callable[[], float]) -> None:
         self.token = schema.token(replica.replica_id, replica.epoch)
@@ -28,16 +28,16 @@ class Membership:
         self._ttl_ms = ttl_ms
         self._load = load
         self.dead: set[bytes] = set()
-        self.peers: dict[bytes, Peer] = {}
+        self.peers: dict[bytes, schema.Peer] = {}
 
-    async def heartbeat(self, link: Connection, verb: str) -> bool:
+    async def heartbeat(self, connection: Connection, verb: str) -> bool:
         """Join, beat or leave; learn who is alive; return whether we were on the roll already.
 
         Raises `ModelMismatchError` when a live replica serves another model, `SupersededError` when a later start of
         this replica has taken its place.
         """
         ours = self._replica
-        reply = await link.run_once(
+        reply = await connection.run_once(
             ROLL,
             self._roll_key,
             verb,
@@ -62,11 +62,11 @@ class Membership:
         return roll.was_present
 
     def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:
-        """Return those who may have joined since the last roll call."""
+        """Return those who may have joined since the last heartbeat."""
         return set(tokens) - self.peers.keys() - self.dead - {self.token}
 
     def mark_dead(self, tokens: Iterable[bytes]) -> None:
-        """After a roll call: who was a stranger and is not on the roll is dead."""
+        """After a heartbeat: who was unknown before it and is still not on the roll is dead."""
         if len(self.dead) > MAX_DEAD:
             self.dead.clear()
         self.dead |= self.unknown(tokens)
@@ -77,7 +77,7 @@ class Membership:
         for record in schema.records(value):
             peer = self.peers.get(record.token)
             if peer is not None and peer.replica_id not in without:
-                found.append(Location(peer.replica_id, peer.endpoint, record.tier, record.grid))
+                found.append(Location(peer.replica_id, peer.endpoint, record.grid))
         return tuple(found)
 
     def tokens_of(self, replica_ids: Collection[str]) -> bytes:

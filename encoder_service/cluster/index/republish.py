@@ -2,13 +2,13 @@
 
 import asyncio
 import random
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index.contract import Held, Tier
 
+# Address and grid of every embedding that this replica holds: what an index that lost its memory is told again.
+Held = Callable[[], Mapping[bytes, Grid]]
 # One batch holds Redis for about half a millisecond; a hundred replicas that come back at once take a third of it.
 BATCH_ADDRESSES = 64
 ADDRESSES_PER_S = 1000
@@ -25,7 +25,7 @@ class Republisher:
     """
 
     def __init__(
-        self, held: Held, publish: Callable[[Mapping[bytes, Grid], Tier], Awaitable[bool]], ttl_s: float
+        self, held: Held, publish: Callable[[Mapping[bytes, Grid]], Awaitable[bool]], ttl_s: float
     ) -> None:
         self._held = held
         self._publish = publish
@@ -49,12 +49,8 @@ class Republisher:
             await self._walk()
 
     async def _walk(self) -> None:
-        entries = iter(list(self._held()))
-        while batch := list(islice(entries, BATCH_ADDRESSES)):
-            by_tier: dict[Tier, dict[bytes, Grid]] = defaultdict(dict)
-            for address, grid, tier in batch:
-                by_tier[tier][address] = grid
-            for tier, grids in by_tier.items():
-                if not await self._publish(grids, tier):
-                    return
+        entries = iter(list(self._held().items()))
+        while batch := dict(islice(entries, BATCH_ADDRESSES)):
+            if not await self._publish(batch):
+                return
             await asyncio.sleep(len(batch) / ADDRESSES_PER_S)

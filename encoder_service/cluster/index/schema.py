@@ -11,17 +11,15 @@ from blake3 import blake3
 
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index.contract import Peer, Replica, Tier
+from encoder_service.cluster.contract import Replica
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 # A replica in a location: 64 bits of a hash over its id and epoch, so that a restarted replica's old locations
 # name nobody. Among a thousand replicas two collide once in 4e13; it would cost failed peer calls, not wrong rows.
 TOKEN_BYTES = 8
-# Token, one byte of tier, then height and width of the grid; `t` is 1.
-_RECORD = struct.Struct(f"<{TOKEN_BYTES}sBII")
-RECORD_BYTES = _RECORD.size
-_TIERS = {int(tier) for tier in Tier}
+# Token, then height and width of the grid; `t` is 1.
+_RECORD = struct.Struct(f"<{TOKEN_BYTES}sII")
 
 
 def namespace(prefix: str, model_fingerprint: bytes) -> str:
@@ -72,25 +70,32 @@ class Keys:
 
 
 class Record(NamedTuple):
-    """What a location says of one replica: its token, where it keeps the embedding, and the image's grid."""
+    """What a location says of one replica: its token, and the grid of the image."""
 
     token: bytes
-    tier: Tier
     grid: Grid
 
 
-def holding(tier: Tier, grid: Grid) -> bytes:
+def packed(grid: Grid) -> bytes:
     """Return what follows the token in a record."""
-    return _RECORD.pack(b"", tier, grid.h, grid.w)[TOKEN_BYTES:]
+    return _RECORD.pack(b"", grid.h, grid.w)[TOKEN_BYTES:]
 
 
 def records(value: bytes | None) -> Iterator[Record]:
-    """Yield each record of a location; what is no record is skipped."""
+    """Yield each record of a location; an incomplete one at the end is skipped."""
     value = value or b""
-    for at in range(0, len(value) - RECORD_BYTES + 1, RECORD_BYTES):
-        token, tier, h, w = _RECORD.unpack_from(value, at)
-        if tier in _TIERS:
-            yield Record(token, Tier(tier), Grid(1, h, w))
+    for token, h, w in _RECORD.iter_unpack(value[: len(value) // _RECORD.size * _RECORD.size]):
+        yield Record(token, Grid(1, h, w))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another live replica, as of the last heartbeat. `load` is its own measure; compare, do not interpret."""
+
+    replica_id: str
+    epoch: int
+    endpoint: str
+    load: float
 
 
 # What a replica may be called: as in the log and on the status page, where it must not look like anything else.
@@ -98,15 +103,15 @@ _NAME = re.compile(rb"[!-~]{1,128}")
 
 
 def readable(name: bytes) -> str:
-    """Return what a stranger wrote into Redis, for a message."""
+    """Return what anyone may have written into Redis, for a message."""
     return name.decode() if _NAME.fullmatch(name) else repr(name[:128])
 
 
 def _peer(replica_id: bytes, record: bytes) -> Peer:
-    """Read an entry of the roll. Raises `ValueError` for what is none."""
+    """Read an entry of the roll. Raises `ValueError` for an invalid one."""
     _, epoch, _, load, endpoint = record.decode("ascii").split(" ")
     if not _NAME.fullmatch(replica_id) or not endpoint.isprintable():
-        raise ValueError("no name")
+        raise ValueError("not a name")
     Endpoint.parse(endpoint)
     return Peer(replica_id.decode(), int(epoch), endpoint, float(load))
 
@@ -120,7 +125,7 @@ class Roll:
 
     @classmethod
     def parse(cls, was_present: int, entries: list[bytes]) -> "Roll":
-        """Read the flat list [id, record, ...] that the script returned; what is no record is skipped."""
+        """Read the flat list [id, record, ...] that the script returned; invalid records are skipped."""
         peers: dict[bytes, Peer] = {}
         for replica_id, record in zip(entries[::2], entries[1::2], strict=False):
             try:

@@ -1,4 +1,4 @@
-"""Standing: how this replica stands with its fleet; every call to Redis goes through here, or is not made."""
+"""The session with Redis: whether this replica is connected; every call goes through here, or is not made."""
 
 import asyncio
 import logging
@@ -8,10 +8,10 @@ from time import monotonic
 from typing import Protocol, TypeVar
 
 from encoder_contract.errors import ModelMismatchError
+from encoder_service.cluster.contract import IndexState, Replica
 from encoder_service.cluster.index.breaker import Breaker
+from encoder_service.cluster.index.bulkhead import Bulkhead
 from encoder_service.cluster.index.connection import FAULTS, REFUSALS, Connection, RedisUrl, lost_connections
-from encoder_service.cluster.index.contract import IndexState, Replica
-from encoder_service.cluster.index.lane import Lane
 from encoder_service.cluster.index.membership import Membership
 from encoder_service.cluster.index.tasks import end
 
@@ -47,97 +47,98 @@ class RedisSettings:
     max_source_bytes: int = 8 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watchers:
-    """Who is told what: `on_state` every change and its reason, `on_call` name, seconds and success of every call."""
-
-    on_state: Callable[[IndexState, str], None] = lambda *_: None
-    on_call: Callable[[str, float, bool], None] = lambda *_: None
+# Told the name, seconds and success of every call.
+OnCall = Callable[[str, float, bool], None]
 
 
-class Follower(Protocol):
-    """What follows from a change of standing."""
+class SessionEvents(Protocol):
+    """What the owner of a session does on its events."""
 
-    def forgotten(self) -> None:
+    def on_forgotten(self) -> None:
         """Redis is new to us, or lost what it knew of us."""
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """The index cannot be asked any more."""
 
-    async def beat(self) -> None:
+    async def on_beat(self) -> None:
         """A heartbeat got through."""
 
 
 class RedisSession:
-    """Joined while Redis answers in time and lets us be; otherwise alone, and probing in the background."""
+    """Joined while Redis answers in time and accepts us; otherwise alone, and probing in the background."""
 
     def __init__(
         self,
         settings: RedisSettings,
         load: Callable[[], float],
-        watchers: Watchers,
-        follower: Follower,
+        on_call: OnCall,
+        events: SessionEvents,
         roll_key: bytes,
     ) -> None:
         self._settings = settings
-        self._target = RedisUrl(settings.url)
+        self._url = RedisUrl(settings.url)
         self._load = load
-        self._watchers = watchers
-        self._follower = follower
+        self._on_call = on_call
+        self._events = events
         self._roll_key = roll_key
-        self.calls = Lane(settings.call_timeout_ms, MAX_CALLS)
-        self.puts = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
-        self.gets = Lane(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self.calls = Bulkhead(settings.call_timeout_ms, MAX_CALLS)
+        self.puts = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
+        self.gets = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
         self._resting = (self.puts, self.gets)  # slow for megabytes is not slow for all
-        self.beats = Lane(BEAT_TIMEOUT_MS, 1)
+        self.beats = Bulkhead(BEAT_TIMEOUT_MS, 1)
         self._breaker = Breaker()
         self._reason = ""
         self._has_joined = False
-        self._link: Connection | None = None
+        self._connection: Connection | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.state = IndexState.ALONE
         self.membership: Membership | None = None
 
     @property
-    def tell(self) -> bytes:
+    def notify_command(self) -> bytes:
         """The command by which a script wakes who waits."""
-        return b"SPUBLISH" if self._link is not None and self._link.sharded_channels else b"PUBLISH"
+        return (
+            b"SPUBLISH" if self._connection is not None and self._connection.sharded_channels else b"PUBLISH"
+        )
 
     async def ask(
-        self, name: str, call: Callable[[Connection, Membership], Awaitable[Answer]], lane: Lane | None = None
+        self,
+        name: str,
+        call: Callable[[Connection, Membership], Awaitable[Answer]],
+        bulkhead: Bulkhead | None = None,
     ) -> Answer | None:
         """Return the answer of `call`, or None, at once or after the bound, when there is none to be had."""
-        lane = lane or self.calls
-        if self.state is not IndexState.JOINED or lane.rests:
+        bulkhead = bulkhead or self.calls
+        if self.state is not IndexState.JOINED or bulkhead.rests:
             return None
         try:
-            async with asyncio.timeout(BOUNDS_TO_WAIT * lane.timeout_s):
-                await lane.turns.acquire()
+            async with asyncio.timeout(BOUNDS_TO_WAIT * bulkhead.timeout_s):
+                await bulkhead.turns.acquire()
         except TimeoutError:
             return None
         try:
-            return await self._ask_now(name, call, lane)
+            return await self._ask_now(name, call, bulkhead)
         finally:
-            lane.turns.release()
+            bulkhead.turns.release()
 
     async def _ask_now(
-        self, name: str, call: Callable[[Connection, Membership], Awaitable[Answer]], lane: Lane
+        self, name: str, call: Callable[[Connection, Membership], Awaitable[Answer]], bulkhead: Bulkhead
     ) -> Answer | None:
-        if self.state is not IndexState.JOINED or lane.rests:
+        if self.state is not IndexState.JOINED or bulkhead.rests:
             return None  # it was lost while we waited for our turn
-        assert self._link is not None
+        assert self._connection is not None
         assert self.membership is not None
         began, ok = monotonic(), False
         try:
-            async with asyncio.timeout(lane.timeout_s):
-                answer = await call(self._link, self.membership)
-            self._succeeded(began, lane)
+            async with asyncio.timeout(bulkhead.timeout_s):
+                answer = await call(self._connection, self.membership)
+            self._succeeded(began, bulkhead)
             ok = True
         except FAULTS as fault:
-            self._failed(began, fault, lane)
+            self._failed(began, fault, bulkhead)
             return None
         finally:
-            self._watchers.on_call(name, monotonic() - began, ok)
+            self._on_call(name, monotonic() - began, ok)
         return answer
 
     async def register(self, replica: Replica) -> None:
@@ -147,35 +148,38 @@ class RedisSession:
         try:
             await self._probe()
         except FAULTS as fault:
-            self._go(IndexState.ALONE, _describe(fault))
+            self._enter(IndexState.ALONE, _describe(fault))
         except ModelMismatchError:
             self.membership = None
             raise
         self._keeper = asyncio.create_task(self._keep(), name="index-keeper")
 
-    async def heartbeat(self, lane: Lane) -> bool | None:
-        """Beat, and learn who is alive; return whether we were on the roll, or None when that was not to be had."""
+    async def heartbeat(self, bulkhead: Bulkhead) -> bool | None:
+        """Beat, and learn who is alive; return whether we were on the roll; None without an answer."""
         try:
-            return await self.ask("beat", lambda link, ours: ours.heartbeat(link, "beat"), lane)
+            return await self.ask(
+                "beat", lambda connection, ours: ours.heartbeat(connection, "beat"), bulkhead
+            )
         except ModelMismatchError as refusal:
-            self._breaker.failed(monotonic(), refused=True)
-            self._lose(refusal.message)
+            if self.state is IndexState.JOINED:
+                self._breaker.failed(monotonic(), refused=True)
+                self._lose(refusal.message)
             return None
 
     async def leave(self) -> None:
-        """Strike ourselves off the roll, and ask nothing any more."""
+        """Take ourselves off the roll, and ask nothing any more."""
         await end(self._keeper)
-        await self.ask("leave", lambda link, ours: ours.heartbeat(link, "leave"))
-        self._go(IndexState.LEFT, "drained")
-        self._follower.lost()
+        await self.ask("leave", lambda connection, ours: ours.heartbeat(connection, "leave"))
+        self._enter(IndexState.LEFT, "drained")
+        self._events.on_lost()
 
     async def close(self) -> None:
         """Stop, and free the connections."""
         await end(self._keeper)
         self.state = IndexState.LEFT
-        if self._link is not None:
-            await self._hang_up(self._link)
-            self._link = None
+        if self._connection is not None:
+            await self._disconnect(self._connection)
+            self._connection = None
 
     async def _keep(self) -> None:
         while True:
@@ -189,58 +193,58 @@ class RedisSession:
     async def _beat(self) -> None:
         was_present = await self.heartbeat(self.beats)
         if was_present is False:
-            self._follower.forgotten()
+            self._events.on_forgotten()
         if was_present is not None:
-            await self._follower.beat()
+            await self._events.on_beat()
 
     async def _probe(self) -> None:
-        # Each probe starts from nothing: what the last link knew of names, nodes and sockets may be what was wrong.
+        # Each probe opens a new connection: what the last one knew of names, nodes and sockets may be what was wrong.
         assert self.membership is not None
         async with asyncio.timeout(BEAT_TIMEOUT_MS / 1000):
-            link = await Connection.open(self._target)
+            connection = await Connection.open(self._url)
             try:
-                await self.membership.heartbeat(link, "beat" if self._has_joined else "join")
+                await self.membership.heartbeat(connection, "beat" if self._has_joined else "join")
             except BaseException:
-                await self._hang_up(link)
+                await self._disconnect(connection)
                 raise
-        before, self._link = self._link, link
+        before, self._connection = self._connection, connection
         self._has_joined = True
         self._breaker.close()
-        self._go(IndexState.JOINED, "registered")
-        self._follower.forgotten()
+        self._enter(IndexState.JOINED, "registered")
+        self._events.on_forgotten()
         if before is not None:
-            await self._hang_up(before)
+            await self._disconnect(before)
 
     async def _probe_quietly(self) -> None:
         try:
             await self._probe()
         except FAULTS as fault:
-            log.debug("the index is still not there: %s", _describe(fault))
+            log.debug("the index is still unavailable: %s", _describe(fault))
         except ModelMismatchError as refusal:
-            self._go(IndexState.ALONE, refusal.message)
+            self._enter(IndexState.ALONE, refusal.message)
 
-    def _succeeded(self, began: float, lane: Lane) -> None:
-        if lane in self._resting:
-            lane.succeeded()
+    def _succeeded(self, began: float, bulkhead: Bulkhead) -> None:
+        if bulkhead in self._resting:
+            bulkhead.succeeded()
         elif (
             monotonic() - began <= self.calls.timeout_s
         ):  # one that only a heartbeat waits for is of no use to calls
             self._breaker.succeeded()
 
-    def _failed(self, began: float, fault: Exception, lane: Lane) -> None:
+    def _failed(self, began: float, fault: Exception, bulkhead: Bulkhead) -> None:
         refused = isinstance(fault, REFUSALS)
-        if lane in self._resting and not refused:
-            lane.failed(began)
-        elif self._breaker.failed(began, refused=refused):
+        if bulkhead in self._resting and not refused:
+            bulkhead.failed(began)
+        elif self.state is IndexState.JOINED and self._breaker.failed(began, refused=refused):
             self._lose(_describe(fault))
 
     def _lose(self, reason: str) -> None:
         assert self.membership is not None
         self.membership.peers.clear()
-        self._go(IndexState.ALONE, reason)
-        self._follower.lost()
+        self._enter(IndexState.ALONE, reason)
+        self._events.on_lost()
 
-    def _go(self, state: IndexState, reason: str) -> None:
+    def _enter(self, state: IndexState, reason: str) -> None:
         if (state, reason) == (self.state, self._reason):
             return
         self.state, self._reason = state, reason
@@ -250,14 +254,13 @@ class RedisSession:
             state.value,
             reason,
         )
-        self._watchers.on_state(state, reason)
 
-    async def _hang_up(self, link: Connection) -> None:
+    async def _disconnect(self, connection: Connection) -> None:
         try:
             with lost_connections():
-                await link.close()
+                await connection.close()
         except FAULTS as fault:
-            log.debug("closing a broken link: %s", _describe(fault))
+            log.debug("closing a broken connection: %s", _describe(fault))
 
 
 def _describe(fault: BaseException) -> str:

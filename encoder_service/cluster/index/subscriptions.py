@@ -1,4 +1,4 @@
-"""Hints: hears on Redis channels that something may have changed; what is missed is found by reading again."""
+"""Subscriptions: Redis channels that notify of changes; a lost notification is made up for by reading again."""
 
 import asyncio
 from collections import defaultdict
@@ -10,68 +10,68 @@ from encoder_service.cluster.index.tasks import end
 
 
 class Subscriptions:
-    """Follows channels, on the server where each lives; a server that fails is left, and tried at the next `follow`.
+    """Channels, each on its own server; a server that fails is left, and tried at the next `subscribe`.
 
-    `heard` is called with a channel's name for every message on it, the confirmation that it is followed included:
-    what changed before that moment must be read.
+    `on_message` is called with a channel's name for every message on it, the confirmation of the subscription
+    included: what changed before that moment must be read.
     """
 
-    def __init__(self, link: Connection, heard: Callable[[bytes], None]) -> None:
-        self.link = link
-        self._heard = heard
-        self._stations: dict[str, _Subscription] = {}
+    def __init__(self, connection: Connection, on_message: Callable[[bytes], None]) -> None:
+        self.connection = connection
+        self._on_message = on_message
+        self._servers: dict[str, _Subscription] = {}
 
-    async def follow(self, channels: Iterable[bytes]) -> None:
+    async def subscribe(self, channels: Iterable[bytes]) -> None:
         """Listen to channels from here on."""
-        for home, group in self._by_home(channels).items():
-            station = self._stations.get(home)
-            if station is None or station.is_lost:
-                station = self._stations[home] = _Subscription(self.link, home, self._heard)
-            await station.follow(group)
+        for url, group in self._by_server(channels).items():
+            server = self._servers.get(url)
+            if server is None or server.is_lost:
+                server = self._servers[url] = _Subscription(self.connection, url, self._on_message)
+            await server.subscribe(group)
 
-    async def unfollow(self, channels: Iterable[bytes]) -> None:
+    async def unsubscribe(self, channels: Iterable[bytes]) -> None:
         """Stop listening to channels."""
-        for home, group in self._by_home(channels).items():
-            if (station := self._stations.get(home)) and not station.is_lost:
-                await station.unfollow(group)
+        for url, group in self._by_server(channels).items():
+            if (server := self._servers.get(url)) and not server.is_lost:
+                await server.unsubscribe(group)
 
     async def close(self) -> None:
         """Stop listening to all."""
-        while self._stations:
-            await self._stations.popitem()[1].close()
+        while self._servers:
+            await self._servers.popitem()[1].close()
 
-    def _by_home(self, channels: Iterable[bytes]) -> dict[str, list[bytes]]:
-        homes: dict[str, list[bytes]] = defaultdict(list)
+    def _by_server(self, channels: Iterable[bytes]) -> dict[str, list[bytes]]:
+        servers: dict[str, list[bytes]] = defaultdict(list)
         for channel in channels:
-            home = self.link.home(channel)
-            if home is not None:
-                homes[home].append(channel)
-        return homes
+            url = self.connection.server_of(channel)
+            if url is not None:
+                servers[url].append(channel)
+        return servers
 
 
 class _Subscription:
-    """The channels followed on one server, over one connection of their own."""
+    """The channels of one server, over one connection of their own."""
 
-    def __init__(self, link: Connection, home: str, heard: Callable[[bytes], None]) -> None:
-        self._client, self._pubsub = link.listener(home)
-        self._sharded = link.sharded_channels
+    def __init__(self, connection: Connection, url: str, on_message: Callable[[bytes], None]) -> None:
+        self._client, self._pubsub = connection.listener(url)
+        self._sharded = connection.sharded_channels
         # A cluster takes shard channels of different slots one by one only.
-        self._at_once = 1 if link.is_cluster and self._sharded else 1024
-        self._heard = heard
+        self._at_once = 1 if connection.is_cluster and self._sharded else 1024
+        self._on_message = on_message
         self._listening: asyncio.Task[None] | None = None
         self.is_lost = False
 
-    async def follow(self, channels: list[bytes]) -> None:
+    async def subscribe(self, channels: list[bytes]) -> None:
         await self._send(self._pubsub.ssubscribe if self._sharded else self._pubsub.subscribe, channels)
         if self._listening is None and not self.is_lost:
-            self._listening = asyncio.create_task(self._listen(), name="index-hints")
+            self._listening = asyncio.create_task(self._listen(), name="index-subscriptions")
 
-    async def unfollow(self, channels: list[bytes]) -> None:
+    async def unsubscribe(self, channels: list[bytes]) -> None:
         await self._send(self._pubsub.sunsubscribe if self._sharded else self._pubsub.unsubscribe, channels)
 
     async def close(self) -> None:
         await end(self._listening)
-        await self._hang_up()
+        await self._disconnect()
 
     async def _send(self, command: Callable[..., Awaitable[Any]], channels: list[bytes]) -> None:
         try:
@@ -79,7 +79,7 @@ class _Subscription:
                 for begin in range(0, len(channels), self._at_once):
                     await command(*channels[begin : begin + self._at_once])
         except FAULTS:
-            await self._hang_up()
+            await self._disconnect()
 
     async def _listen(self) -> None:
         try:
@@ -87,11 +87,11 @@ class _Subscription:
                 while True:
                     message = await self._pubsub.get_message(timeout=None)
                     if message is not None and message["channel"] is not None:
-                        self._heard(message["channel"])
+                        self._on_message(message["channel"])
         except FAULTS:
-            await self._hang_up()
+            await self._disconnect()
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         self.is_lost = True
         try:
             with lost_connections():

@@ -1,28 +1,28 @@
-"""Waiters: who waits for an address that another replica encodes, woken by hints and by reading again."""
+"""Waiters: who waits for an address that another replica encodes, woken by notifications and by reading again."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
-from encoder_service.cluster.index.contract import Locations
+from encoder_service.cluster.contract import Locations
 from encoder_service.cluster.index.tasks import end
 
-# How late a lost hint, or a lease that lapsed (nobody tells of that), is noticed. One read covers all who wait.
+# How late a lost notification, or a lease that lapsed (nobody tells of that), is noticed. One read covers all who wait.
 REREAD_S = 0.2
 
 # Returns the addresses that are settled: published (where), or encoded by nobody any more (nowhere).
 Read = Callable[[Collection[bytes]], Awaitable[dict[bytes, Locations]]]
 # Says which addresses begin and which cease to be waited for.
-Follow = Callable[[Iterable[bytes], Iterable[bytes]], Awaitable[None]]
+Subscribe = Callable[[Iterable[bytes], Iterable[bytes]], Awaitable[None]]
 
 
-class Watch:
+class Waiters:
     """Any number of waiters for any number of addresses, served by one task that reads for all of them."""
 
-    def __init__(self, read: Read, follow: Follow) -> None:
+    def __init__(self, read: Read, subscribe: Subscribe) -> None:
         self._read = read
-        self._follow = follow
+        self._subscribe = subscribe
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
-        self._followed: set[bytes] = set()
+        self._subscribed: set[bytes] = set()
         self._changed: set[bytes] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -30,7 +30,7 @@ class Watch:
     async def wait(self, address: bytes, timeout_s: float) -> Locations:
         """Return where the address was published; nothing when its lease ended without that, or at the timeout."""
         if self._task is None:
-            self._task = asyncio.create_task(self._serve(), name="index-watch")
+            self._task = asyncio.create_task(self._serve(), name="index-waiters")
         future: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(address, set()).add(future)
         self.changed(address)
@@ -63,7 +63,7 @@ class Watch:
         waiters.discard(future)
         if not waiters:
             self._waiters.pop(address, None)
-            self._wake.set()  # to cease following it
+            self._wake.set()  # to end its subscription
 
     def _settle(self, address: bytes, locations: Locations) -> None:
         for future in self._waiters.get(address, ()):
@@ -85,13 +85,13 @@ class Watch:
                 reread_at = loop.time() + REREAD_S
             self._wake.clear()
             self._changed.clear()
-            await self._follow_waiters()
+            await self._subscribe_waiters()
             for address, locations in (await self._read(addresses)).items() if addresses else ():
                 self._settle(address, locations)
 
-    async def _follow_waiters(self) -> None:
+    async def _subscribe_waiters(self) -> None:
         wanted = set(self._waiters)
-        begun, ceased = wanted - self._followed, self._followed - wanted
-        self._followed = wanted
+        begun, ceased = wanted - self._subscribed, self._subscribed - wanted
+        self._subscribed = wanted
         if begun or ceased:
-            await self._follow(begun, ceased)
+            await self._subscribe(begun, ceased)

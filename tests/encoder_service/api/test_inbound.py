@@ -198,7 +198,7 @@ async def test_a_drain_step_that_fails_takes_none_of_the_others_with_it(
     async def fails(*_: object) -> None:
         raise RuntimeError("on a bad day")
 
-    monkeypatch.setattr(server.index, "leave", fails)
+    monkeypatch.setattr(server.cluster, "leave", fails)
     monkeypatch.setattr(server.pipeline, "stop", fails)
     await server.drain()
     assert not segment.exists()

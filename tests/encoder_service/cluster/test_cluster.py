@@ -15,7 +15,6 @@ from encoder_contract.errors import Status, UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
-from encoder_service.cluster.index import Tier
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
 from encoder_service.observability.scrape import scrape
@@ -92,7 +91,7 @@ async def test_what_a_killed_replica_began_is_finished_from_the_shared_source(st
     a, b = await start(), await start()
     with a.gate.closed():
         (image,) = await a.client.submit([new_photo()])
-        await soon(lambda: a.server._fleet.sharing.shared == 1, within_s=10)
+        await soon(lambda: a.server.cluster.status.sources_shared == 1, within_s=10)
         await a.die()
         # B's caller knows nothing but the digest.
         finished = await b.fetch(image.digest)
@@ -141,12 +140,12 @@ async def test_a_stale_location_costs_one_try(start: Start) -> None:
     file = new_photo()
     (image,) = read_images([file], b.client.description.geometry)
     address = b.server._model.recipe.key(image.digest).address
-    await a.server.index.publish(grids([address]), Tier.HOST)  # which it does not hold
+    await a.index.publish(grids([address]))  # which it does not hold
     (submitted,) = await b.client.submit([file])
     assert submitted.cached
     found = await b.fetch(image.digest)
     assert (found.error, found.source) == (None, "encoded")
-    assert not await b.server.index.locate([address]), "the location was taken out"
+    assert not await b.index.locate([address]), "the location was taken out"
 
 
 async def test_a_peer_that_cannot_be_reached_is_gone_round_and_stays_in_the_index(start: Start) -> None:
@@ -161,7 +160,7 @@ async def test_a_peer_that_cannot_be_reached_is_gone_round_and_stays_in_the_inde
         assert {(outcome.error, outcome.source) for outcome in found} == {(None, "encoded")}
         # What B encoded is now at two replicas; that B could not reach A is B's own affair.
         address = found[0].address
-        at = {location.replica_id for location in (await c.server.index.locate([address]))[address]}
+        at = {location.replica_id for location in (await c.index.locate([address]))[address]}
         assert a.server.replica_id in at
 
 
@@ -175,7 +174,7 @@ async def test_encoding_is_chosen_over_a_slow_peer_and_no_lease_stands_in_the_wa
         (image,) = await b.client.submit([file])
     await a.fetch(image.digest)
     await soon(lambda: b.locates(image.digest), within_s=10)
-    b.server._peers.bytes_per_s = 1.0
+    b.cluster._peers.bytes_per_s = 1.0
     async with asyncio.timeout(20):
         assert (await b.fetch(image.digest)).source == "encoded"
 
@@ -185,7 +184,7 @@ async def test_replicas_that_hold_nothing_do_not_ask_each_other_in_circles(start
     image = read_images([new_photo()], a.client.description.geometry)[0]
     address = a.server._model.recipe.key(image.digest).address
     for replica in (a, b):
-        await replica.server.index.publish(grids([address]), Tier.HOST)
+        await replica.index.publish(grids([address]))
     async with asyncio.timeout(20):
         outcomes = await asyncio.gather(*(r.fetch(image.digest, grace_ms=500) for r in (a, b)))
     assert [type(outcome.error) for outcome in outcomes] == [UnknownImageError] * 2
@@ -222,11 +221,9 @@ async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start:
     made = [await a.fetch(image.digest) for image in images]
     await soon(lambda: b.locates(images[-1].digest), within_s=10)
     await b.fetch(images[0].digest)  # which a peer holds already
-    await soon(lambda: len(a.server.index.peers()) == 2, within_s=10)
+    await soon(lambda: len(a.index.peers()) == 2, within_s=10)
     await a.server.drain()
-    await soon(
-        lambda: not any(r.server.index.peers()[1:] for r in (b, c)), within_s=10
-    )  # they know that A has left
+    await soon(lambda: not any(r.index.peers()[1:] for r in (b, c)), within_s=10)  # they know that A has left
     for image, before in zip(images, made, strict=True):
         after = await c.fetch(image.digest)
         assert after.source in ("host", "peer")
@@ -263,7 +260,7 @@ async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
 
 async def test_unknown_digests_cost_the_index_a_few_questions_however_many_wait(start: Start) -> None:
     a, b = await start(), await start()
-    await soon(lambda: bool(a.server.index.peers()), within_s=10)
+    await soon(lambda: bool(a.index.peers()), within_s=10)
     before = await _index_calls(a)
     images = [pb.FetchImage(index=n, digest=n.to_bytes(32, "big")) for n in range(200)]
     async with grpc.aio.insecure_channel(a.server.endpoint) as channel:

@@ -1,17 +1,12 @@
-"""Who has what: the contract of an index, kept by memory, by Redis (installed and 6.2) and by a Redis Cluster alike."""
+"""Who has what: the contract of the index, kept over a Redis and over a Redis Cluster alike."""
 
 import pytest
 from redis.exceptions import ResponseError
 
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index import (
-    IndexState,
-    Location,
-    RedisIndex,
-    Replica,
-    Tier,
-)
+from encoder_service.cluster.contract import IndexState, Location, Replica
+from encoder_service.cluster.index import RedisIndex
 from tests.index_replicas import MODEL, PROCESSOR, Join, as_replica, grids, new_addresses, redis_settings
 from tests.waiting import soon
 
@@ -20,23 +15,20 @@ async def test_what_one_publishes_all_others_locate_and_itself_does_not(join: Jo
     a, b, c = await join("a"), await join("b"), await join("c")
     held, other = new_addresses(40), new_addresses(1)
     of = {address: Grid(1, 2 * n, 70_000) for n, address in enumerate(held)}
-    await a.publish(of, Tier.HOST)
-    expected = {address: (Location("a", "a.example:50051", Tier.HOST, of[address]),) for address in held}
+    await a.publish(of)
+    expected = {address: (Location("a", "a.example:50051", of[address]),) for address in held}
     assert await b.locate(held + other) == expected
     assert await c.locate(held + held) == expected
     assert await a.locate(held) == {}
 
 
-async def test_publishing_again_moves_the_tier_and_retracting_ends_it(join: Join) -> None:
+async def test_publishing_again_changes_nothing_and_retracting_ends_it(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]), Tier.DEVICE)
-    await b.publish(grids([address]), Tier.HOST)
-    await a.publish(grids([address]), Tier.HOST)
-    assert {place.replica_id: place.tier for place in (await c.locate([address]))[address]} == {
-        "a": Tier.HOST,
-        "b": Tier.HOST,
-    }
+    await a.publish(grids([address]))
+    await b.publish(grids([address]))
+    await a.publish(grids([address]))
+    assert sorted(place.replica_id for place in (await c.locate([address]))[address]) == ["a", "b"]
     await a.retract([address])
     assert [place.replica_id for place in (await c.locate([address]))[address]] == ["b"]
     await b.retract([address])
@@ -46,7 +38,7 @@ async def test_publishing_again_moves_the_tier_and_retracting_ends_it(join: Join
 async def test_a_stale_location_can_be_retracted_by_whoever_found_out(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]), Tier.HOST)
+    await a.publish(grids([address]))
     assert address in await b.locate([address])
     await b.retract([address], replica_id="a")
     assert await b.locate([address]) == {}
@@ -56,7 +48,7 @@ async def test_a_stale_location_can_be_retracted_by_whoever_found_out(join: Join
 async def test_a_restarted_replica_is_not_asked_for_what_its_earlier_life_held(join: Join) -> None:
     a, b = await join("a", epoch=1), await join("b")
     addresses = new_addresses(2)
-    await a.publish(grids(addresses), Tier.HOST)
+    await a.publish(grids(addresses))
     assert set(await b.locate(addresses)) == set(addresses)
     await a.close()
     await join("a", epoch=2)
@@ -77,7 +69,7 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     await soon(both, within_s=3)
     assert a.peers()[0].endpoint == "b.example:50051"
     held, working = new_addresses(2)
-    await b.publish(grids([held]), Tier.HOST)
+    await b.publish(grids([held]))
     await b.acquire([working])
     await b.leave()
     assert b.state is IndexState.LEFT
@@ -93,13 +85,13 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
 async def test_one_that_left_is_answered_as_by_an_empty_index(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(2)
-    await a.publish(grids(addresses), Tier.HOST)
+    await a.publish(grids(addresses))
     await b.leave()
     assert await b.locate(addresses) == {}
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
     assert await b.wait_published(addresses[0], 5.0) == ()
     assert not await b.put_source(b"key", b"image")
-    await b.publish(grids(addresses), Tier.HOST)
+    await b.publish(grids(addresses))
     assert [place.replica_id for place in (await a.acquire(addresses)).located.get(addresses[0], ())] == []
 
 
@@ -126,7 +118,7 @@ async def test_an_empty_batch_is_no_call(join: Join) -> None:
     a = await join("a")
     assert await a.locate([]) == {}
     assert await a.acquire([]) == (await a.acquire([]))
-    await a.publish(grids([]), Tier.HOST)
+    await a.publish(grids([]))
     assert await a.renew([]) == frozenset()
 
 
@@ -134,7 +126,7 @@ async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(700)
     assert len((await a.acquire(addresses)).granted) == 700
-    await a.publish(grids(addresses), Tier.HOST)
+    await a.publish(grids(addresses))
 
     async def all_are_located() -> bool:  # a busy machine may have struck A off the roll for a moment
         return len(await b.locate(addresses)) == 700
@@ -150,7 +142,7 @@ def test_a_replica_that_could_not_be_written_down_is_refused() -> None:
 async def test_a_single_server_url_to_a_cluster_node_says_so_and_stays_alone(cluster_url: str) -> None:
     reasons: list[str] = []
     node = "redis://" + cluster_url.removeprefix("redis+cluster://").split(",")[0]
-    index = RedisIndex(redis_settings(node, "wrong"), held=list, load=lambda: 0.0)
+    index = RedisIndex(redis_settings(node, "wrong"), held=dict, load=lambda: 0.0)
     try:
         await index.register(as_replica("a"))
         # The roll may live on this very node; any batch of addresses does not.

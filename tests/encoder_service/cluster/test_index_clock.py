@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from encoder_service.cluster.index import IndexState
+from encoder_service.cluster.contract import IndexState
 from encoder_service.cluster.index.schema import Keys
 from testing.redis_servers import redis_server
 from tests.index_replicas import JoinWatched, new_addresses, watched_replicas
 from tests.waiting import soon
 
-ROLL = Keys("bad-days").roll
+ROLL = Keys("faults").roll
 HOUR_MS = 3_600_000
 
 
@@ -44,7 +44,7 @@ async def test_a_fleet_struck_off_by_a_clock_set_forward_is_whole_again_with_the
             for name, record in client.hgetall(ROLL).items():
                 client.hset(ROLL, name, b"1 " + record.split(b" ", 1)[1])
             for address in held + leased:  # Redis counts times to live by the same clock
-                client.delete(Keys("bad-days").location(address), Keys("bad-days").lease(address))
+                client.delete(Keys("faults").location(address), Keys("faults").lease(address))
 
         async def whole() -> bool:
             seen = [peer.replica_id for each in (a, b) for peer in each.index.peers()]
@@ -55,7 +55,7 @@ async def test_a_fleet_struck_off_by_a_clock_set_forward_is_whole_again_with_the
 
         async def leases_are_back() -> bool:
             with server.client() as client:
-                return all(client.exists(Keys("bad-days").lease(address)) for address in leased)
+                return all(client.exists(Keys("faults").lease(address)) for address in leased)
 
         await soon(leases_are_back, within_s=20)
         assert {each.index.state for each in (a, b)} == {IndexState.JOINED}

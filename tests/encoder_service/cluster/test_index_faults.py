@@ -1,4 +1,4 @@
-"""Bad days of the index in Redis: every one ends as `alone`, in bounded time, and the way back is found by itself."""
+"""Faults of the index in Redis: every one ends as `alone`, in bounded time, and the way back is found by itself."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import redis
 
-from encoder_service.cluster.index import IndexState, Tier
+from encoder_service.cluster.contract import IndexState
 from encoder_service.cluster.index.breaker import FAILURES_TO_OPEN
 from encoder_service.cluster.index.schema import Keys
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
@@ -38,7 +38,7 @@ async def answers_as_empty(replica: Watched) -> float:
     for call, expected in (
         (index.locate([a]), {}),
         (index.renew([b]), {b}),
-        (index.publish(grids([a]), Tier.HOST), None),
+        (index.publish(grids([a])), None),
         (index.retract([a]), None),
         (index.release([b]), None),
         (index.wait_published(a, 5.0), ()),
@@ -81,7 +81,7 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
 
     def lease_is_back() -> bool:
         with server.client() as admin:
-            return all(admin.exists(Keys("bad-days").lease(address)) for address in working)
+            return all(admin.exists(Keys("faults").lease(address)) for address in working)
 
     await soon(lease_is_back, within_s=5)
     waiting = asyncio.create_task(b.index.wait_published(working[0], 30.0))
@@ -143,7 +143,7 @@ async def test_a_publication_that_did_not_get_through_is_made_up_for_before_the_
     waiting = asyncio.create_task(b.index.wait_published(address, 5.0))
     await asyncio.sleep(0.1)
     server.pause()
-    await a.index.publish(grids([address]), Tier.HOST)  # into the void, for one bound
+    await a.index.publish(grids([address]))  # into the void, for one bound
     server.resume()
     places = await waiting
     assert [place.replica_id for place in places] == ["a"]

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from encoder_service.cluster.index import IndexState
+from encoder_service.cluster.contract import IndexState
 from testing.redis_servers import RedisServer, redis_server
 from tests.index_replicas import JoinWatched, watched_replicas
 from tests.tcp_proxy import TcpProxy

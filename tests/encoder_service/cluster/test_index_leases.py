@@ -1,15 +1,12 @@
-"""Who encodes what: leases, and waiting for what another encodes. By memory, Redis and Redis Cluster alike."""
+"""Who encodes what: leases, and waiting for what another encodes. Over a Redis and a Redis Cluster alike."""
 
 import asyncio
 import time
 
 import pytest
 
-from encoder_service.cluster.index import (
-    Location,
-    RedisIndex,
-    Tier,
-)
+from encoder_service.cluster.contract import Location
+from encoder_service.cluster.index import RedisIndex
 from tests.index_replicas import (
     GRID,
     HEARTBEAT_MS,
@@ -46,7 +43,7 @@ async def test_what_a_peer_holds_is_located_instead_of_granted(join: Join) -> No
     a, b = await join("a"), await join("b")
     held, free = new_addresses(2), new_addresses(2)
     await a.acquire(held)
-    await a.publish(grids(held), Tier.HOST)
+    await a.publish(grids(held))
     answer = await b.acquire(held + free)
     assert answer.granted == frozenset(free)
     assert set(answer.located) == set(held)
@@ -55,7 +52,7 @@ async def test_what_a_peer_holds_is_located_instead_of_granted(join: Join) -> No
 async def test_a_location_that_just_failed_does_not_keep_one_from_encoding(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]), Tier.HOST)
+    await a.publish(grids([address]))
     await b.locate([address])
     assert (await b.acquire([address], without={"a"})).granted == {address}
 
@@ -63,7 +60,7 @@ async def test_a_location_that_just_failed_does_not_keep_one_from_encoding(join:
 async def test_what_only_we_published_and_lost_is_granted_to_us(join: Join) -> None:
     a = await join("a")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]), Tier.HOST)
+    await a.publish(grids([address]))
     assert (await a.acquire([address])).granted == {address}
 
 
@@ -114,7 +111,7 @@ async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
 async def test_a_dead_replica_vanishes_from_what_is_located_and_from_what_is_acquired(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(3)
-    await a.publish(grids(addresses), Tier.HOST)
+    await a.publish(grids(addresses))
     assert set(await b.locate(addresses)) == set(addresses)
     await a.close()
 
@@ -133,17 +130,17 @@ async def test_a_waiter_is_told_where_an_address_was_published(join: Join) -> No
     await asyncio.sleep(0.1)
     assert not any(task.done() for task in waits)
     began = time.monotonic()
-    await a.publish(grids(addresses), Tier.DEVICE)
+    await a.publish(grids(addresses))
     places = await asyncio.gather(*waits)
-    # Far below the reread interval would be flaky here; the hint's own speed has its test below.
+    # Far below the reread interval would be flaky here; the notification's own speed has its test below.
     assert time.monotonic() - began < 1.0
-    assert places == [(Location("a", "a.example:50051", Tier.DEVICE, GRID),)] * 16
+    assert places == [(Location("a", "a.example:50051", GRID),)] * 16
 
 
 async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Join) -> None:
     a, b = await join("a"), await join("b")
     held, nobody = new_addresses(2)
-    await a.publish(grids([held]), Tier.HOST)
+    await a.publish(grids([held]))
     began = time.monotonic()
     assert [place.replica_id for place in await b.wait_published(held, 5.0)] == ["a"]
     assert await b.wait_published(nobody, 5.0) == ()
@@ -162,12 +159,12 @@ async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Jo
 
 
 @pytest.mark.parametrize("fixture", ["redis_url", "cluster_url"])
-async def test_a_hint_wakes_a_waiter_long_before_the_next_reread(
+async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
     fixture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("encoder_service.cluster.index.waiters.REREAD_S", 30.0)
-    settings = redis_settings(request.getfixturevalue(fixture), f"hints{next(numbers)}")
-    a, b = (RedisIndex(settings, held=list, load=lambda: 0.0) for _ in range(2))
+    settings = redis_settings(request.getfixturevalue(fixture), f"notified{next(numbers)}")
+    a, b = (RedisIndex(settings, held=dict, load=lambda: 0.0) for _ in range(2))
     try:
         await a.register(as_replica("a"))
         await b.register(as_replica("b"))
@@ -175,7 +172,7 @@ async def test_a_hint_wakes_a_waiter_long_before_the_next_reread(
         await a.acquire(addresses)
         waits = [asyncio.create_task(b.wait_published(address, 10.0)) for address in addresses]
         await asyncio.sleep(0.2)
-        await a.publish(grids(addresses), Tier.HOST)
+        await a.publish(grids(addresses))
         async with asyncio.timeout(2.0):
             assert all(await asyncio.gather(*waits))
     finally:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import pytest
 
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index import Tier
-from encoder_service.cluster.index.breaker import LAST_PROBE_S, Breaker
+from encoder_service.cluster.index.breaker import FIRST_PROBE_S, LAST_PROBE_S, Breaker
+from encoder_service.cluster.index.bulkhead import Bulkhead
 from encoder_service.cluster.index.connection import RedisUrl
 from encoder_service.cluster.index.leases import Leases
 from encoder_service.cluster.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
 from encoder_service.cluster.index.schema import Roll
 from encoder_service.config import ConfigError
-from tests.index_replicas import GRID, new_addresses
+from tests.index_replicas import grids, new_addresses
 from tests.waiting import soon
 
 
@@ -23,17 +23,47 @@ def test_a_breaker_counts_overlapping_failures_once_and_opens_on_a_refusal() -> 
     breaker = Breaker(clock=lambda: now)
     breaker.close()
     now = 10.0
-    for _ in range(50):
-        breaker.failed(9.9)
-    assert not breaker.is_open
+    assert not any(breaker.failed(9.9) for _ in range(50))
     now = 11.0
     assert not breaker.failed(10.5)
     now = 12.0
     assert breaker.failed(11.5)
     breaker.close()
+    assert not breaker.failed(12.0)
     assert breaker.failed(12.0, refused=True)
+
+
+def test_a_success_ends_a_run_of_failures() -> None:
+    now = 0.0
+    breaker = Breaker(clock=lambda: now)
+    for now in (1.0, 2.0):
+        assert not breaker.failed(now)
     breaker.succeeded()
-    assert breaker.is_open
+    for now in (3.0, 4.0):
+        assert not breaker.failed(now)
+    now = 5.0
+    assert breaker.failed(now)
+
+
+def test_calls_of_one_kind_rest_after_a_run_of_failures_and_again_after_a_failed_trial() -> None:
+    now = 0.0
+    bulkhead = Bulkhead(1000, 1, clock=lambda: now)
+    for now in (1.0, 2.0):
+        bulkhead.failed(now)
+        assert not bulkhead.rests
+    now = 3.0
+    bulkhead.failed(now)
+    assert bulkhead.rests
+    bulkhead.failed(2.5)  # began before the rest: neither a trial nor a longer rest
+    now += 1.5 * FIRST_PROBE_S
+    assert not bulkhead.rests
+    bulkhead.failed(now)
+    assert bulkhead.rests
+    now += 1.5 * LAST_PROBE_S
+    bulkhead.succeeded()
+    for now in (20.0, 21.0):
+        bulkhead.failed(now)
+        assert not bulkhead.rests
 
 
 def test_probes_come_more_and_more_seldom_and_never_all_at_once() -> None:
@@ -102,14 +132,14 @@ def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_f
 
 
 async def test_republishing_is_paced_and_complete() -> None:
-    held = [(address, GRID, Tier(1 + n % 2)) for n, address in enumerate(new_addresses(400))]
-    told: list[tuple[bytes, Grid, Tier]] = []
+    held = grids(new_addresses(400))
+    told: dict[bytes, Grid] = {}
     largest = 0
 
-    async def publish(grids: Mapping[bytes, Grid], tier: Tier) -> bool:
+    async def publish(grids: Mapping[bytes, Grid]) -> bool:
         nonlocal largest
         largest = max(largest, len(grids))
-        told.extend((address, grid, tier) for address, grid in grids.items())
+        told.update(grids)
         return True
 
     republisher = Republisher(lambda: held, publish, ttl_s=3600.0)
@@ -118,7 +148,7 @@ async def test_republishing_is_paced_and_complete() -> None:
     began = time.monotonic()
     await soon(lambda: len(told) == 400, within_s=5)
     assert time.monotonic() - began > (400 - BATCH_ADDRESSES) / ADDRESSES_PER_S
-    assert sorted(told) == sorted(held)
+    assert told == held
     assert largest <= BATCH_ADDRESSES
     running.cancel()
 

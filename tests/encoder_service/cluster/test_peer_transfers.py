@@ -19,10 +19,13 @@ from encoder_contract.framing import checksum, frame
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageKey
-from encoder_service.cluster.coordinator import MAX_OF_ONE_PEER, MAX_TRANSFERS, Coordinator
-from encoder_service.cluster.index import Location, MemoryIndex, Tier
+from encoder_service.cluster.contract import Location
+from encoder_service.cluster.index import RedisIndex
+from encoder_service.cluster.outbox import Outbox
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
-from encoder_service.store import Pin
+from encoder_service.cluster.transfers import MAX_OF_ONE_PEER, MAX_TRANSFERS, Transfers
+from encoder_service.store import Pin, Store
+from tests.index_replicas import redis_settings
 from tests.small_store import WIDTH, make_store
 
 GRID = Grid(1, 16, 16)
@@ -131,6 +134,14 @@ async def test_a_peer_that_never_gets_anywhere_is_given_up_in_time(answer: Answe
         assert time.monotonic() - began >= BYTES / MIN_BYTES_PER_S
 
 
+def transfers_from(fetch: Callable[..., Awaitable[tuple[Grid, Tensor]]], store: Store) -> Transfers:
+    """Transfers whose peers answer as `fetch`, beside an index that was never joined."""
+    peers = Peers(b"m" * 32, b"p" * 32, ROWS)
+    peers.fetch = fetch  # type: ignore[method-assign]
+    index = RedisIndex(redis_settings("redis://127.0.0.1:1", "none"), held=dict, load=lambda: 0.0)
+    return Transfers(index, Outbox(index), peers, store)
+
+
 async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=1, wait_s=20.0)
     pin = store.put(b"pinned", torch.zeros(64, WIDTH), GRID)
@@ -138,12 +149,12 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
     async def fetch(_endpoint: str, _key: ImageKey) -> tuple[Grid, Tensor]:
         return GRID, torch.zeros(64, WIDTH)
 
-    fleet = Coordinator(MemoryIndex(), fetch, store.put)
+    transfers = transfers_from(fetch, store)
     # As on a small machine: the threads that hash and copy are fewer than the transfers.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     keys = [replace(IMAGE, address=n.to_bytes(32, "big")) for n in range(MAX_TRANSFERS)]
-    places = [(Location(f"peer-{n}", "peer", Tier.HOST, GRID),) for n in range(MAX_TRANSFERS)]
-    brought = [asyncio.ensure_future(fleet.fetch_from_peer(*each)) for each in zip(keys, places, strict=True)]
+    places = [(Location(f"peer-{n}", "peer", GRID),) for n in range(MAX_TRANSFERS)]
+    brought = [asyncio.ensure_future(transfers.fetch(*each)) for each in zip(keys, places, strict=True)]
     try:
         await asyncio.sleep(0.5)
         async with asyncio.timeout(10):
@@ -154,7 +165,7 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
         for pinned in await asyncio.gather(*brought, return_exceptions=True):
             if isinstance(pinned, Pin):
                 pinned.release()
-        await fleet.stop()
+        transfers.close()
         store.close()
 
 
@@ -168,13 +179,12 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
             await asyncio.Event().wait()
         return GRID, torch.zeros(64, WIDTH)
 
-    fleet = Coordinator(MemoryIndex(), fetch, store.put)
+    transfers = transfers_from(fetch, store)
     names = itertools.count()
 
     def fetch_from_peer(endpoint: str) -> Awaitable[object]:
-        return fleet.fetch_from_peer(
-            replace(IMAGE, address=next(names).to_bytes(32, "big")),
-            (Location(endpoint, endpoint, Tier.HOST, GRID),),
+        return transfers.fetch(
+            replace(IMAGE, address=next(names).to_bytes(32, "big")), (Location(endpoint, endpoint, GRID),)
         )
 
     slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]
@@ -185,6 +195,6 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
             assert all(await asyncio.gather(*(fetch_from_peer("quick") for _ in range(4 * MAX_TRANSFERS))))
         assert len(under_way) == MAX_OF_ONE_PEER < MAX_TRANSFERS
     finally:
-        for task in (*slow, *fleet._fetching.values()):
+        for task in (*slow, *transfers._under_way.values()):
             task.cancel()
         store.close()

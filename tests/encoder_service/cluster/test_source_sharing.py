@@ -5,12 +5,19 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from encoder_service.cluster.index import IndexState, RedisIndex, RedisSettings, Watchers
+from encoder_service.cluster.contract import IndexState
+from encoder_service.cluster.index import RedisIndex, RedisSettings
 from encoder_service.cluster.index.schema import Keys
-from encoder_service.cluster.source_sharing import AT_ONCE, MAX_WAITING_BYTES, MAX_WAITING_IMAGES, Sharing
+from encoder_service.cluster.source_sharing import (
+    AT_ONCE,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_IMAGES,
+    SourceSharing,
+)
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.photos import photo
@@ -58,7 +65,7 @@ async def test_a_redis_that_is_slow_for_pictures_holds_up_no_answer(start: Start
     images = await a.client.submit(pictures)
     assert time.monotonic() - began < 4, "each waited for Redis in its turn, one second"
     assert [image.error for image in images] == [None] * 6
-    assert a.server.index.state is IndexState.JOINED
+    assert a.index.state is IndexState.JOINED
 
 
 async def test_what_was_submitted_before_a_replica_drains_is_shared_when_it_has_left(
@@ -67,8 +74,8 @@ async def test_what_was_submitted_before_a_replica_drains_is_shared_when_it_has_
     a = await start()
     with a.gate.closed():
         images = await a.client.submit([new_picture() for _ in range(4)])
-        await a.server._fleet.leave()
-    keys = Keys(a.server.index._settings.namespace)  # type: ignore[attr-defined]
+        await a.server.cluster.leave()
+    keys = Keys(a.index._settings.namespace)
     with redis.client() as client:
         for image in images:
             assert client.exists(keys.source(a.server._model.recipe.key(image.digest).source_key))
@@ -77,9 +84,9 @@ async def test_what_was_submitted_before_a_replica_drains_is_shared_when_it_has_
 async def joined(proxy: TcpProxy, calls: Counter[str], **settings: int) -> RedisIndex:
     index = RedisIndex(
         RedisSettings(url=f"redis://127.0.0.1:{proxy.port}", namespace="slow", **settings),  # type: ignore[arg-type]
-        held=list,
+        held=dict,
         load=lambda: 0.0,
-        watchers=Watchers(on_call=lambda name, _seconds, ok: calls.update([f"{name} {ok}"])),
+        on_call=lambda name, _seconds, ok: calls.update([f"{name} {ok}"]),
     )
     await index.register(as_replica("a"))
     return index
@@ -141,7 +148,7 @@ async def test_what_waits_to_be_shared_is_bounded_in_images_and_in_bytes() -> No
         async def put(_key: bytes, _data: bytes, door: asyncio.Event = door) -> bool:
             return await door.wait()
 
-        sharing = Sharing(put)
+        sharing = SourceSharing(SimpleNamespace(put_source=put))  # type: ignore[arg-type]
         sharing.start()
         for number in range(most + 5):
             sharing.offer(number.to_bytes(4, "big"), bytes(size))
@@ -159,7 +166,7 @@ async def test_sharing_that_gets_nowhere_ends_when_its_time_is_up() -> None:
     async def put(_key: bytes, _data: bytes) -> bool:
         return await asyncio.Event().wait()
 
-    sharing = Sharing(put)
+    sharing = SourceSharing(SimpleNamespace(put_source=put))  # type: ignore[arg-type]
     sharing.start()
     for number in range(AT_ONCE + 3):
         sharing.offer(number.to_bytes(4, "big"), b"picture")

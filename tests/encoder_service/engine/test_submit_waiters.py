@@ -1,19 +1,21 @@
-"""Waiting for images that nobody has submitted: quiet, bounded, and one sweep that looks elsewhere for all."""
+"""Waiting for images that nobody has submitted: bounded, and ended by an arrival here or elsewhere."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError, Status
+from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.address import ImageKey
 from encoder_service.app import Server
-from encoder_service.cluster.index import Location, Locations, Tier
-from encoder_service.engine.submit_waiters import SWEEP_IMAGES, SubmitWaiters
+from encoder_service.cluster.contract import Location, Locations
+from encoder_service.cluster.solo import Solo
+from encoder_service.engine.submit_waiters import SubmitWaiters
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from testing.photos import photo
@@ -30,68 +32,34 @@ def key(number: int) -> ImageKey:
     return ImageKey(address(number), bytes(32))
 
 
-class Elsewhere:
-    """Where images turn up, and what was asked of it."""
-
-    def __init__(self) -> None:
-        self.held: dict[bytes, Locations] = {}
-        self.asked: list[list[bytes]] = []
-
-    async def look(self, keys: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Answer one question."""
-        addresses = [key.address for key in keys]
-        self.asked.append(addresses)
-        return {address: self.held[address] for address in addresses if address in self.held}
-
-
-async def waiting(
-    arrivals: SubmitWaiters, count: int, within_s: float = 20.0
-) -> list["asyncio.Task[Locations]"]:
-    """Have so many callers wait, each for an address of its own."""
-    until = asyncio.get_running_loop().time() + within_s
-    tasks = [asyncio.create_task(arrivals.wait(key(n), f"client {n % 10}", until)) for n in range(count)]
+async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() -> None:
+    sought: dict[bytes, Callable[[bytes, Locations], None]] = {}
+    cluster = Solo()
+    cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
+    cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign]
+    waiters = SubmitWaiters(cluster, max_waiters=100)
+    until = asyncio.get_running_loop().time() + 20
+    tasks = [asyncio.create_task(waiters.wait(key(n % 4), f"client {n}", until)) for n in range(8)]
     await asyncio.sleep(0)
-    return tasks
-
-
-async def test_one_question_in_a_while_serves_all_who_wait_and_reaches_every_one_of_them() -> None:
-    elsewhere = Elsewhere()
-    arrivals = SubmitWaiters(elsewhere.look, lambda: True, max_waiters=10_000)
-    count = 4 * SWEEP_IMAGES
-    tasks = await waiting(arrivals, count)
-    await soon(lambda: len(elsewhere.asked) == 4, within_s=20)
-    assert all(len(asked) == SWEEP_IMAGES for asked in elsewhere.asked)
-    assert len({address for asked in elsewhere.asked for address in asked}) == count
-    where = (Location("r", "r:1", Tier.HOST, None),)  # type: ignore[arg-type]
-    elsewhere.held = {address(7): where, address(8): ()}
-    assert await tasks[7] == where
-    assert await tasks[8] == ()
-    assert sum(task.done() for task in tasks) == 2, "nobody else was woken"
+    assert set(sought) == {address(n) for n in range(4)}
+    waiters.wake(address(1))
+    where = (Location("r", "r:1", Grid(1, 2, 2)),)
+    sought[address(2)](address(2), where)
+    assert await asyncio.gather(tasks[1], tasks[5], tasks[2], tasks[6]) == [(), (), where, where]
+    assert sum(task.done() for task in tasks) == 4, "nobody else was woken"
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    assert address(0) in sought, "one more waits for it"
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    asked = len(elsewhere.asked)
-    await asyncio.sleep(0.6)
-    assert len(elsewhere.asked) <= asked + 1, "nobody waits, nobody asks"
-
-
-async def test_nobody_is_asked_where_nobody_could_answer_and_an_arrival_wakes_at_once() -> None:
-    elsewhere = Elsewhere()
-    arrivals = SubmitWaiters(elsewhere.look, lambda: False, max_waiters=100)
-    tasks = await waiting(arrivals, 3)
-    await asyncio.sleep(0.6)
-    arrivals.wake(address(1))
-    assert await tasks[1] == ()
-    assert not elsewhere.asked
-    assert not tasks[0].done()
-    for task in tasks:
-        task.cancel()
+    assert not sought
 
 
 async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
-    arrivals = SubmitWaiters(Elsewhere().look, lambda: False, max_waiters=100)
+    waiters = SubmitWaiters(Solo(), max_waiters=100)
     until = asyncio.get_running_loop().time() + 20
-    greedy = [asyncio.create_task(arrivals.wait(key(n), "greedy", until)) for n in range(100)]
+    greedy = [asyncio.create_task(waiters.wait(key(n), "greedy", until)) for n in range(100)]
     await asyncio.sleep(0)
     refused = [task for task in greedy if task.done()]
     assert len(refused) == 25
@@ -99,15 +67,15 @@ async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
         error = task.exception()
         assert isinstance(error, OverloadedError)
         assert error.retry_after_ms > 0
-    other = asyncio.create_task(arrivals.wait(key(1), "other", until))
+    other = asyncio.create_task(waiters.wait(key(1), "other", until))
     await asyncio.sleep(0)
-    arrivals.wake(address(1))
+    waiters.wake(address(1))
     assert await other == ()
     for task in greedy:
         task.cancel()
     await asyncio.gather(*greedy, return_exceptions=True)
     with pytest.raises(TimeoutError):
-        await arrivals.wait(key(1), "greedy", asyncio.get_running_loop().time() + 0.01)
+        await waiters.wait(key(1), "greedy", asyncio.get_running_loop().time() + 0.01)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 -- Adds this replica to locations, ends its leases on them, and tells who waits.
 -- KEYS: location, lease, for each address.
--- ARGV: token, time to live (ms), PUBLISH or SPUBLISH; then tier and grid, as in a record, of each address.
+-- ARGV: token, time to live (ms), PUBLISH or SPUBLISH; then the grid, as in a record, of each address.
 -- Returns 1 for each address.
 local token, ttl_ms, tell = ARGV[1], ARGV[2], ARGV[3]
 local MOST = 8 -- replicas of one address that are worth knowing; the oldest goes first

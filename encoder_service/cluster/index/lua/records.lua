@@ -1,6 +1,7 @@
 -- Prelude of every script. A token of 8 bytes stands for one life of a replica; a location is a string of records,
--- each a token, a byte of tier and the grid (height and width, 4 bytes each). A call takes as many addresses as it is given keys for, all of one slot.
-local TOKEN, RECORD = 8, 17
+-- each a token and the grid (height and width, 4 bytes each). A call takes as many addresses as it is given keys for,
+-- all of one slot.
+local TOKEN, RECORD = 8, 16
 
 -- The set of tokens in a string of tokens.
 local function set_of(tokens)

@@ -1,45 +1,66 @@
-"""The index in Redis: many replicas, one store; alone whenever Redis is not there."""
+"""The index in Redis: who holds which embedding and who encodes what; alone whenever Redis is unavailable."""
+
+# Over 300 lines because the contract is in it too.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from encoder_contract.geometry import Grid
+from encoder_service.cluster.contract import Acquired, IndexState, Locations, Replica
 from encoder_service.cluster.index.connection import Connection, Script
-from encoder_service.cluster.index.contract import Acquired, Held, IndexState, Locations, Peer, Replica, Tier
 from encoder_service.cluster.index.leases import Leases
 from encoder_service.cluster.index.membership import Membership
-from encoder_service.cluster.index.republish import Republisher
-from encoder_service.cluster.index.schema import Keys, holding, records
-from encoder_service.cluster.index.session import RedisSession, RedisSettings, Watchers
+from encoder_service.cluster.index.republish import Held, Republisher
+from encoder_service.cluster.index.schema import Keys, Peer, packed, records
+from encoder_service.cluster.index.session import OnCall, RedisSession, RedisSettings
 from encoder_service.cluster.index.subscriptions import Subscriptions
 from encoder_service.cluster.index.tasks import end
-from encoder_service.cluster.index.waiters import Watch
+from encoder_service.cluster.index.waiters import Waiters
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
 RENEW, RELEASE, EXIST = Script("renew"), Script("release"), Script("exist")
 # A script of this many addresses holds Redis, and everyone who asks it, for about two milliseconds.
 MAX_BATCH = 256
-NOBODY = Watchers()
 
 
 class RedisIndex:
-    """`Index` over one Redis, a Redis Cluster, or Valkey; 6.2 or newer.
+    """What the replicas of a namespace know of each other, over one Redis, a Redis Cluster, or Valkey; 6.2 or newer.
 
-    `held` yields what this replica holds, `load` measures how busy it is.
+    What is always safe; every method belongs to one event loop:
+    - **A hint, never the truth.** A location may be stale (ask the peer, then encode), a lease may be lost (the image
+      is then encoded twice, to equal bits). Nothing that is answered here decides what bytes an address has.
+    - **Bounded and quiet.** Every call returns within the index's time bound and raises nothing but
+      `ModelMismatchError` from `register`. An index that cannot be reached, refuses, or is not joined answers as an
+      empty one, at once: nothing is located, every lease is granted, nothing is stored. `state` says so.
+    - **A batch is one step.** A call takes any number of addresses (32 bytes each, duplicates allowed) and costs one
+      round trip for a reasonable batch, never one for each address.
+    - **One encoder per address.** While the index is joined, an address is granted to one replica at a time, and to
+      none while a live peer has published it. A holder that died loses its leases within the lease's time to live;
+      a holder that lives keeps them until it publishes or releases, or forgets them for `MAX_LEASE_S`.
+    - **Time is Redis's.** No clock of one machine is compared with that of another.
+
+    After an outage the index registers again by itself, renews the leases still held, and is told again what this
+    replica holds, paced and at a random moment so that a fleet does not return in one rush.
     """
 
     def __init__(
-        self, settings: RedisSettings, *, held: Held, load: Callable[[], float], watchers: Watchers = NOBODY
+        self,
+        settings: RedisSettings,
+        *,
+        held: Held,
+        load: Callable[[], float],
+        on_call: OnCall = lambda *_: None,
     ) -> None:
+        """`held` says what this replica holds, `load` how busy it is; `on_call` is told of every call to Redis."""
         self._settings = settings
         self._keys = Keys(settings.namespace)
         self._leases = Leases(renew_s=settings.lease_ttl_ms / 3000)
-        self._watch = Watch(self._settled, self._follow)
+        self._waiters = Waiters(self._settled, self._subscribe)
         self._republisher = Republisher(held, self._publish, settings.location_ttl_s)
         self._republishing: asyncio.Task[None] | None = None
-        self._session = RedisSession(settings, load, watchers, self, self._keys.roll)
-        self._hints: Subscriptions | None = None
+        self._session = RedisSession(settings, load, on_call, self, self._keys.roll)
+        self._subscriptions: Subscriptions | None = None
 
     @property
     def max_source_bytes(self) -> int:
@@ -48,7 +69,7 @@ class RedisIndex:
 
     @property
     def state(self) -> IndexState:
-        """How this replica stands with its fleet now."""
+        """Whether this replica is connected now."""
         return self._session.state
 
     def peers(self) -> tuple[Peer, ...]:
@@ -57,32 +78,39 @@ class RedisIndex:
         return tuple(membership.peers.values()) if membership and self.state is IndexState.JOINED else ()
 
     async def register(self, replica: Replica) -> None:
-        """Join the fleet, or stay alone and go on trying. Raises `ModelMismatchError`."""
+        """Join under `replica` and keep beating until `leave` or `close`; alone, go on trying. Called once.
+
+        An earlier epoch of the same replica is superseded, and what it had published vanishes. Raises
+        `ModelMismatchError` when a live replica of the namespace serves another model or processor.
+        """
         await self._session.register(replica)
         self._republishing = asyncio.create_task(self._republisher.run(), name="index-republisher")
 
     async def leave(self) -> None:
-        """Drain: leases are free, peers stop finding this replica, calls answer as alone."""
+        """Drain: leases are free, peers stop finding this replica; from here every call answers as alone."""
         await self.release(self._leases.all())
         await self._session.leave()
 
     async def close(self) -> None:
-        """Stop everything and free connections."""
+        """Stop everything and free connections. Without `leave` before it, peers see a death. Idempotent."""
         await end(self._republishing)
-        await self._watch.close()
+        await self._waiters.close()
         await self._session.close()
-        if self._hints is not None:
-            await self._hints.close()
+        if self._subscriptions is not None:
+            await self._subscriptions.close()
 
-    async def publish(self, grids: Mapping[bytes, Grid], tier: Tier) -> None:
-        """Say that this replica holds these addresses; ends its leases on them and wakes who waits for them."""
-        if await self._publish(grids, tier) or self.state is not IndexState.JOINED:
+    async def publish(self, grids: Mapping[bytes, Grid]) -> None:
+        """Say that this replica holds these addresses, with the grid of each; `t` is 1.
+
+        Ends its leases on them and wakes who waits for them.
+        """
+        if await self._publish(grids) or self.state is not IndexState.JOINED:
             self._leases.end(grids)  # alone, all that is held is published on return
         else:
-            self._leases.add_pending(grids, tier)
+            self._leases.add_pending(grids)
 
     async def retract(self, addresses: Sequence[bytes], replica_id: str | None = None) -> None:
-        """Say that this replica no longer holds `addresses`, or that `replica_id` turned out not to."""
+        """Say that this replica no longer holds `addresses`, or that the live peer `replica_id` turned out not to."""
         membership = self._session.membership
         token = membership and (
             membership.token if replica_id is None else membership.tokens_of([replica_id])
@@ -92,7 +120,7 @@ class RedisIndex:
                 await self._run("retract", RETRACT, [(self._keys.location(a),) for a in batch], token)
 
     async def locate(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
-        """Return the live peers that hold each address; absent when there are none."""
+        """Return the live peers that hold each address; absent when there are none. Never names this replica."""
         located: dict[bytes, Locations] = {}
         for batch in _batches(addresses):
             values = await self._read("locate", [self._keys.location(address) for address in batch])
@@ -101,7 +129,11 @@ class RedisIndex:
         return located
 
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        """Ask to be the one who encodes `addresses`; what peers hold is located instead."""
+        """Ask to be the one who encodes `addresses`; what peers hold is located instead, in the same step.
+
+        Locations at the replicas in `without` (those that just failed us) do not count. A granted lease is renewed by
+        the index until `publish` or `release`. Asking again for a lease already held grants it again.
+        """
         granted: set[bytes] = set()
         located: dict[bytes, Locations] = {}
         for batch in _batches(addresses):
@@ -112,7 +144,7 @@ class RedisIndex:
         return Acquired(frozenset(granted), located)
 
     async def renew(self, addresses: Sequence[bytes]) -> frozenset[bytes]:
-        """Lengthen leases now; return those that are ours."""
+        """Lengthen leases now; return those that are ours, those that had lapsed and were free included."""
         ours: set[bytes] = set()
         for batch in _batches(addresses):
             keys = [(self._keys.lease(address),) for address in batch]
@@ -121,24 +153,27 @@ class RedisIndex:
         return frozenset(ours)
 
     async def release(self, addresses: Sequence[bytes]) -> None:
-        """Give leases back without having published, and wake who waits."""
+        """Give leases back without having published, and wake who waits. Leases of others are not touched."""
         self._leases.end(addresses)
         for batch in _batches(addresses):
-            await self._run("release", RELEASE, self._pairs(batch), self._token, self._session.tell)
+            await self._run("release", RELEASE, self._pairs(batch), self._token, self._session.notify_command)
 
     async def wait_published(self, address: bytes, timeout_s: float) -> Locations:
-        """Wait until a peer publishes `address`; nothing when its lease ended without that."""
+        """Wait until a peer publishes `address` and return where it is.
+
+        Returns nothing when the lease ended without that, at the timeout, or when alone: acquire it then.
+        """
         if self.state is not IndexState.JOINED:
             return ()
-        return await self._watch.wait(address, timeout_s)
+        return await self._waiters.wait(address, timeout_s)
 
     async def put_source(self, key: bytes, image: bytes) -> bool:
-        """Share the bytes of an image with the fleet for a while; False when too large or not possible."""
+        """Share the bytes of an image for a while; False when too large or not possible."""
         if len(image) > self._settings.max_source_bytes:
             return False
 
-        async def put(link: Connection, _: Membership) -> bool:
-            await link.put(self._keys.source(key), image, self._settings.source_ttl_s * 1000)
+        async def put(connection: Connection, _: Membership) -> bool:
+            await connection.put(self._keys.source(key), image, self._settings.source_ttl_s * 1000)
             return True
 
         return await self._session.ask("put_source", put, self._session.puts) is not None
@@ -154,36 +189,35 @@ class RedisIndex:
     async def get_source(self, key: bytes) -> bytes | None:
         """Return the bytes that any replica shared under `key`, or None."""
 
-        async def get(link: Connection, _: Membership) -> bytes | None:
-            return await link.read_one(self._keys.source(key), self._settings.max_source_bytes)
+        async def get(connection: Connection, _: Membership) -> bytes | None:
+            return await connection.read_one(self._keys.source(key), self._settings.max_source_bytes)
 
         return await self._session.ask("get_source", get, self._session.gets)
 
-    def forgotten(self) -> None:
+    def on_forgotten(self) -> None:
         """Redis is new to us, or lost what it knew of us."""
         self._leases.mark_due()
         self._republisher.forgotten()
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """The index cannot be asked any more: nobody is worth waiting for."""
-        self._watch.settle_all()
+        self._waiters.settle_all()
 
-    async def beat(self) -> None:
+    async def on_beat(self) -> None:
         """With every heartbeat, renew what we hold, and publish what did not get through."""
         if due := self._leases.due():
             renewed = await self.renew(due)
             self._leases.renewed(renewed)
             self._leases.end(set(due) - renewed)
-        for tier in Tier:
-            if pending := self._leases.pending(tier):
-                await self.publish(pending, tier)
+        if pending := dict(self._leases.pending):
+            await self.publish(pending)
 
-    async def _publish(self, grids: Mapping[bytes, Grid], tier: Tier) -> bool:
+    async def _publish(self, grids: Mapping[bytes, Grid]) -> bool:
         through = True
         ttl_ms = self._settings.location_ttl_s * 1000
         for batch in _batches(list(grids)):
-            arguments = (self._token, ttl_ms, self._session.tell)
-            each = [holding(tier, grids[address]) for address in batch]
+            arguments = (self._token, ttl_ms, self._session.notify_command)
+            each = [packed(grids[address]) for address in batch]
             through &= (
                 await self._run("publish", PUBLISH, self._pairs(batch), *arguments, each=each) is not None
             )
@@ -219,7 +253,7 @@ class RedisIndex:
         others: Iterable[bytes] = (),
         without: Collection[str] = (),
     ) -> dict[bytes, Locations]:
-        """Return the live locations; first, any stranger in them or among `others` is looked up on the roll, once."""
+        """Return the live locations; first, unknown replicas in them or among `others` are looked up, once."""
         membership = self._session.membership
         if membership is None:
             return {}
@@ -246,21 +280,21 @@ class RedisIndex:
             if address in live or address not in encoding
         }
 
-    async def _follow(self, begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
-        async def follow(link: Connection, _: Membership) -> None:
-            if self._hints is None or self._hints.link is not link:
-                stale, self._hints = self._hints, Subscriptions(link, self._heard)
+    async def _subscribe(self, begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
+        async def subscribe(connection: Connection, _: Membership) -> None:
+            if self._subscriptions is None or self._subscriptions.connection is not connection:
+                stale, self._subscriptions = self._subscriptions, Subscriptions(connection, self._on_message)
                 if stale is not None:
                     await stale.close()
-            await self._hints.follow(map(self._keys.location, begun))
-            await self._hints.unfollow(map(self._keys.location, ceased))
+            await self._subscriptions.subscribe(map(self._keys.location, begun))
+            await self._subscriptions.unsubscribe(map(self._keys.location, ceased))
 
-        await self._session.ask("follow", follow)
+        await self._session.ask("follow", subscribe)
 
-    def _heard(self, channel: bytes) -> None:
+    def _on_message(self, channel: bytes) -> None:
         address = self._keys.address(channel)
         if address is not None:
-            self._watch.changed(address)
+            self._waiters.changed(address)
 
     async def _run(
         self,
@@ -270,10 +304,12 @@ class RedisIndex:
         *arguments: bytes | int,
         each: Sequence[bytes] = (),
     ) -> list[Any] | None:
-        return await self._session.ask(name, lambda link, _: link.run(script, keys, *arguments, each=each))
+        return await self._session.ask(
+            name, lambda connection, _: connection.run(script, keys, *arguments, each=each)
+        )
 
     async def _read(self, name: str, keys: Sequence[bytes]) -> list[bytes | None] | None:
-        return await self._session.ask(name, lambda link, _: link.read(keys))
+        return await self._session.ask(name, lambda connection, _: connection.read(keys))
 
     def _pairs(self, addresses: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
         return [(self._keys.location(address), self._keys.lease(address)) for address in addresses]

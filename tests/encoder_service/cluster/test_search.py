@@ -1,0 +1,63 @@
+"""Search: one sweep looks at the other replicas for all images that nobody has submitted here."""
+
+import asyncio
+from collections.abc import Collection
+
+from encoder_contract.geometry import Grid
+from encoder_service.address import ImageKey
+from encoder_service.cluster.contract import Location, Locations
+from encoder_service.cluster.search import SWEEP_IMAGES, SWEEP_S, Search
+from tests.waiting import soon
+
+
+class Elsewhere:
+    """Where images turn up, what was asked of it, and what was found."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, Locations] = {}
+        self.asked: list[list[bytes]] = []
+        self.found: dict[bytes, Locations] = {}
+
+    async def find(self, keys: Collection[ImageKey]) -> dict[bytes, Locations]:
+        """Answer one question."""
+        addresses = [key.address for key in keys]
+        self.asked.append(addresses)
+        return {address: self.held[address] for address in addresses if address in self.held}
+
+    def found_at(self, address: bytes, locations: Locations) -> None:
+        assert address not in self.found, "what was found is looked for no longer"
+        self.found[address] = locations
+
+
+def address(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them() -> None:
+    elsewhere, count = Elsewhere(), 4 * SWEEP_IMAGES
+    search = Search(elsewhere.find, lambda: True)
+    for n in range(count):
+        search.begin(ImageKey(address(n), bytes(32)), elsewhere.found_at)
+    await soon(lambda: len(elsewhere.asked) == 4, within_s=20)
+    assert all(len(asked) == SWEEP_IMAGES for asked in elsewhere.asked)
+    assert len({address for asked in elsewhere.asked for address in asked}) == count
+    where = (Location("r", "r:1", Grid(1, 2, 2)),)
+    elsewhere.held = {address(7): where, address(8): ()}
+    await soon(lambda: len(elsewhere.found) == 2, within_s=20)
+    assert elsewhere.found == elsewhere.held
+    for n in range(count):
+        search.end(address(n))
+    asked = len(elsewhere.asked)
+    await asyncio.sleep(2.5 * SWEEP_S)
+    assert len(elsewhere.asked) <= asked + 1, "nothing is looked for, nobody is asked"
+
+
+async def test_nobody_is_asked_while_there_is_no_peer() -> None:
+    elsewhere, peers = Elsewhere(), list[str]()
+    search = Search(elsewhere.find, lambda: bool(peers))
+    search.begin(ImageKey(address(1), bytes(32)), elsewhere.found_at)
+    await asyncio.sleep(2.5 * SWEEP_S)
+    assert not elsewhere.asked
+    elsewhere.held[address(1)] = ()
+    peers.append("a")
+    await soon(lambda: elsewhere.found == {address(1): ()}, within_s=20)

@@ -71,7 +71,7 @@ def lead(endpoint: str, rounds: int) -> dict[str, Any]:
     files = [photo(*SIZE, seed) for seed in range(IMAGES)]
     with BlockingClient.connect(endpoint) as client:
         requests = [RowRequest(image.digest) for image in client.submit(files)]
-        with client.fetch(requests) as by_handle, client.fetch(requests, shm=False) as inline:
+        with client.fetch(requests) as by_handle, client.fetch(requests, transports=["inline"]) as inline:
             handles, copies = (sorted(each, key=lambda o: o.index) for each in (by_handle, inline))
             row_bytes = sum(outcome.array.nbytes for outcome in copies)
             times = [(timed(handles), timed(copies)) for _ in range(rounds + 1)][1:]  # the first one maps

@@ -11,6 +11,7 @@ from encoder_contract.errors import StaleHandleError, UnavailableError
 from prefill_client.client import DEFAULT_GRACE_MS, DEFAULT_TIMEOUT_S, EncoderClient
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.transport import TRANSPORTS
 from prefill_client.transport.connection import Description
 from prefill_client.transport.reading import Use, again, use_in_place
 
@@ -89,12 +90,13 @@ class BlockingClient:
         request_id: str = "",
         priority: int = 0,
         grace_ms: int = DEFAULT_GRACE_MS,
-        shm: bool = True,
+        transports: Sequence[str] = TRANSPORTS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> "BlockingFetch":
         """Ask for rows; iterate it for one outcome per request, in the order of readiness.
 
-        Use it in `with`: rows that come by shared memory are held until its end, however long after `timeout_s`.
+        `transports` names how rows may come, best first; inline they always may. Use it in `with`: rows that come by
+        shared memory are held until its end, however long after `timeout_s`.
         """
 
         async def begin() -> FetchStream:
@@ -103,7 +105,7 @@ class BlockingClient:
                 request_id=request_id,
                 priority=priority,
                 grace_ms=grace_ms,
-                shm=shm,
+                transports=transports,
                 timeout_s=timeout_s,
             )
 
@@ -131,7 +133,7 @@ class BlockingFetch:
     def read(self, rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
         """Return `use(rows)`, called here with the rows in place, and again with those that were lost meanwhile.
 
-        As `prefill_client.transport.reading.read`.
+        As `prefill_client.read`.
         """
         while True:
             try:

@@ -14,6 +14,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest, Submitted
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.tools.timeline import draw
+from prefill_client.transport import INLINE, TRANSPORTS
 
 CONNECT_S = 10.0  # a far server that is there answers within it
 REQUEST = "prefill-client encode"  # what the server's log says of our calls
@@ -129,7 +130,8 @@ async def _encode(given: argparse.Namespace, files: list[bytes]) -> int:
             return FAILED
         requests = [RowRequest(image.digest) for _, image in good]
         began = perf_counter()
-        fetch = client.fetch(requests, request_id=REQUEST, timeout_s=given.timeout_s, shm=not given.inline)
+        transports = [INLINE] if given.inline else TRANSPORTS
+        fetch = client.fetch(requests, request_id=REQUEST, timeout_s=given.timeout_s, transports=transports)
         async with fetch as stream:
             async for rows in stream:
                 failed += rows.error is not None

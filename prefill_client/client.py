@@ -8,13 +8,14 @@ from time import monotonic
 from typing import Self
 from uuid import uuid4
 
-from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
 from prefill_client.fleet.sent_images import SentImages
 from prefill_client.images import Image, RowRequest, Submitted, read_images
+from prefill_client.transport import TRANSPORTS
 from prefill_client.transport.connection import Description
 
 DEFAULT_GRACE_MS = 10_000  # a Submit of another process may be this far behind its Fetch
@@ -121,15 +122,20 @@ class EncoderClient:
         request_id: str = "",
         priority: int = 0,
         grace_ms: int = DEFAULT_GRACE_MS,
-        shm: bool = True,
+        transports: Sequence[str] = TRANSPORTS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> FetchStream:
         """Ask for rows; iterate the stream for one outcome per request, in the order of readiness.
 
-        Use it with `async with`: rows that come by shared memory are held until its end, however long after
+        `transports` names how rows may come, best first; inline they always may, where nothing else works. Use the
+        stream with `async with`: rows that come by shared memory are held until its end, however long after
         `timeout_s`, which bounds the wait for outcomes. An image that this client submitted and a server has lost is
-        submitted again without a word.
+        submitted again without a word. Raises `InvalidRequestError` for an unknown transport.
         """
+        if unknown := {*transports} - {*TRANSPORTS}:
+            raise InvalidRequestError(
+                f"transports are {', '.join(TRANSPORTS)}; not {', '.join(sorted(unknown))}"
+            )
         caller = self._caller(request_id, priority)
 
         def submit(files: Sequence[bytes], left_s: float) -> Awaitable[list[Submitted]]:
@@ -142,7 +148,7 @@ class EncoderClient:
             caller,
             submit=submit,
             grace_ms=grace_ms,
-            shm=shm,
+            transports=transports,
             timeout_s=timeout_s,
         )
 

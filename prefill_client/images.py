@@ -14,8 +14,9 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.header import read_header
 from prefill_client.transport.elements import tensor_view
+from prefill_client.transport.inline import OwnRows
 from prefill_client.transport.server_clock import ServerClock
-from prefill_client.transport.shared_memory import SharedRows
+from prefill_client.transport.transport import Rows
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +71,7 @@ class FetchedRows:
     Rows are [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Those that came by shared
     memory lie at the server, which may give their place to another image once the fetch has ended: `array` and
     `tensor()` copy them, `in_place` lends them without a copy, and all raise `StaleHandleError` rather than give
-    another image's. `prefill_client.transport.reading` fetches rows again that were lost so, by `again`. `handle` names
-    shared rows to other processes of this host.
+    another image's. `prefill_client.read` fetches rows again that were lost so, by `again`.
 
     `stage_ms` and `stage_began_s` say how long the server's stages took and when they began, on our
     `time.monotonic`; empty when nothing was encoded. `clock` is what the second is converted by.
@@ -79,7 +79,7 @@ class FetchedRows:
 
     index: int
     digest: bytes
-    own: NDArray[np.generic] = field(repr=False, default_factory=lambda: np.empty((0, 0), np.uint16))
+    rows: Rows = field(repr=False, default_factory=lambda: OwnRows(np.empty((0, 0), np.uint16)))
     dtype: str = "bfloat16"
     grid: Grid | None = None
     address: bytes = b""
@@ -89,25 +89,28 @@ class FetchedRows:
     stage_began_s: dict[str, float] = field(default_factory=dict)
     endpoint: str = ""
     clock: ServerClock | None = None
-    handle: Handle | None = None
     error: EncoderError | None = None
-    shared: SharedRows | None = field(repr=False, default=None)
     again: "Callable[[], Awaitable[FetchedRows]] | None" = field(repr=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(rows, width)."""
-        return self.own.shape if self.shared is None else self.shared.shape
+        return self.rows.shape
 
     @property
     def lost(self) -> bool:
         """Whether the rows can no longer be read."""
-        return self.shared is not None and self.shared.lost
+        return self.rows.lost
+
+    @property
+    def handle(self) -> Handle | None:
+        """What names the rows to other processes of this host, if they are shared."""
+        return self.rows.handle
 
     @property
     def array(self) -> NDArray[np.generic]:
         """The rows, to keep: a copy where they are shared. Raises `StaleHandleError`."""
-        return self.copy().own
+        return self.rows.copy()
 
     def tensor(self) -> "torch.Tensor":
         """Return `array` as a torch tensor over the same memory; raises the error if the image failed."""
@@ -117,7 +120,7 @@ class FetchedRows:
 
     def copy(self) -> "FetchedRows":
         """Return the outcome with rows of its own, which outlive the fetch. Raises `StaleHandleError`."""
-        return self if self.shared is None else replace(self, own=self.shared.copy(), shared=None)
+        return replace(self, rows=OwnRows(self.rows.copy()))
 
     @contextmanager
     def in_place(self) -> "Iterator[FetchedRows]":
@@ -125,11 +128,8 @@ class FetchedRows:
 
         Raises `StaleHandleError` on entering and on leaving; nothing that lies in place may be kept.
         """
-        if self.shared is None:
-            yield self
-            return
-        with self.shared.reading() as array:
-            yield replace(self, own=array, shared=None)
+        with self.rows.reading() as array:
+            yield replace(self, rows=OwnRows(array))
 
 
 def read_images(files: Sequence[bytes], geometry: Geometry) -> list[Image | EncoderError]:

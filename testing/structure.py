@@ -229,7 +229,7 @@ async def trace_image(folder: Path) -> tuple[list[str], list[str]]:
 
 async def _encode(client: Any, request: Any, file: bytes) -> None:
     [submitted] = await client.submit([file])
-    async with client.fetch([request(submitted.digest)], shm=False) as stream:
+    async with client.fetch([request(submitted.digest)], transports=["inline"]) as stream:
         async for outcome in stream:
             assert outcome.error is None, outcome.error
 

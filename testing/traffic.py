@@ -84,7 +84,6 @@ class Traffic:
         clients: int = 2,
         images: int = 4,
         timeout_s: float = 60.0,
-        shm: bool = False,
         pause_s: float = 0.0,
     ) -> None:
         self._endpoints = endpoints
@@ -93,7 +92,6 @@ class Traffic:
         self._clients = clients
         self._images = images
         self._timeout_s = timeout_s
-        self._shm = shm
         self._pause_s = pause_s
         self._stopping = False
         self._stack = AsyncExitStack()
@@ -172,7 +170,7 @@ class Traffic:
                 end(image.digest, "", image.error)
         left = set(range(len(good)))
         requests = [RowRequest(digest) for _, digest in good]
-        async with client.fetch(requests, timeout_s=self._timeout_s, shm=self._shm) as stream:
+        async with client.fetch(requests, timeout_s=self._timeout_s, transports=["inline"]) as stream:
             async for outcome in stream:
                 left.remove(outcome.index)
                 number, digest = good[outcome.index]

@@ -46,7 +46,9 @@ class Replica:
         return int(found.total("encoded_images_total", outcome="kept"))
 
     async def fetch(self, digest: bytes, **options: object) -> FetchedRows:
-        async with self.client.fetch([RowRequest(digest)], shm=False, timeout_s=60, **options) as stream:  # type: ignore[arg-type]
+        async with self.client.fetch(
+            [RowRequest(digest)], transports=["inline"], timeout_s=60, **options
+        ) as stream:  # type: ignore[arg-type]
             return await anext(aiter(stream))
 
     async def die(self) -> None:

@@ -34,9 +34,11 @@ async def use(client: EncoderClient) -> list[bytes]:
     torn = photo(300, 200, 3)
     images = [photo(320, 200, 1), photo(200, 331, 2), torn[: len(torn) // 2]]
     await client.submit(images, request_id="chat-1")
-    for shm in (False, True):
+    for transport in ("inline", "shm"):
         requests = [RowRequest(content_digest(image)) for image in images]
-        async with client.fetch(requests, shm=shm, timeout_s=30, request_id="chat-1") as stream:
+        async with client.fetch(
+            requests, transports=[transport], timeout_s=30, request_id="chat-1"
+        ) as stream:
             async for _ in stream:
                 pass
     return images

@@ -41,16 +41,16 @@ async def serving_figures(rounds: int) -> dict[str, float]:
 async def _figures(client: EncoderClient, rounds: int) -> dict[str, float]:
     one = await _submitted(client, [photo(1280, 720, seed=0)])
     four = await _submitted(client, [photo(2560, 1440, seed=seed) for seed in range(4)])
-    row_bytes = await _fetch(client, one, shm=False)
+    row_bytes = await _fetch(client, one, "inline")
     shm, shm_four, inline, bare = [], [], [], []
     with bare_server(row_bytes) as bare_endpoint:
         async with grpc.aio.insecure_channel(bare_endpoint, options=CHANNEL_OPTIONS) as channel:
             # The first of each maps the segment or warms the connection: it does not count.
             for _ in range(rounds + 1):
-                shm.append(await _seconds(_fetch(client, one, shm=True)))
-                shm_four.append(await _seconds(_fetch(client, four, shm=True)))
+                shm.append(await _seconds(_fetch(client, one, "shm")))
+                shm_four.append(await _seconds(_fetch(client, four, "shm")))
             for _ in range(rounds + 1):
-                inline.append(await _seconds(_fetch(client, one, shm=False)))
+                inline.append(await _seconds(_fetch(client, one, "inline")))
                 bare.append(await _seconds(_read_bare(channel, row_bytes)))
     inline_s, bare_s = median(inline[1:]), median(bare[1:])
     return {
@@ -66,18 +66,18 @@ async def _figures(client: EncoderClient, rounds: int) -> dict[str, float]:
 async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
     """Submit images, wait until they are encoded, and return requests for all their rows."""
     requests = [RowRequest(image.digest) for image in await client.submit(files)]
-    await _fetch(client, requests, shm=True)
+    await _fetch(client, requests, "shm")
     return requests
 
 
-async def _fetch(client: EncoderClient, requests: Sequence[RowRequest], *, shm: bool) -> int:
+async def _fetch(client: EncoderClient, requests: Sequence[RowRequest], transport: str) -> int:
     """Fetch rows until the last of them can be read; return their bytes."""
     size_bytes = 0
-    async with client.fetch(requests, shm=shm) as stream:
+    async with client.fetch(requests, transports=[transport]) as stream:
         async for rows in stream:
             if rows.error is not None:
                 raise rows.error
-            assert rows.transport == ("shm" if shm else "inline")
+            assert rows.transport == transport
             with rows.in_place() as readable:
                 size_bytes += readable.array.nbytes
     return size_bytes

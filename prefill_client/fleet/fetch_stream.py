@@ -20,6 +20,7 @@ from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
 from prefill_client.fleet.sent_images import SentImages
 from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.transport import INLINE
 from prefill_client.transport.row_stream import RowStream
 
 # (files, seconds left) -> the servers' word on each
@@ -31,7 +32,7 @@ class FetchStream:
 
     Rows that came by shared memory are held until `close` (or the end of `async with`), however long after `timeout_s`:
     that bounds the wait for the outcomes. Those that are lost before are fetched again by whoever reads them with
-    `prefill_client.transport.reading.read`.
+    `prefill_client.read`.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class FetchStream:
         *,
         submit: Submit,
         grace_ms: int,
-        shm: bool,
+        transports: Sequence[str],
         timeout_s: float,
     ) -> None:
         self._pool = pool
@@ -52,7 +53,7 @@ class FetchStream:
         self._caller = caller
         self._submit = submit
         self._grace_ms = grace_ms
-        self._shm = shm
+        self._transports = transports
         self._timeout_s = timeout_s
         deadline = monotonic() + timeout_s
         self._attempts = [Attempts(deadline) for _ in requests]
@@ -131,7 +132,7 @@ class FetchStream:
                 [self._requests[index] for index in indexes],
                 self._caller,
                 grace_ms=grace_ms,
-                shm=self._shm,
+                transports=self._transports,
                 timeout_s=self._attempts[indexes[0]].left_s(),
             )
             self._streams.append(stream)
@@ -162,7 +163,7 @@ class FetchStream:
             self._caller,
             submit=self._submit,
             grace_ms=self._grace_ms,
-            shm=False,
+            transports=[INLINE],
             timeout_s=self._timeout_s,
         )
         async with stream:

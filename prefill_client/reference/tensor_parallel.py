@@ -16,6 +16,7 @@ from prefill_client.images import FetchedRows
 from prefill_client.transport.elements import element_type, tensor_view
 from prefill_client.transport.row_stream import from_message
 from prefill_client.transport.shared_memory import SharedRows
+from prefill_client.transport.transport import Rows
 
 _LENGTH = struct.Struct("<I")
 _FAILED = "another rank failed, or has not all of the rows: is it on rank 0's host?"
@@ -96,11 +97,11 @@ def _has_handle(message: pb.FetchResponse) -> bool:
 def _lent(message: pb.FetchResponse, source: FetchedRows | None, reading: ExitStack) -> Tensor:
     """Return shared rows in place; `reading` checks them when it is closed."""
     ready = message.ready
-    if source is None or source.shared is None:
-        shared = SharedRows(Handle.from_message(ready.handle), ready.width, ready.dtype)
+    if source is None:
+        rows: Rows = SharedRows(Handle.from_message(ready.handle), ready.width, ready.dtype)
     else:
-        shared = source.shared  # which knows of the call that holds the rows
-    return tensor_view(reading.enter_context(shared.reading()), ready.dtype)
+        rows = source.rows  # which know of the call that holds them
+    return tensor_view(reading.enter_context(rows.reading()), ready.dtype)
 
 
 def _broadcast(content: bytes | None, group: dist.ProcessGroup | None) -> bytes:

@@ -1,7 +1,7 @@
 """One server: its channel, its description, and single attempts at Submit and Fetch."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from encoder_contract.endpoint import is_local
 from encoder_contract.errors import DeadlineError, InternalError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
-from encoder_contract.segment_file import segment_proof
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.images import Image, RowRequest, Submitted
+from prefill_client.transport import INLINE, TRANSPORTS, Receiver, receivers
 from prefill_client.transport.row_stream import RowStream, ended_early, from_message, from_rpc
 from prefill_client.transport.server_clock import ServerClock
 
@@ -67,7 +67,6 @@ class Description:
     max_message_bytes: int
     max_grace_ms: int
     replica_id: str
-    shm_segment: str
 
     @classmethod
     def from_message(cls, message: pb.DescribeResponse) -> Self:
@@ -92,7 +91,6 @@ class Description:
             max_message_bytes=message.limits.max_message_bytes,
             max_grace_ms=message.limits.max_grace_ms,
             replica_id=message.replica_id,
-            shm_segment=message.shm_segment if pb.TRANSPORT_SHM in message.transports else "",
         )
 
 
@@ -100,11 +98,17 @@ class Connection:
     """A channel to one server. Every method is one attempt; who retries is the client."""
 
     def __init__(
-        self, endpoint: str, channel: grpc.aio.Channel, description: Description, clock: ServerClock
+        self,
+        endpoint: str,
+        channel: grpc.aio.Channel,
+        description: Description,
+        receivers: Mapping[str, Receiver],
+        clock: ServerClock,
     ) -> None:
         self.endpoint = endpoint
         self.description = description
         self.channel = channel
+        self.receivers = receivers
         self.clock = clock
         self._clock_task: asyncio.Task[None] | None = None
         self._stub = EncoderServiceStub(channel)
@@ -113,7 +117,6 @@ class Connection:
             request_serializer=pb.FetchRequest.SerializeToString,
             response_deserializer=parse_fetch_response,
         )
-        self._shm_proof = segment_proof(endpoint, description.shm_segment)
 
     @classmethod
     async def open(cls, endpoint: str, timeout_s: float = 10.0, *, wait: bool = True) -> Self:
@@ -138,7 +141,8 @@ class Connection:
         except BaseException:
             await channel.close()
             raise
-        return cls(endpoint, channel, Description.from_message(message), clock)
+        description = Description.from_message(message)
+        return cls(endpoint, channel, description, receivers(endpoint, message), clock)
 
     async def close(self) -> None:
         """Close the channel; running calls end."""
@@ -170,27 +174,25 @@ class Connection:
         caller: pb.Caller,
         *,
         grace_ms: int,
-        shm: bool = True,
+        transports: Sequence[str] = TRANSPORTS,
         timeout_s: float | None = None,
     ) -> RowStream:
-        """Start a Fetch call; rows come by shared memory where both sides can and `shm` is not off.
+        """Start a Fetch call; rows come by the first of `transports` that both sides can use, or inline.
 
-        `timeout_s` bounds the wait for the last outcome; the call itself has no deadline, because it holds rows.
+        `timeout_s` bounds the wait for the last outcome; the call itself has no deadline, because it may hold rows.
         """
-        use_shm = shm and self._shm_proof != b""
-        call = self._fetch(
-            pb.FetchRequest(
-                caller=caller,
-                images=[_fetch_image(index, request) for index, request in enumerate(requests)],
-                transports=[pb.TRANSPORT_SHM, pb.TRANSPORT_INLINE] if use_shm else [pb.TRANSPORT_INLINE],
-                grace_ms=grace_ms,
-                shm_proof=self._shm_proof if use_shm else b"",
-            ),
-            metadata=_metadata(),
+        asked = {name: self.receivers[name] for name in (*transports, INLINE) if name in self.receivers}
+        message = pb.FetchRequest(
+            caller=caller,
+            images=[_fetch_image(index, request) for index, request in enumerate(requests)],
+            grace_ms=grace_ms,
         )
+        for receiver in asked.values():
+            receiver.ask(message)
+        call = self._fetch(message, metadata=_metadata())
         if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
             self._clock_task = asyncio.create_task(self._estimate_again(), name="clock")
-        return RowStream(call, requests, self.endpoint, self.clock, timeout_s)
+        return RowStream(call, requests, asked, self.endpoint, self.clock, timeout_s)
 
     async def _estimate_again(self) -> None:
         with suppress(grpc.aio.AioRpcError):  # whoever fetches hears of it too

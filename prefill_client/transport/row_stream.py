@@ -1,27 +1,22 @@
-"""A Fetch call under way: outcomes as they arrive, and what keeps rows in shared memory in place."""
+"""A Fetch call under way: outcomes as they arrive, and what keeps rows in place that stay at the server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from time import monotonic
 from typing import Any, Self
 
 import grpc
-import numpy as np
 
 from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError, from_status
-from encoder_contract.framing import Checksum
 from encoder_contract.geometry import Grid
-from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.transport.buffers import Buffers
-from prefill_client.transport.elements import element_type
+from prefill_client.transport import Receiver, transport_of
 from prefill_client.transport.server_clock import ServerClock
-from prefill_client.transport.shared_memory import SharedRows
+from prefill_client.transport.transport import Arrival
 
-_buffers = Buffers()
 # What grpc says, as if the server had, when it could not hand an operation to a call that was just ending.
 LOCAL_FAILURE = "Internal error from Core"
 # How its prose begins when there is no connection; the reason is behind its last colon.
@@ -34,10 +29,19 @@ _SOURCES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """An image that was announced."""
+
+    ready: pb.ImageReady
+    transport: str
+    arrival: Arrival
+
+
 class RowStream:
     """Iterate it for the outcomes, one per request, in the order in which they become ready.
 
-    Rows that came by shared memory are there until `close` (or the end of `async with`): the open call is what keeps
+    Rows that stay at the server are there until `close` (or the end of `async with`): the open call is what keeps
     them in place. It may have no deadline of its own, therefore: `timeout_s` bounds the wait for outcomes, here.
     """
 
@@ -45,6 +49,7 @@ class RowStream:
         self,
         call: Any,
         requests: Sequence[RowRequest],
+        receivers: Mapping[str, Receiver],
         endpoint: str,
         clock: ServerClock,
         timeout_s: float | None = None,
@@ -54,6 +59,7 @@ class RowStream:
         self._closed = False
         self._holds = False
         self._requests = requests
+        self._receivers = receivers
         self._endpoint = endpoint
         self._clock = clock
         self._arriving: dict[int, _Arriving] = {}
@@ -106,74 +112,48 @@ class RowStream:
         """Return the outcome that `message` completes, if it does."""
         if isinstance(message, tuple):
             index, data = message
-            self._arriving[index].add(data)
+            self._arriving[index].arrival.add(data)
         elif message.WhichOneof("message") == "error":
             index = message.error.index
             return FetchedRows(index, self._requests[index].digest, error=from_message(message.error))
         else:
             index = message.ready.index
-            self._arriving[index] = _Arriving(self._requests[index], message.ready)
-            self._holds |= message.ready.HasField("handle")
-        if not self._arriving[index].complete:
+            self._arriving[index] = self._announced(message.ready)
+        if not self._arriving[index].arrival.complete:
             return None
-        return self._arriving.pop(index).finish(self._endpoint, self._clock, self.is_open)
+        return self._arrived(self._arriving.pop(index))
+
+    def _announced(self, ready: pb.ImageReady) -> _Arriving:
+        transport = transport_of(ready)
+        if transport not in self._receivers:
+            raise InternalError(f"{self._endpoint}: rows came by {transport}, which was not asked for")
+        receiver = self._receivers[transport]
+        self._holds |= receiver.holds
+        return _Arriving(ready, transport, receiver.receive(ready, self.is_open))
+
+    def _arrived(self, arriving: _Arriving) -> FetchedRows:
+        ready = arriving.ready
+        began_s = {name: self._clock.ours(their_s) for name, their_s in ready.stage_began_s.items()}
+        return FetchedRows(
+            index=ready.index,
+            digest=self._requests[ready.index].digest,
+            rows=arriving.arrival.rows(),
+            dtype=ready.dtype,
+            grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
+            address=ready.address,
+            source=_SOURCES.get(ready.source, "unknown"),
+            transport=arriving.transport,
+            stage_ms=dict(ready.stage_ms),
+            stage_began_s=began_s,
+            endpoint=self._endpoint,
+            clock=self._clock,
+        )
 
 
 def _forget(reading: "asyncio.Future[Any]") -> None:
     """Take note of how a read ended that nobody waits for any more."""
     if not reading.cancelled():
         reading.exception()
-
-
-class _Arriving:
-    """The rows of one image while they arrive: one buffer, filled in order."""
-
-    def __init__(self, request: RowRequest, ready: pb.ImageReady) -> None:
-        self._request = request
-        self._ready = ready
-        self._filled = 0
-        self._checksum = Checksum()
-        self._buffer = _buffers.take(0 if ready.HasField("handle") else ready.row_bytes)
-
-    @property
-    def complete(self) -> bool:
-        return self._ready.HasField("handle") or self._filled == self._ready.row_bytes
-
-    def add(self, data: memoryview) -> None:
-        end = self._filled + len(data)
-        if end > self._ready.row_bytes:
-            raise InternalError(f"image {self._ready.index}: more bytes than its {self._ready.row_bytes}")
-        self._checksum.add(data)
-        self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
-        self._filled = end
-
-    def finish(self, endpoint: str, clock: ServerClock, is_open: Callable[[], bool]) -> FetchedRows:
-        ready = self._ready
-        outcome = FetchedRows(
-            index=ready.index,
-            digest=self._request.digest,
-            dtype=ready.dtype,
-            grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
-            address=ready.address,
-            source=_SOURCES.get(ready.source, "unknown"),
-            stage_ms=dict(ready.stage_ms),
-            stage_began_s={name: clock.ours(their_s) for name, their_s in ready.stage_began_s.items()},
-            endpoint=endpoint,
-            clock=clock,
-        )
-        if ready.HasField("handle"):
-            handle = Handle.from_message(ready.handle)
-            shared = SharedRows(handle, ready.width, ready.dtype, is_held=is_open)
-            return replace(outcome, transport="shm", handle=handle, shared=shared)
-        self._check()
-        own = self._buffer.view(element_type(ready.dtype)).reshape(
-            ready.row_end - ready.row_begin, ready.width
-        )
-        return replace(outcome, own=own)
-
-    def _check(self) -> None:
-        if self._checksum.value != self._ready.checksum:
-            raise InternalError(f"the rows of image {self._request.digest.hex()} arrived damaged")
 
 
 def from_message(error: pb.ImageError) -> EncoderError:

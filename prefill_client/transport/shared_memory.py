@@ -1,4 +1,4 @@
-"""Rows in shared memory: a server's segment mapped read-only into this process, once, and viewed in place."""
+"""Shared memory: a server's segment mapped read-only into this process, once, and rows viewed in place."""
 
 import mmap
 import os
@@ -7,24 +7,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.errors import InternalError, StaleHandleError
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
-from encoder_contract.segment_file import open_segment
+from encoder_contract.segment_file import open_segment, segment_proof
+from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.elements import element_type
+from prefill_client.transport.transport import Arrival, Receiver, Rows
 
 _MAPPED_SEGMENTS = 16
 """Replicas on one host that a process reads from; one more and the least recently used is unmapped."""
 
 
-class SharedRows:
+class SharedRows(Rows):
     """Rows of a handle, where they lie. Holds the mapping, not the rows: the open Fetch stream does that.
 
     There are two ways to them, and both check that they are still the handle's rows after they were read.
     """
+
+    handle: Handle
 
     def __init__(
         self, handle: Handle, width: int, dtype: str, *, is_held: Callable[[], bool] = lambda: True
@@ -34,7 +39,7 @@ class SharedRows:
         `is_held` says whether the stream is known to be open. Raises `StaleHandleError` when the segment or the rows
         are gone, `InternalError` for a senseless handle.
         """
-        self._handle = handle
+        self.handle = handle
         self._is_held = is_held
         self._segment = _mapped(handle)
         self._segment.check(handle)
@@ -44,23 +49,23 @@ class SharedRows:
     @property
     def lost(self) -> bool:
         """Whether the rows can no longer be read: their stream has ended, or others lie there."""
-        return not self._is_held() or not self._segment.holds(self._handle)
+        return not self._is_held() or not self._segment.holds(self.handle)
 
     @contextmanager
     def reading(self) -> Iterator[NDArray[np.generic]]:
-        """Lend all rows as one read-only array [rows, width]: in place when they lie in one extent, else a copy.
+        """Lend the rows: in place when they lie in one extent, else a copy.
 
         Raises `StaleHandleError` on entering, and on leaving: then what was read, and any error over it, is void.
         """
         if not self._is_held():
             raise StaleHandleError("the call that held the rows has ended")
-        self._segment.check(self._handle)
+        self._segment.check(self.handle)
         try:
             yield self._array()
         except Exception:
-            self._segment.check(self._handle)
+            self._segment.check(self.handle)
             raise
-        self._segment.check(self._handle)
+        self._segment.check(self.handle)
 
     def copy(self) -> NDArray[np.generic]:
         """Return a copy [rows, width] that outlives the Fetch stream. Raises `StaleHandleError`."""
@@ -68,9 +73,50 @@ class SharedRows:
             return array if array.flags.writeable else array.copy()
 
     def _array(self) -> NDArray[np.generic]:
-        pieces = self._segment.pieces(self._handle)
+        pieces = self._segment.pieces(self.handle)
         flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return flat.view(self._element).reshape(self.shape)
+
+
+class SharedMemoryReceiver(Receiver):
+    """Receives handles from a server of this host and user, whose segment we can read."""
+
+    transport = pb.TRANSPORT_SHM
+    holds = True
+
+    def __init__(self, proof: bytes) -> None:
+        """`proof` is the first bytes of the segment."""
+        self._proof = proof
+
+    @classmethod
+    def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
+        """Return a receiver if the server is on this host and its segment can be read."""
+        proof = segment_proof(endpoint, description.shm_segment)
+        return cls(proof) if proof else None
+
+    @staticmethod
+    def announced(ready: pb.ImageReady) -> bool:
+        """Whether the message has a handle."""
+        return ready.HasField("handle")
+
+    def ask(self, request: pb.FetchRequest) -> None:
+        """Add the transport, and the proof."""
+        super().ask(request)
+        request.shm_proof = self._proof
+
+    def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
+        """Return the rows, which are there already."""
+        return _SharedArrival(ready, is_open)
+
+
+class _SharedArrival(Arrival):
+    def __init__(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> None:
+        self._ready = ready
+        self._is_open = is_open
+
+    def rows(self) -> SharedRows:
+        handle = Handle.from_message(self._ready.handle)
+        return SharedRows(handle, self._ready.width, self._ready.dtype, is_held=self._is_open)
 
 
 @dataclass(frozen=True, slots=True)

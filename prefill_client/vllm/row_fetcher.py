@@ -14,6 +14,7 @@ import numpy as np
 from encoder_contract.errors import DeadlineError, EncoderError, InternalError, StaleHandleError
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.transport import INLINE, TRANSPORTS
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.transport.reading import again, use_in_place
 from prefill_client.vllm.host_memory import Extent, HostMemory
@@ -130,7 +131,7 @@ class RowFetcher:
                     request_id=wanted.caller.request_id,
                     priority=wanted.caller.priority,
                     grace_ms=int(1000 * self._settings.grace_s),
-                    shm=self._settings.shared_memory,
+                    transports=TRANSPORTS if self._settings.shared_memory else [INLINE],
                     timeout_s=timeout_s,
                 ) as stream,
             ):
@@ -158,7 +159,7 @@ class RowFetcher:
                 f"the service has grid {rows.grid} and rows {rows.shape} of {rows.dtype} for an image named "
                 f"with grid {wanted.name.grid}, {shape} of {self.description.dtype}"
             )
-        self._memory.write(wanted.extents, rows.own.reshape(-1).view(np.uint8))
+        self._memory.write(wanted.extents, rows.array.reshape(-1).view(np.uint8))
 
     async def _close(self) -> None:
         tasks = list(self._tasks.values())

@@ -23,6 +23,7 @@ from encoder_service.observability.scrape import Scrape, scrape
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from prefill_client.reference.metrics import Metrics as PrefillMetrics
+from prefill_client.transport import TRANSPORTS
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
 from testing.photos import photo
 from testing.redis_servers import redis_server
@@ -101,8 +102,9 @@ async def _serve_some(server: Server) -> Series:
     image = photo(160, 120, 1)
     async with await EncoderClient.connect(server.endpoint) as client:
         await client.submit([image])
-        for shm in (True, False):
-            async with client.fetch([RowRequest(content_digest(image))], shm=shm, timeout_s=30) as stream:
+        requests = [RowRequest(content_digest(image))]
+        for transport in TRANSPORTS:
+            async with client.fetch(requests, transports=[transport], timeout_s=30) as stream:
                 async for _ in stream:
                     pass
         now: Scrape = await asyncio.to_thread(scrape, server.watch.endpoint)

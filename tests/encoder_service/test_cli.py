@@ -185,7 +185,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkp
         async with await EncoderClient.connect(server.endpoint) as client:
             await client.submit(images)
             requests = [RowRequest(content_digest(image)) for image in images]
-            async with client.fetch(requests, timeout_s=60, shm=False) as stream:
+            async with client.fetch(requests, timeout_s=60, transports=["inline"]) as stream:
                 outcomes = aiter(stream)
                 first = await anext(outcomes)
                 assert first.error is None

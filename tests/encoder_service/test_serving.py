@@ -16,6 +16,8 @@ from encoder_service.engine.model import Model
 from encoder_service.image.patches import to_patches
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
+from prefill_client.transport import TRANSPORTS
+from prefill_client.transport.shared_memory import SharedMemoryReceiver
 from testing.photos import photo
 from tests.calls import collect, connection, naming, stub
 from tests.conftest import Gate
@@ -43,19 +45,20 @@ async def test_describe_tells_model_geometry_and_limits(client: EncoderClient, m
     assert description.max_image_bytes == 32 << 20
 
 
-@pytest.mark.parametrize("shm", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_submitted_images_come_back_as_the_rows_of_the_tower(
-    client: EncoderClient, model: Model, shm: bool
+    client: EncoderClient, model: Model, transport: str
 ) -> None:
     images = [photo(width, height, seed) for seed, (width, height) in enumerate(SIZES)]
     images += [photo(180, 120, 9, orientation=orientation) for orientation in (3, 6, 8)]
     submitted = await client.submit(images)
     assert [s.error for s in submitted] == [None] * len(images)
-    async with client.fetch([RowRequest(s.digest) for s in submitted], shm=shm, timeout_s=60) as stream:
+    requests = [RowRequest(s.digest) for s in submitted]
+    async with client.fetch(requests, transports=[transport], timeout_s=60) as stream:
         seen = 0
         async for rows in stream:
             seen += 1
-            assert rows.transport == ("shm" if shm else "inline")
+            assert rows.transport == transport
             assert rows.grid == submitted[rows.index].grid
             assert rows.address == submitted[rows.index].address
             assert torch.equal(rows.tensor(), expected_rows(model, images[rows.index]))
@@ -85,9 +88,11 @@ async def test_the_server_confirms_grids_while_nothing_is_decoded(client: Encode
 
 async def test_a_row_window_is_exactly_those_rows(client: EncoderClient) -> None:
     (image,) = await client.submit([photo(320, 240, 4)])
-    whole = (await collect(client, [RowRequest(image.digest)], shm=False))[0].array
+    whole = (await collect(client, [RowRequest(image.digest)], transports=["inline"]))[0].array
     windows = [(0, 1), (3, 17), (image.tokens - 1, image.tokens), (5, 0)]
-    outcomes = await collect(client, [RowRequest(image.digest, a, b) for a, b in windows], shm=False)
+    outcomes = await collect(
+        client, [RowRequest(image.digest, a, b) for a, b in windows], transports=["inline"]
+    )
     for index, (begin, end) in enumerate(windows):
         assert np.array_equal(outcomes[index].array, whole[begin : end or None])
 
@@ -179,7 +184,7 @@ async def test_handles_are_for_callers_who_can_read_the_segment_and_others_get_t
         (bytes(16), "inline"),
         (b"", "inline"),
     ):
-        ours._shm_proof = proof or b"guess"
+        ours.receivers = {**ours.receivers, "shm": SharedMemoryReceiver(proof)}
         async with ours.fetch([RowRequest(image.digest)], pb.Caller(), grace_ms=0) as stream:
             outcome = await anext(aiter(stream))
             assert outcome.transport == transport
@@ -190,9 +195,9 @@ async def test_an_evicted_image_is_made_again_without_its_sender_and_bit_for_bit
     client: EncoderClient, server: Server
 ) -> None:
     (image,) = await client.submit([photo(200, 150, 21)])
-    first = (await collect(client, [RowRequest(image.digest)], shm=False))[0]
+    first = (await collect(client, [RowRequest(image.digest)], transports=["inline"]))[0]
     assert server.store.evict(image.address)
-    second = (await collect(client, [RowRequest(image.digest)], shm=False))[0]
+    second = (await collect(client, [RowRequest(image.digest)], transports=["inline"]))[0]
     assert second.source == "encoded"
     assert np.array_equal(first.array, second.array)
 

@@ -42,8 +42,8 @@ from prefill_client.images import RowRequest
 endpoint, file = sys.argv[1:]
 with blocking.BlockingClient.connect(endpoint) as encoder:
     (image,) = encoder.submit([open(file, "rb").read()])
-    for shm in (True, False):
-        with encoder.fetch([RowRequest(image.digest)], shm=shm) as outcomes:
+    for transport in ("shm", "inline"):
+        with encoder.fetch([RowRequest(image.digest)], transports=[transport]) as outcomes:
             (rows,) = outcomes
             assert rows.error is None, rows.error
             print(rows.transport, type(rows.array).__module__, rows.array.shape[0] == image.tokens)

@@ -44,7 +44,7 @@ async def written_over(client: EncoderClient, seed: int = 100) -> None:
     """Encode other images until everything that nobody holds has gone, and its pages are others'."""
     for n in range(OTHERS):
         (other,) = await client.submit([photo(SIDE, SIDE, seed + n)])
-        outcomes = await collect(client, [RowRequest(other.digest)], shm=False)
+        outcomes = await collect(client, [RowRequest(other.digest)], transports=["inline"])
         assert outcomes[0].error is None
 
 
@@ -52,7 +52,7 @@ async def submitted(client: EncoderClient, seed: int) -> tuple[RowRequest, np.nd
     """Submit an image; return the request for it, and its rows as they came by the wire."""
     (image,) = await client.submit([photo(SIDE, SIDE, seed)])
     request = RowRequest(image.digest)
-    return request, (await collect(client, [request], shm=False))[0].array
+    return request, (await collect(client, [request], transports=["inline"]))[0].array
 
 
 def lose(server: Server, stream: FetchStream) -> Awaitable[None]:

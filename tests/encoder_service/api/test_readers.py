@@ -58,7 +58,7 @@ async def test_a_fetch_that_nobody_reads_pins_two_images_and_all_others_are_serv
         unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
         await soon(lambda: small.store.stats().misses > 0 and small.pipeline.queued_images == 0, within_s=30)
         await soon(lambda: small.store.stats().pins == PINNED_AHEAD, within_s=30)
-        outcomes = await collect(other, await submitted(other, PHOTOS[8:]), shm=False)
+        outcomes = await collect(other, await submitted(other, PHOTOS[8:]), transports=["inline"])
         assert [outcomes[n].error for n in range(4)] == [None] * 4
         await soon(lambda: small.store.stats().pins <= PINNED_AHEAD, within_s=30)
         # Should it read after all, it gets every image, those included that were evicted while they waited.
@@ -76,7 +76,7 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
         held: list[int] = []
 
         async def hold_all() -> None:
-            async with greedy.fetch(requests, shm=True, timeout_s=60) as stream:
+            async with greedy.fetch(requests, timeout_s=60) as stream:
                 async for outcome in stream:
                     assert outcome.error is None
                     held.append(outcome.index)
@@ -84,7 +84,7 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
         holding = asyncio.create_task(hold_all())
         await soon(lambda: bool(held) and small.service.pinned_bytes > 0, within_s=30)
         for image in PHOTOS[8:]:
-            outcomes = await collect(other, await submitted(other, [image]), shm=True)
+            outcomes = await collect(other, await submitted(other, [image]))
             assert outcomes[0].error is None
             pinned, size = host_bytes(small)
             assert 0 < pinned <= 0.9 * size
@@ -96,7 +96,7 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
 
 async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, client: EncoderClient) -> None:
     requests = await submitted(client, PHOTOS[:2])
-    async with client.fetch(requests, shm=True, timeout_s=30) as stream:
+    async with client.fetch(requests, timeout_s=30) as stream:
         async for outcome in stream:
             assert outcome.error is None
         gc.collect()

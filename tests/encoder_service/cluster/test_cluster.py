@@ -199,7 +199,9 @@ async def test_a_client_of_the_fleet_goes_on_when_a_replica_dies_with_its_images
             assert [image.error for image in images] == [None] * len(files)
             await replicas[0].die()
             async with asyncio.timeout(60):
-                async with client.fetch([RowRequest(i.digest) for i in images], shm=False) as stream:
+                async with client.fetch(
+                    [RowRequest(i.digest) for i in images], transports=["inline"]
+                ) as stream:
                     outcomes = [outcome async for outcome in stream]
     assert [outcome.error for outcome in outcomes] == [None] * len(files)
     assert sorted(outcome.index for outcome in outcomes) == list(range(len(files)))
@@ -211,7 +213,9 @@ async def test_a_drained_replica_leaves_its_images_to_the_others(start: Start) -
     async with await EncoderClient.connect([a.endpoint, b.endpoint]) as client:
         images = await client.submit([new_photo(200, 200) for _ in range(8)])
         await a.server.drain()
-        async with client.fetch([RowRequest(i.digest) for i in images], shm=False, timeout_s=60) as stream:
+        async with client.fetch(
+            [RowRequest(i.digest) for i in images], transports=["inline"], timeout_s=60
+        ) as stream:
             assert [outcome.error async for outcome in stream] == [None] * len(images)
 
 

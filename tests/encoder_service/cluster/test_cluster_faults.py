@@ -87,7 +87,9 @@ async def test_a_replica_killed_while_it_streams_is_gone_on_from_elsewhere(
         images = await client.submit(files)
         assert [image.error for image in images] == [None] * len(files)
         seen = []
-        async with client.fetch([RowRequest(i.digest) for i in images], shm=False, timeout_s=90) as stream:
+        async with client.fetch(
+            [RowRequest(i.digest) for i in images], transports=["inline"], timeout_s=90
+        ) as stream:
             async for outcome in stream:
                 assert outcome.error is None
                 assert outcome.array.shape[0] == images[outcome.index].tokens

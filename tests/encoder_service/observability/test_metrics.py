@@ -67,7 +67,7 @@ async def test_every_metric_that_is_named_is_exported(server: Server) -> None:
 async def test_pins_show_while_a_handle_is_held(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         (image,) = await client.submit([photo(64, 64, 4)])
-        async with client.fetch([RowRequest(image.digest)], shm=True, timeout_s=30) as stream:
+        async with client.fetch([RowRequest(image.digest)], timeout_s=30) as stream:
             async for _ in stream:
                 now = await numbers(server)
                 assert (now.total("store_pins"), now.total("calls_in_progress", call="fetch")) == (1, 1)

@@ -15,6 +15,7 @@ from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.prompt.chunks import Chunk, plan
 from prefill_client.prompt.layout import expand_prompt
 from prefill_client.prompt.prefetch import PrefetchSession
+from prefill_client.transport.inline import OwnRows
 
 IMAGE = 7
 ROW_BYTES = 10
@@ -52,7 +53,7 @@ class Encoder:
             await self._event(image).wait()
             numbers = np.arange(request.row_begin, request.row_end)
             array = np.stack([np.full_like(numbers, image), numbers], axis=1)
-            yield FetchedRows(index, request.digest, array, error=self._errors.get(image))
+            yield FetchedRows(index, request.digest, OwnRows(array), error=self._errors.get(image))
 
     def _event(self, image: int) -> asyncio.Event:
         event = self._ready.setdefault(image, asyncio.Event())

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -18,6 +19,7 @@ from encoder_service.api import admin_client as operator_client
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
+from prefill_client.transport import TRANSPORTS
 from testing.photos import photo
 from tests.processes import running
 
@@ -34,11 +36,15 @@ def entered(outcomes: Sequence[FetchedRows] | None) -> Report:
         }
 
 
-def fetched(endpoint: str, use: Callable[[list[FetchedRows]], Report], *, shm: bool) -> Report:
+def fetched(
+    endpoint: str, use: Callable[[list[FetchedRows]], Report], transports: Sequence[str] = TRANSPORTS
+) -> Report:
     """On rank 0: fetch, and hold the Fetch open while the ranks read."""
     with BlockingClient.connect(endpoint) as client:
         submitted = client.submit(IMAGES)
-        with client.fetch([RowRequest(image.digest) for image in submitted], shm=shm) as outcomes:
+        with client.fetch(
+            [RowRequest(image.digest) for image in submitted], transports=transports
+        ) as outcomes:
             return use(sorted(outcomes, key=lambda outcome: outcome.index))
 
 
@@ -52,12 +58,11 @@ def from_handles(rank: int, endpoint: str) -> Report:
             "packed_bytes": len(pack(outcomes)),
             "sent": [float(outcome.tensor().double().sum()) for outcome in outcomes],
         },
-        shm=True,
     )
 
 
 def from_bytes(rank: int, endpoint: str) -> Report:
-    return entered(None) if rank else fetched(endpoint, entered, shm=False)
+    return entered(None) if rank else fetched(endpoint, entered, ["inline"])
 
 
 def with_a_failed_image(rank: int, endpoint: str) -> Report:
@@ -68,16 +73,17 @@ def with_a_failed_image(rank: int, endpoint: str) -> Report:
         ):
             return entered([*outcomes, *more])
 
-    return entered(None) if rank else fetched(endpoint, with_error, shm=True)
+    return entered(None) if rank else fetched(endpoint, with_error)
 
 
 def with_a_stale_handle(rank: int, endpoint: str) -> Report:
     def stale(outcomes: list[FetchedRows]) -> Report:
-        assert outcomes[1].handle
-        gone = replace(outcomes[1].handle, generation=outcomes[1].handle.generation + 1)
-        return entered([outcomes[0], replace(outcomes[1], handle=gone, shared=None), outcomes[2]])
+        gone = copy(outcomes[1].rows)
+        assert gone.handle
+        gone.handle = replace(gone.handle, generation=gone.handle.generation + 1)
+        return entered([outcomes[0], replace(outcomes[1], rows=gone), outcomes[2]])
 
-    return entered(None) if rank else fetched(endpoint, stale, shm=True)
+    return entered(None) if rank else fetched(endpoint, stale)
 
 
 def lost_in_the_block(rank: int, endpoint: str) -> Report:
@@ -99,7 +105,7 @@ def lost_in_the_block(rank: int, endpoint: str) -> Report:
 
 def failing_in_the_block_on_rank_1(rank: int, endpoint: str) -> Report:
     if rank == 0:
-        return fetched(endpoint, entered, shm=True)
+        return fetched(endpoint, entered)
     with rows_on_every_rank(None):
         raise RuntimeError("rank 1 ran out of memory")
 

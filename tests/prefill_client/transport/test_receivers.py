@@ -1,0 +1,64 @@
+"""The tables of transports: every one of the contract has its sender, its receiver and its name."""
+
+import inspect
+
+import pytest
+
+from encoder_contract.errors import InternalError, InvalidRequestError
+from encoder_contract.transports import TRANSPORT_NAMES
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.transport import SENDERS
+from prefill_client.client import EncoderClient
+from prefill_client.images import RowRequest
+from prefill_client.transport import RECEIVERS, TRANSPORTS, receivers
+from prefill_client.transport.row_stream import RowStream
+from prefill_client.transport.server_clock import ServerClock
+from testing.photos import photo
+from tests.calls import collect, connection
+
+
+def test_every_transport_of_the_contract_has_a_sender_a_receiver_and_a_name() -> None:
+    assert TRANSPORT_NAMES == {pb.TRANSPORT_INLINE: "inline", pb.TRANSPORT_SHM: "shm"}
+    assert list(SENDERS) == list(RECEIVERS)
+    assert set(RECEIVERS) == set(TRANSPORT_NAMES)
+    assert [TRANSPORT_NAMES[transport] for transport in RECEIVERS] == list(TRANSPORTS)
+    for transport, receiver in RECEIVERS.items():
+        assert receiver.transport == transport
+        assert receiver.holds == SENDERS[transport].holds
+    for table in (SENDERS, RECEIVERS):
+        assert not [each for each in table.values() if inspect.isabstract(each)]
+
+
+def test_a_server_that_is_elsewhere_is_received_from_inline_only() -> None:
+    description = pb.DescribeResponse(shm_segment="/dev/shm/anything", transports=[2, 1])
+    assert list(receivers("192.0.2.1:50051", description)) == ["inline"]
+
+
+async def test_the_first_transport_of_the_caller_that_both_can_use_is_used(client: EncoderClient) -> None:
+    (image,) = await client.submit([photo(128, 128, 51)])
+    for transports, used in (
+        (["inline", "shm"], "inline"),
+        (["shm", "inline"], "shm"),
+        (["shm"], "shm"),
+        ([], "inline"),
+    ):
+        outcomes = await collect(client, [RowRequest(image.digest)], transports=transports)
+        assert outcomes[0].transport == used
+
+
+async def test_a_transport_that_is_not_known_is_an_error_that_names_those_that_are(
+    client: EncoderClient,
+) -> None:
+    with pytest.raises(InvalidRequestError, match="shm, inline; not pigeon"):
+        client.fetch([RowRequest(b"\0" * 32)], transports=["pigeon"])
+
+
+async def test_rows_by_a_transport_that_was_not_asked_for_are_an_error(client: EncoderClient) -> None:
+    class Call:
+        async def read(self) -> pb.FetchResponse:
+            return pb.FetchResponse(ready=pb.ImageReady(handle=pb.Handle(segment="/etc/passwd")))
+
+    inline = {"inline": (await connection(client)).receivers["inline"]}
+    stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0))
+    with pytest.raises(InternalError, match="shm, which was not asked for"):
+        await anext(aiter(stream))

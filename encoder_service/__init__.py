@@ -1,1 +1,1 @@
-"""The server: one file per room, imports only downward (docs/architecture.md has the map)."""
+"""The server. Modules import only from lower layers; docs/architecture.md shows them."""

@@ -17,56 +17,57 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """Everything that can be set. Validated on construction: a bad value is a `ConfigError` at start."""
+    """All settings. Validated on construction: an invalid value raises `ConfigError` at start."""
 
     environment_prefix = "ENCSVC_"
 
     model: Path = knob(
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
     )
-    listen: str = knob("127.0.0.1:50051", help="host:port or unix:/path to serve on; port 0 takes a free one")
+    listen: str = knob("127.0.0.1:50051", help="host:port or unix:/path to serve on; port 0 picks a free one")
     advertise: str = knob(
         "",
-        help="host:port under which other replicas reach this one; empty: as it listens, or this host's address",
+        help="host:port at which other replicas reach this one; empty: the listening address, or this host's",
     )
     index: str = knob(
         "memory",
-        help="where replicas meet: memory (a single node) or redis://host:port, rediss://, redis://…?cluster=true",
+        help="index shared by the replicas: memory (a single node) or redis://host:port, rediss://, redis://…?cluster=true",
     )
-    index_prefix: str = knob("encoder", help="first part of the names of all keys in Redis")
-    index_timeout_ms: int = knob(
-        100, help="longest time a call to the index may take before it counts as failed"
-    )
+    index_prefix: str = knob("encoder", help="prefix of all keys in Redis")
+    index_timeout_ms: int = knob(100, help="timeout of a call to the index, milliseconds")
     index_at_start: Literal["require", "alone"] = knob(
-        "require", help="whether an index that cannot be reached at start is an error"
+        "require",
+        help="if the index is unavailable at start: require ends with an error, alone starts without it",
     )
     metrics_listen: str = knob(
-        "", help="host:port for Prometheus and a page on what runs here; port 0 takes a free one; empty: none"
+        "", help="host:port for Prometheus metrics and a status page; port 0 picks a free one; empty: none"
     )
     device: str = knob("auto", help="where the vision tower runs: auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
-        "auto", help="element type of weights and rows; auto takes the checkpoint's"
+        "auto", help="element type of weights and rows; auto uses the checkpoint's"
     )
     attention: Literal["auto", "cudnn", "flash4", "flash3", "varlen", "flash2", "sdpa"] = knob(
-        "auto", help="attention backend; auto takes the fastest that is installed"
+        "auto", help="attention backend; auto uses the fastest that is installed"
     )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",
-        help="on CUDA, run every image alone, so that its rows never depend, to the bit, on its neighbours; the CPU "
-        "always does",
+        help="on CUDA, run every image alone, so that its rows never depend, to the bit, on others in the batch; the "
+        "CPU always does",
     )
-    cuda_graphs: Literal["yes", "no"] = knob("yes", help="capture CUDA graphs at start; no starts faster")
+    cuda_graphs: Literal["yes", "no"] = knob(
+        "yes", help="capture CUDA graphs at start; no makes starting faster"
+    )
     decoder: Literal["auto", "dali", "pillow"] = knob(
-        "auto", help="image decoder; auto takes DALI where installed"
+        "auto", help="image decoder; auto uses DALI if installed"
     )
     decode_threads: int = knob(
-        2, help="threads that decode and preprocess images one by one (DALI's own pool has as many)"
+        2, help="threads that decode and preprocess images one by one (DALI's own pool has the same number)"
     )
     decode_pixels: int = knob(
         50_000_000,
         help="source pixels decoded at a time, once in a batch and once one by one; a larger image goes alone",
     )
-    torch_threads: int = knob(0, help="threads of a matrix product on the CPU; 0 leaves torch's choice")
+    torch_threads: int = knob(0, help="threads of a matrix product on the CPU; 0: torch's default")
     batch_patches: int = knob(
         16384, help="patches in one batch of the vision tower; a larger image runs alone"
     )
@@ -76,10 +77,10 @@ class Config(Settings):
     )
     store_prefault: Literal["yes", "no"] = knob(
         "yes",
-        help="touch the store's memory at start, in the background, so that no copy pays for page faults",
+        help="touch the store's memory at start, in the background, so that later copies cause no page faults",
     )
     store_segment_dir: Path = knob(Path("/dev/shm"), help="folder of the shared-memory segment")  # noqa: S108
-    source_gib: float = knob(0.5, help="submitted image bytes kept to make evicted embeddings again, GiB")
+    source_gib: float = knob(0.5, help="submitted image bytes kept to recompute evicted embeddings, GiB")
     source_ttl_s: float = knob(600.0, help="seconds a submitted image is kept after its last use")
     formats: str = knob(
         ",".join(FORMATS), help="image formats accepted, comma-separated; others are INVALID_ARGUMENT"
@@ -97,41 +98,39 @@ class Config(Settings):
     max_queued_gib: float = knob(
         1.0, help="image bytes waiting to be encoded, GiB; over it RESOURCE_EXHAUSTED"
     )
-    upload_idle_s: float = knob(
-        10.0, help="seconds after which an upload that brings nothing, or next to nothing, is given up"
-    )
+    upload_idle_s: float = knob(10.0, help="seconds after which a stalled or very slow upload is ended")
     reader_idle_s: float = knob(
         30.0,
-        help="seconds after which a caller that takes nothing of what it is sent is given up, with its pins",
+        help="seconds after which a call is ended, and its pins released, if its caller does not read",
     )
     max_queue_s: float = knob(
         30.0, help="seconds the queue may take at the measured rate; over it RESOURCE_EXHAUSTED"
     )
-    max_client_share: float = knob(
-        0.75, help="share of the queue that one client may fill while others exist"
-    )
+    max_client_share: float = knob(0.75, help="share of the queue that a single client may fill")
     max_waiting_images: int = knob(
         4096,
-        help="images that Fetches wait for and nobody has submitted, three quarters of them for one client; over it "
-        "RESOURCE_EXHAUSTED",
+        help="images that Fetches wait for and that are not submitted yet, three quarters of them for one client; "
+        "over it RESOURCE_EXHAUSTED",
     )
     max_pinned_share: float = knob(
         0.9,
         help="share of the host store that running Fetches may keep pinned, three quarters of it for one client; "
         "over it RESOURCE_EXHAUSTED",
     )
-    max_grace_ms: int = knob(30_000, help="longest time a Fetch may wait for an image nobody submitted yet")
-    drain_s: float = knob(30.0, help="seconds that running work is given after SIGTERM")
+    max_grace_ms: int = knob(
+        30_000, help="longest time a Fetch may wait for an image that is not submitted yet, milliseconds"
+    )
+    drain_s: float = knob(30.0, help="seconds for which running calls may finish after SIGTERM")
     hand_over_s: float = knob(
         0.0,
-        help="seconds before that in which other replicas fetch what only this one holds; 0: they do not",
+        help="seconds before draining in which other replicas fetch what only this one holds; 0: no handover",
     )
     device_peak_tflops: float = knob(
         0.0,
-        help="peak of the device in TFLOP/s at this element type, for the utilisation metric; 0: not known",
+        help="peak of the device in TFLOP/s at this element type, for the utilisation metric; 0: unknown",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="what is logged")
-    log_format: Literal["console", "json"] = knob("console", help="how it is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="lowest level that is logged")
+    log_format: Literal["console", "json"] = knob("console", help="log format")
 
     def __post_init__(self) -> None:
         self._require_positive(
@@ -182,7 +181,7 @@ class Config(Settings):
 
     @property
     def accepted_formats(self) -> tuple[str, ...]:
-        """`formats` by name."""
+        """The names in `formats`."""
         return tuple(name for each in self.formats.split(",") if (name := each.strip().upper()))
 
     @property
@@ -197,7 +196,7 @@ def without_password(url: str) -> str:
     place, question, options = rest.partition("?")
     if not mark:
         return "***" if {"@", "?"} & set(url) else url
-    if "@" in options and "@" not in place:  # a ? in the password, or an @ in that of an option: who knows
+    if "@" in options and "@" not in place:  # ambiguous: a ? in the password, or an @ in an option's password
         return f"{scheme}://***"
     secret, at, host = place.rpartition("@")
     shown = [
@@ -208,10 +207,10 @@ def without_password(url: str) -> str:
 
 
 def _is_redis(url: str) -> bool:
-    """Return whether `url` is one that the index can be at: a scheme, and hosts whose ports are numbers."""
+    """Return whether `url` is a valid Redis URL: a known scheme, and hosts whose ports are numbers."""
     try:
         parts = urlsplit(url)
         hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
         return parts.scheme in REDIS_SCHEMES and all(host.hostname and host.port != 0 for host in hosts)
-    except ValueError:  # a port that is none, or half a pair of brackets
+    except ValueError:  # an invalid port, or an unbalanced bracket
         return False

@@ -1,4 +1,4 @@
-"""The operator's calls: look into the store, drop entries. Only for the same user on the same host."""
+"""Admin calls: inspect the store, drop entries. Only for the same user on the same host."""
 
 from functools import partial
 from hmac import compare_digest
@@ -26,7 +26,7 @@ class AdminService:
         self._pipeline = pipeline
 
     async def stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
-        """Say what the store holds and has done."""
+        """Return the store's statistics."""
         self._guard(request.proof, context)
         return self._stats()
 
@@ -36,7 +36,7 @@ class AdminService:
         return pb.EvictResponse(evicted=self._store.evict(request.address))
 
     async def flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:
-        """Drop every embedding that nobody uses, and the sources."""
+        """Drop every embedding that is not pinned, and all sources."""
         self._guard(request.proof, context)
         self._sources.clear()
         return pb.FlushResponse(entries=self._store.flush())

@@ -1,4 +1,4 @@
-"""One call as it is told: its numbers in the metrics while it runs, and one line in the log when it ends."""
+"""The record of a call: metrics while it runs, and one log line when it ends."""
 
 import logging
 from collections import Counter
@@ -16,7 +16,7 @@ MAX_NAME = 128  # characters: what the contract allows
 
 
 class Call:
-    """One Submit or Fetch. `close` it in any case."""
+    """One Submit or Fetch. Always `close` it."""
 
     def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch"]) -> None:
         self._metrics = metrics
@@ -28,15 +28,17 @@ class Call:
         self._bytes = 0
         self._error: EncoderError | None = None
         self._made_by = {"request": "", "client": ""}
-        self.complete = False  # every image had its outcome: that the caller then leaves is no failure
+        self.complete = (
+            False  # every image has its outcome: if the caller disconnects now, that is no failure
+        )
         metrics.call_began(kind)
 
     def made_by(self, request_id: str, client_id: str) -> None:
-        """Note who calls, as far as it fits a line: the names are the caller's own and not checked yet."""
+        """Note the caller's identifiers, truncated to fit a line: they are not validated yet."""
         self._made_by |= {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
 
     def traced(self, trace_id: str) -> None:
-        """Note the caller's trace, if it said that it has one."""
+        """Note the caller's trace id, if it sent one."""
         if trace_id:
             self._made_by["trace"] = trace_id
 
@@ -59,14 +61,14 @@ class Call:
         stage_ms: Mapping[str, float],
         error: EncoderError | None = None,
     ) -> None:
-        """Note an image of a Fetch: where its rows came from, and how long they were waited for."""
+        """Note an image of a Fetch: where its rows came from, and how long the caller waited."""
         self._note(outcome, error)
         for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
         self._metrics.fetched(outcome, wait_s, error)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
-        """Note rows handed over."""
+        """Note rows sent."""
         self._bytes += size
         self._metrics.transferred(transport, size, seconds)
 
@@ -75,7 +77,7 @@ class Call:
         self._error = error
 
     def close(self) -> None:
-        """Count the call and write its line: stage times are those of its slowest image."""
+        """Count the call and write its log line: stage times are those of its slowest image."""
         left = "OK" if self.complete else Status.CANCELLED.name
         name = left if self._error is None else self._error.status.name
         self._metrics.call_ended(self._kind, name)

@@ -1,4 +1,4 @@
-"""What a server says of itself: to callers, and to people."""
+"""A server's description of itself: the Describe response, the start-up banner, the status page."""
 
 import socket
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from encoder_service.engine.model import Model
 
 
 def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeResponse:
-    """Return what Describe answers."""
+    """Return the Describe response."""
     spec, geometry = model.tower.spec, model.processor.geometry
     return pb.DescribeResponse(
         version=__version__,
@@ -41,7 +41,7 @@ def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeRespon
 
 
 def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
-    """Return what was chosen, for people."""
+    """Return the settings in effect, as text for people."""
     spec, geometry = model.tower.spec, model.processor.geometry
     return {
         "model": f"{config.model} ({spec.model_type}, {model.recipe.model.hex()[:12]})",
@@ -59,7 +59,7 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
 
 
 def banner(facts: Mapping[str, str], metrics: str, listening: str) -> str:
-    """Return the block that a server prints when it begins; who waits for it waits for the last line."""
+    """Return the block that a server prints at start; its last line says that the server is listening."""
     lines = {**facts, **({"metrics": f"http://{metrics}/"} if metrics else {}), "listening": listening}
     width = max(map(len, lines))
     return "\n".join(
@@ -68,13 +68,11 @@ def banner(facts: Mapping[str, str], metrics: str, listening: str) -> str:
 
 
 def reachable(endpoint: str) -> str:
-    """Return `endpoint`, with the address of this host's own name for one that listens on all addresses."""
+    """Return `endpoint`, with this host's own address in place of the wildcard address."""
     host, _, port = endpoint.rpartition(":")
     if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
         return endpoint
     try:
         return f"{socket.gethostbyname(socket.gethostname())}:{port}"
     except OSError:
-        return (
-            f"{socket.gethostname()}:{port}"  # without an address of its own, peers may still know the name
-        )
+        return f"{socket.gethostname()}:{port}"  # peers may still resolve the name

@@ -1,4 +1,4 @@
-"""Health, as `grpc.health.v1` has it: Check and Watch, which wait for no work, and end with the server's."""
+"""Health, as in `grpc.health.v1`: Check and Watch, which wait for nothing, and end when the server drains."""
 
 import asyncio
 from collections import Counter
@@ -14,13 +14,13 @@ from encoder_service.api.inbound import Entrance
 from encoder_service.api.messages import Context
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
-# Checks and watches at a time, besides the server's other calls: the channels of all its clients, and who probes it.
+# Concurrent checks and watches, not counted as other calls: the channels of all clients, and probes.
 MAX_CALLS = 512
-# A client watches once for each of its channels; all of a host's Unix sockets count as one connection.
+# A client has one watch per channel; all Unix-socket connections of the host count as one.
 MAX_WATCHES_OF_A_CONNECTION = 64
-# Watchers who read hear within milliseconds that the server ends; the others are not waited for.
+# Watchers that read are notified within milliseconds that the server ends; others are not waited for.
 FAREWELL_S = 1.0
-READER_IDLE_S = 30.0  # an answer has two bytes: who does not take it in this time takes none
+READER_IDLE_S = 30.0  # an answer has two bytes: a caller that does not read it in this time reads nothing
 
 SERVING: int = pb.HealthCheckResponse.SERVING
 NOT_SERVING: int = pb.HealthCheckResponse.NOT_SERVING
@@ -28,18 +28,18 @@ UNKNOWN: int = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """The health of the server and of its services `names`, which is one: not serving, serving, then never again."""
+    """The health of the server and its services `names`: not serving, then serving, then not serving for good."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
         self._status = NOT_SERVING
-        self._turned = asyncio.Event()  # set and replaced at every change
+        self._turned = asyncio.Event()  # set, and replaced by a new event, at every change
         self._ending = False
         self._watches: Counter[str] = Counter()
         self._entrance = Entrance(MAX_CALLS, READER_IDLE_S)
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
-        """Return what to add to a server."""
+        """Return the handler to add to a server."""
         parse = partial(messages.parse, pb.HealthCheckRequest)
         methods = {
             "Check": self._entrance.unary(self.check, parse),
@@ -48,11 +48,11 @@ class Health:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def begin(self) -> None:
-        """Say that the server serves."""
+        """Report that the server is serving."""
         self._turn(SERVING)
 
     async def end(self) -> None:
-        """Tell every watcher that it no longer does, and return when those who read have been told."""
+        """Report to every watcher that the server no longer serves; return when those that read have been notified."""
         self._ending = True
         self._turn(NOT_SERVING)
         try:
@@ -62,7 +62,7 @@ class Health:
             return
 
     async def check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        """Answer once; an unknown name is NOT_FOUND, as the protocol says."""
+        """Answer once; an unknown name is NOT_FOUND, as the protocol requires."""
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return pb.HealthCheckResponse(status=self._status)

@@ -1,4 +1,4 @@
-"""The entrance: calls are counted, and their messages bounded in size and time, before a byte of them is parsed."""
+"""Inbound calls: they are counted, and their messages bounded in size and time, before anything is parsed."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from encoder_service.scheduler.shares import Shares
 
 log = logging.getLogger(__name__)
 
-# The one request of a call is some kilobytes: on its way for no longer than this, whoever sends it.
+# The only request of such a call is some kilobytes; it must arrive within this time.
 REQUEST_S = 10.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -28,7 +28,7 @@ Serve: TypeAlias = "Callable[[Requests[Any], Context], Answers]"
 
 
 class Requests(Generic[Request]):
-    """The requests of one call, each parsed when it is asked for."""
+    """The requests of one call, each parsed when it is read."""
 
     def __init__(self, raw: AsyncIterator[bytes], parse: Parse[Request]) -> None:
         self._raw = aiter(raw)
@@ -42,10 +42,10 @@ class Requests(Generic[Request]):
         return await self.within(None)
 
     async def within(self, seconds: float | None) -> Request:
-        """Return the next request; raises `TimeoutError`, and `StopAsyncIteration` after the last."""
+        """Return the next request; raises `TimeoutError`, or `StopAsyncIteration` after the last."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(anext(self._raw, None))
-        # grpc is writing into what the task holds, so a wait that ends early leaves the task as it is.
+        # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
         await asyncio.wait({self._reading}, timeout=seconds)
         if not self._reading.done():
             raise TimeoutError
@@ -55,40 +55,40 @@ class Requests(Generic[Request]):
         return self._parse(raw)
 
     async def first(self) -> Request:
-        """Return the first request; raises `DeadlineError` and `InvalidRequestError` when there is none in time."""
+        """Return the first request; raises `DeadlineError` if it is late, `InvalidRequestError` if there is none."""
         try:
             return await self.within(REQUEST_S)
         except TimeoutError as error:
-            raise DeadlineError(f"the request was not here within {REQUEST_S:g} s") from error
+            raise DeadlineError(f"the request did not arrive within {REQUEST_S:g} s") from error
         except StopAsyncIteration as error:
             raise InvalidRequestError("the call ended without a request") from error
 
 
 class Entrance:
-    """Lets in at most `max_calls` calls at a time, from one host its share of them."""
+    """Admits at most `max_calls` calls at a time, and from each host only its share of them."""
 
     def __init__(self, max_calls: int, reader_idle_s: float) -> None:
-        """A caller that does not take an answer, 1 MiB at most, within `reader_idle_s` is served no more."""
+        """A call ends if its caller does not read an answer, of at most 1 MiB, within `reader_idle_s`."""
         self._reader_idle_s = reader_idle_s
-        # A place is taken until the call's status is out; a caller that takes nothing keeps it without being served.
+        # A call counts until its status is sent; one whose caller does not read counts, but is no longer served.
         self._places = Shares(max_calls, "open calls")
         self._served: set[Context] = set()
         self._emptied = asyncio.Event()
         self._emptied.set()
 
     async def emptied(self) -> None:
-        """Return when nobody is served any more: the last status is out."""
+        """Return when no call is being served: the last status was sent."""
         await self._emptied.wait()
 
     def stream(
         self, serve: Callable[[Requests[Request], Context], Answers], parse: Parse[Request]
     ) -> Handler:
-        """Return the handler of a method that reads its requests itself. `parse` raises errors of the family."""
+        """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`."""
 
         async def handle(raw: AsyncIterator[bytes], context: Context) -> None:
             async with messages.Border(context, partial(_refused, context)):
                 self._enter(context)
-                # A caller who left gives back what its call holds now, not when memory is collected.
+                # When the caller disconnects, its call releases what it holds now, not at garbage collection.
                 async with aclosing(serve(Requests(raw, parse), context)) as answers:
                     async for answer in answers:
                         await self._send(answer, context)
@@ -120,9 +120,9 @@ class Entrance:
             async with asyncio.timeout(self._reader_idle_s):
                 await context.write(answer)
         except TimeoutError as error:
-            self._serve_no_more(context)  # the status waits behind what is not taken
-            raise DeadlineError(f"the caller took nothing for {self._reader_idle_s:g} s") from error
-        except grpc.aio.InternalError as error:  # the call is dead, and its cancellation on the way here
+            self._serve_no_more(context)  # the status is queued behind the unread answer
+            raise DeadlineError(f"the caller read nothing for {self._reader_idle_s:g} s") from error
+        except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
             raise asyncio.CancelledError from error
 
     def _enter(self, context: Context) -> None:
@@ -148,5 +148,5 @@ def _refused(context: Context, error: EncoderError) -> None:
 
 
 def _serialize(message: Message | bytes) -> bytes:
-    """Rows are framed by hand: protobuf would copy every megabyte twice more."""
+    """Rows are already bytes, framed by hand: protobuf would copy every megabyte twice more."""
     return message if isinstance(message, bytes) else message.SerializeToString()

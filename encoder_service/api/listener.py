@@ -1,4 +1,4 @@
-"""The listener: one port with our calls, health and reflection on it."""
+"""The gRPC listener: one port with the service's calls, admin calls, health and reflection."""
 
 import asyncio
 from functools import partial
@@ -15,33 +15,33 @@ from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
 
 OPTIONS = (
-    # A few kilobytes of gzip are gigabytes of zeros: a compressed message is refused, and is not expanded before that.
+    # A few kilobytes of gzip can expand to gigabytes: a compressed message is refused without being expanded.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
-    # What a call has sent and nobody has read, and calls of a connection: together with the size of a message and the
-    # calls let in, they bound what lies here uncounted. The window would else grow to megabytes.
+    # The unread data of a call, and the calls of a connection: with the size of a message and the number of open calls,
+    # they bound the memory that is not counted elsewhere. Otherwise the window would grow to megabytes.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 512),
-    # Connections that say nothing, and more of them than a fleet has: each is a file descriptor, which others need too.
+    # Idle connections, and more connections than a cluster needs: each takes a file descriptor.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_allowed_incoming_connections", 4096),
-    # The keepalive pings of clients that want to notice a silent server within two seconds.
+    # Allow the keepalive pings of clients that detect a silent server within two seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    # A caller's machine that falls silent is noticed within ten seconds, and what its calls pinned is let go.
+    # A caller whose machine disappears is detected within ten seconds, and the pins of its calls are released.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),
-    ("grpc.http2.ping_timeout_ms", 5000),  # without it a minute: see the client's connection
+    ("grpc.http2.ping_timeout_ms", 5000),  # a minute by default: see the client's connection
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not two servers that share it
+    ("grpc.so_reuseport", 0),  # a taken port is an error: two servers must not share it
 )
-# When nobody is served any more, connections get this long to close by themselves before they are cut.
+# After the last call, connections have this long to close by themselves before they are cut.
 GOODBYE_S = 0.5
 
 
 class Listener:
-    """Serves on `address` from `start` to `stop`. Build it on the event loop that is to serve."""
+    """Serves on `address` from `start` to `stop`. Construct it on the event loop that is to serve."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class Listener:
         max_images: int,
         reader_idle_s: float,
     ) -> None:
-        """Take the port. Raises `ConfigError` when it cannot be had.
+        """Bind the port. Raises `ConfigError` if it is unavailable.
 
-        `max_calls` are let in at a time, besides those for health; each names at most `max_images`, and ends when its
-        caller takes nothing for `reader_idle_s`.
+        At most `max_calls` are open at a time, health calls not counted; each names at most `max_images`, and ends if
+        its caller reads nothing for `reader_idle_s`.
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images))
         self._server = grpc.aio.server(options=(*OPTIONS, largest))
@@ -80,18 +80,18 @@ class Listener:
         self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
 
     async def start(self) -> None:
-        """Answer calls, and say so to who asks for our health."""
+        """Start to answer calls, and report health as serving."""
         await self._server.start()
         self._health.begin()
 
     def cut(self) -> None:
-        """End running calls now, whatever `stop` was told."""
+        """End running calls now, whatever grace `stop` was given."""
         self._cutting = asyncio.create_task(self._server.stop(0), name="cut")
 
     async def stop(self, grace_s: float) -> None:
-        """Say that we no longer serve, take no new calls, and let running ones end for at most `grace_s`.
+        """Report health as not serving, refuse new calls, and let running calls finish for at most `grace_s`.
 
-        Who is not served is not waited for: a health watcher that reads nothing, a caller that takes nothing.
+        Health watchers and callers that do not read are not waited for.
         """
         try:
             await self._health.end()

@@ -1,4 +1,4 @@
-"""Pin room: how many bytes of the store calls may keep pinned, shared among clients."""
+"""The pin budget: how many bytes of the store calls may keep pinned, shared among clients."""
 
 import asyncio
 from collections import Counter
@@ -6,13 +6,13 @@ from collections import Counter
 from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler.shares import Shares
 
-# What is pinned to be sent, or read during a forward, is let go within less; this is as long as a writer waits for
-# room in the store.
+# Rows that are being sent, or read during a forward pass, are released sooner; a writer waits as long for space in
+# the store.
 WAIT_S = 2.0
 
 
 class PinRoom:
-    """Bytes of pinned rows by client; an image that a client pins in several calls counts once. One event loop's."""
+    """Bytes of pinned rows by client; an image that a client pins in several calls counts once. For one event loop."""
 
     def __init__(self, size_bytes: int) -> None:
         self._shares = Shares(size_bytes, "pinned rows")
@@ -21,11 +21,11 @@ class PinRoom:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are taken."""
+        """Bytes pinned."""
         return self._shares.held
 
     async def take(self, client_id: str, address: bytes, size_bytes: int) -> None:
-        """Count a pin; waits a while for room, then raises `OverloadedError`."""
+        """Count a pin; waits up to `WAIT_S` for space, then raises `OverloadedError`."""
         try:
             async with asyncio.timeout(WAIT_S):
                 while not self.taken_at_once(client_id, address, size_bytes):
@@ -35,7 +35,7 @@ class PinRoom:
             self._take(client_id, address, size_bytes)
 
     def taken_at_once(self, client_id: str, address: bytes, size_bytes: int) -> bool:
-        """Count a pin if there is room now."""
+        """Count a pin if there is space now; return whether there was."""
         try:
             self._take(client_id, address, size_bytes)
         except OverloadedError:
@@ -58,4 +58,4 @@ class PinRoom:
     def _counted(self, size_bytes: int) -> int:
         return min(
             size_bytes, self._shares.size
-        )  # an image larger than all this is pinned when nothing else is
+        )  # an image larger than the whole budget is pinned when nothing else is

@@ -1,4 +1,4 @@
-"""Ports: whether an address can be listened on, asked before anything slow is begun."""
+"""Whether an address can be listened on, checked before anything slow; apart from the listener, which imports gRPC."""
 
 import errno
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 from encoder_contract.endpoint import Endpoint
 from encoder_service.config import ConfigError, flag
 
-# Addresses of `localhost` that this machine may lack, and gRPC then passes over as well.
+# Errors of addresses of `localhost` that this machine may lack; gRPC skips those as well.
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def require_free(name: str, address: str) -> None:
-    """Raise `ConfigError` when the setting `name` is an address that cannot be listened on.
+    """Raise `ConfigError` if the setting `name` is an address that cannot be listened on.
 
-    It is let go again: whoever takes it before we listen is found out then.
+    The address is released again; if another process takes it before we listen, listening fails.
     """
     endpoint = Endpoint.parse(address)
     try:
@@ -36,7 +36,7 @@ def _bind(endpoint: Endpoint) -> None:
     ):
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # As gRPC does: connections that a server before us closed do not count.
+                # As gRPC does: closed connections of an earlier server do not count.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(where)
                 bound = True
@@ -49,7 +49,7 @@ def _bind(endpoint: Endpoint) -> None:
 
 
 def _bind_path(path: Path) -> None:
-    """Find out what gRPC would not tell: it replaces what is there, be it the socket of a running server."""
+    """Check what gRPC does not: it replaces any file at the path, even the socket of a running server."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:

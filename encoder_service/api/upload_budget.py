@@ -1,4 +1,4 @@
-"""Image bytes on their way in: room is set aside before they travel, and given up when they stop coming."""
+"""Uploads: space is reserved before the bytes are sent, and released when they stop arriving."""
 
 from collections.abc import Collection
 from time import monotonic
@@ -6,7 +6,7 @@ from time import monotonic
 from encoder_contract.errors import ImageLimitError
 from encoder_service.scheduler.shares import Shares
 
-# Slower than this, an upload counts as standing still: a byte now and then does not hold room that others wait for.
+# A slower upload counts as stalled: an occasional byte must not hold space that others wait for.
 MIN_BYTES_PER_S = 64 << 10
 
 
@@ -35,16 +35,16 @@ class Upload:
 
 
 class Uploads:
-    """The images of one call that are on their way, by the caller's index.
+    """The images of one call that are being uploaded, by the caller's index.
 
-    The call sets room aside for the largest of them: who sends one after another never holds more. Who mixes them may
-    hold more, up to the largest image there can be, where there is room.
+    The call reserves space for the largest of them, which is enough to send one after another. A caller that
+    interleaves images may hold more, up to the size of the largest image allowed, if there is space.
     """
 
     def __init__(
         self, room: Shares, holders: Collection[str], *, max_image_bytes: int, idle_s: float
     ) -> None:
-        """`room` is that of all callers, `holders` are the names under which this one has its share of it."""
+        """`room` is shared by all callers; `holders` are the names that this caller's share counts against."""
         self._room = room
         self._holders = holders
         self._max_bytes = min(max_image_bytes, room.size)
@@ -52,15 +52,15 @@ class Uploads:
         self._images: dict[int, Upload] = {}
         self._set_aside = 0
         self.patience_s = idle_s
-        """How much longer the next piece is waited for."""
+        """How much longer to wait for the next piece."""
 
     @property
     def expected(self) -> list[int]:
-        """Which images lack bytes."""
+        """The images that are not complete."""
         return list(self._images)
 
     def expect(self, index: int, size_bytes: int) -> None:
-        """Set room aside for an image; 0: its size was not said. Raises `ImageLimitError` and `OverloadedError`."""
+        """Reserve space for an image; size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`."""
         if size_bytes > self._max_bytes:
             raise ImageLimitError(f"the image is larger than max_image_bytes = {self._max_bytes}")
         if not self._images:
@@ -69,7 +69,7 @@ class Uploads:
         self._images[index] = Upload(size_bytes or self._max_bytes)
 
     def add(self, index: int, piece: bytes) -> Upload:
-        """Append a piece and return what there is; raises before it is kept, as `expect` does."""
+        """Append a piece and return the upload; raises what `expect` does, before the piece is kept."""
         upload, size = self._images[index], len(piece)
         if upload.size + size > upload.max_bytes:
             limit = "max_image_bytes" if upload.max_bytes == self._max_bytes else "size_bytes of its name"
@@ -86,7 +86,7 @@ class Uploads:
         return upload
 
     def drop(self, index: int) -> None:
-        """Expect no more of an image, which is complete or failed, and give back what room the others don't need."""
+        """Forget an image that is complete or failed, and release the space that the others do not need."""
         del self._images[index]
         largest = max((upload.max_bytes for upload in self._images.values()), default=0)
         self._reserve(max(largest, sum(upload.size for upload in self._images.values())))

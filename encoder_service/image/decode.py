@@ -1,7 +1,7 @@
 """Decoding: image files to upright RGB pixels, with NVIDIA DALI on the CPU or the GPU, and with Pillow.
 
-DALI takes the JPEGs, a batch at a time. Pillow takes the other formats, where DALI would drop transparency and
-has no GPU path, and every JPEG that DALI refuses, one image at a time; without DALI it takes all. One bad image
+DALI decodes JPEGs, a batch at a time. Pillow decodes the other formats, for which DALI drops transparency and
+has no GPU path, and every JPEG that DALI rejects, one image at a time; without DALI it decodes everything. A bad image
 fails alone.
 """
 
@@ -30,22 +30,22 @@ from encoder_service.image.source import Source
 log = logging.getLogger(__name__)
 
 _END_OF_JPEG = b"\xff\xd9"
-# Some writers pad a JPEG with a few bytes behind its end.
+# Some encoders append a few bytes of padding to a JPEG.
 _JPEG_PADDING_BYTES = 64
-# Batches on the CPU hold no image that takes a core much longer than a fifth of a second, or its neighbours wait.
+# On the CPU, no image in a batch takes a core much longer than a fifth of a second, since the others wait for it.
 _MAX_BATCHED_PIXELS = 16_777_216
 
 # The most memory that a source's pixel takes until it is resized, bytes (`test_decode_memory.py`): 3 are the
 # result's; Pillow keeps 4, for a WebP 12 or more; of each channel a progressive JPEG has 2 and a JPEG 2000 some 5.
 PILLOW_BYTES_PER_PIXEL, BATCHED_BYTES_PER_PIXEL = 28, 12
 
-# Pillow's picture is converted in bands of so many pixels, so that the steps between exist for a band only.
+# Pillow's image is converted in bands of this many pixels, so that intermediate copies are small.
 _BAND_PIXELS = 1 << 18
-# Chunks of a PNG that decide its pixels. Pillow would inflate profiles and texts as well, and as often as they come.
+# Chunks of a PNG that determine its pixels. Pillow would also inflate every profile and text chunk.
 _PNG_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT")
-# What makes Pillow parse a JPEG's metadata, in Python, and what is put in its place.
+# Markers that make Pillow parse a JPEG's metadata, in Python, and their replacements.
 _JPEG_METADATA = ((b"Exif\0\0", b"Past\0\0"), (b"Photoshop 3.0\0", b"Past here    \0"))
-# Memory is short for as long as others' images are decoded.
+# Memory is short while other images are decoded.
 _SHORT_RETRY_MS = 500
 
 
@@ -53,11 +53,11 @@ class Decoder:
     """Decodes images into pixels on one device. Safe to call from several threads; DALI serves one at a time.
 
     `device` is "cpu", "gpu" (the current CUDA device) or "gpu:N": nvJPEG, through DALI. `threads` bounds DALI's
-    threads; Pillow decodes in the caller's. `backend` "auto" takes DALI where it is installed; naming one that is not
-    there is a `ValueError`, and so is a GPU that is not there. `name` says what was chosen.
+    threads; Pillow decodes in the caller's. `backend` "auto" takes DALI where it is installed; a backend or
+    GPU that is not available is a `ValueError`. `name` says what was chosen.
 
-    `decode` does it all; those who must not wait for the slowest of several call `decode_batch` for what `batches`
-    and `decode_one` for the rest. `max_image_pixels` holds for `decode`: sources have been checked.
+    `decode` does everything; callers that must not wait for the slowest image call `decode_batch` for those that
+    `batches` accepts, and `decode_one` for the rest. `max_image_pixels` applies to `decode`: sources were checked.
 
     Pixels are uint8 [H, W, 3] RGB on the decoder's device, upright (EXIF applied), transparency laid over white, the
     first frame of an animation; their memory lives as long as they do. On CUDA they are written by the caller's
@@ -108,8 +108,8 @@ class Decoder:
     def batches(self, source: Source) -> bool:
         """Whether `decode_batch` may read it: a whole JPEG that is not CMYK, and on the CPU not a huge one.
 
-        Half an image must not get an embedding. libjpeg refuses a truncated file, a GPU decoder may fill it with
-        grey; so one that does not end as a JPEG does is left to Pillow.
+        A truncated image must not get an embedding. libjpeg rejects a truncated file, but a GPU decoder may fill it
+        with grey; so a file without an end marker is left to Pillow.
         """
         header = source.header
         if self._jpegs is None or header.format != "JPEG" or header.channels == 4:
@@ -118,9 +118,9 @@ class Decoder:
         return small and _END_OF_JPEG in source.data[-_JPEG_PADDING_BYTES:]
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
-        """Return the pixels of each, decoded by DALI; None for what is left to `decode_one`."""
+        """Return the pixels of each, decoded by DALI; None for those left to `decode_one`."""
         found: list[Tensor | None] = [None] * len(sources)
-        # A batch fails as a whole, so one that does is tried again image by image.
+        # A batch fails as a whole; it is then retried image by image.
         for batch in _batch_then_singles(len(sources)):
             if self._jpegs is None or all(found[index] is not None for index in batch):
                 continue
@@ -149,9 +149,9 @@ class Decoder:
                 pixels = torch.from_numpy(_rgb(picture))
                 if picture.size != (header.upright if is_turned else stored):
                     return InvalidImageError(f"damaged {header.format}: its parts differ in size")
-            # Turned before it is copied: this stream is the one that goes on with it.
+            # Rotated before it is copied: later work on it runs on this stream.
             return upright(pixels, UPRIGHT if is_turned else header.orientation).to(self._torch_device)
-        # Pillow's readers let any kind of exception out when they stumble over damaged data.
+        # Pillow's readers may raise any exception on damaged data.
         except Exception as error:
             if is_shortage(error) or not _has_room(header):
                 log.warning("short of memory or files while decoding %s", header, exc_info=error)
@@ -173,15 +173,15 @@ class Decoder:
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether an exception says what this process lacks, and nothing of the image that it was at."""
+    """Whether an exception means that this process lacks resources, not that the image is bad."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # Errors of the system have a number, Pillow's about files have none, but for its word on its own memory.
+    # System errors have an errno; Pillow's errors about files have none, except its out-of-memory error.
     return isinstance(error, OSError) and (error.errno is not None or "out of memory" in str(error))
 
 
 def _has_room(header: Header) -> bool:
-    """Whether the memory that decoding takes could be had now: libwebp does not say why it failed."""
+    """Whether the memory that decoding takes is available now: libwebp does not report why it failed."""
     try:
         np.empty(PILLOW_BYTES_PER_PIXEL * header.pixels, np.uint8)
     except MemoryError:
@@ -190,7 +190,7 @@ def _has_room(header: Header) -> bool:
 
 
 def _without_metadata(source: Source) -> bytes:
-    """Return the file without what Pillow would parse at a cost that the file decides; the header has what counts."""
+    """Return the file without metadata that Pillow would parse at unbounded cost; the header has what is needed."""
     data = source.data
     if source.header.format == "JPEG":
         for name, other in _JPEG_METADATA:
@@ -217,7 +217,7 @@ def upright(pixels: Tensor, orientation: int) -> Tensor:
     if pixels.is_cuda:
         pixels = pixels.flip([axis for axis, step in enumerate((rows, columns)) if step < 0])
         return (pixels.transpose(0, 1) if orientation >= FIRST_SWAPPED else pixels).contiguous()
-    # numpy moves a pixel's three bytes as one: 1.5 ms for a 720p image, which takes torch 20 ms.
+    # numpy moves a pixel's three bytes at once: 1.5 ms for a 720p image; torch takes 20 ms.
     whole = pixels.numpy().view("V3")[::rows, ::columns, 0]
     turned = np.ascontiguousarray(whole.T if orientation >= FIRST_SWAPPED else whole)
     return torch.from_numpy(turned.view(np.uint8).reshape(*turned.shape, 3))
@@ -251,8 +251,8 @@ class _Dali:
     """JPEG decoding by DALI's dynamic mode, which unlike a DALI pipeline survives a bad image."""
 
     def __init__(self, device: str, threads: int) -> None:
-        # Errors only on the standard error stream, where DALI would add warnings about odd images; they cannot
-        # be turned off. Ordinary bad files do not get this far (see `batches`).
+        # Only errors go to standard error, not DALI's warnings about odd images; errors cannot be turned off.
+        # Ordinary bad files do not get this far (see `batches`).
         os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "1")
         import nvidia.dali as dali
         import nvidia.dali.experimental.dynamic as dynamic
@@ -267,7 +267,7 @@ class _Dali:
         self._lock = threading.Lock()
 
     def decode(self, images: Sequence[bytes]) -> list[Tensor]:
-        """Return uint8 [H, W, 3] as stored for each JPEG; raise RuntimeError when any of them cannot be read.
+        """Return uint8 [H, W, 3] as stored for each JPEG; raises `RuntimeError` if any of them cannot be decoded.
 
         On the CPU the tensors share one allocation, which lives until the last of them is gone.
         """
@@ -276,16 +276,16 @@ class _Dali:
                 self._dynamic.as_batch([np.frombuffer(image, np.uint8) for image in images]),
                 device=self._device,
                 output_type=self._rgb,
-                # Smooth chroma on the GPU too: what libjpeg, and so Pillow, does.
+                # Smooth chroma on the GPU too, as in libjpeg and therefore Pillow.
                 jpeg_fancy_upsampling=True,
-                # Ours is applied instead, the one the grid was computed from.
+                # We apply the orientation that the grid was computed from instead.
                 adjust_orientation=False,
             )
             stored = [torch.utils.dlpack.from_dlpack(sample) for sample in batch.tensors]
             if self._device == "cpu":
                 return stored
-            # DALI reuses GPU memory as soon as Python lets go of it, while torch's stream may yet read it: hand
-            # out copies that torch owns.
+            # DALI reuses GPU memory as soon as Python releases it, while torch's stream may still read it: return
+            # copies that torch owns.
             owned = [sample.clone() for sample in stored]
             torch.cuda.current_stream(owned[0].device).synchronize()
             return owned

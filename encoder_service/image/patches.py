@@ -1,8 +1,8 @@
 """Preprocessing: upright pixels to patches, as the model's Hugging Face image processor makes them.
 
-Resized to the grid with Pillow's antialiased bicubic filter on bytes, cut into patches in merge order, left as
-uint8: rescaling and normalisation are folded into the vision tower's first product. Which of the two Hugging
-Face processors this equals, and how closely, is in docs/decisions/processor.md.
+Images are resized to the grid with Pillow's antialiased bicubic filter on bytes, and cut into patches in
+merge order. Patches stay uint8: rescaling and normalisation are folded into the vision tower's first product.
+Which of the two Hugging Face processors this equals, and how closely, is in docs/decisions/processor.md.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 
 from encoder_contract.geometry import Geometry, Grid
 
-# Float32 working memory of one call on a GPU: 12 bytes for each pixel here, before and after each pass.
+# Bounds the float32 working memory of a call on a GPU: 12 bytes per pixel, before and after each pass.
 _MAX_PIXELS_PER_CALL = 16_000_000
 
 
@@ -24,7 +24,7 @@ def to_patches(pixels: Sequence[Tensor], grids: Sequence[Grid], geometry: Geomet
     `pixels` are uint8 [H, W, 3]; `grids` say what each is resized to. Patches come in merge order (the
     merge_size² patches of a token are neighbours), channel first inside a patch: the rows of the Hugging Face
     processor's `pixel_values` for one of its two equal temporal slots, before rescaling and normalisation. An
-    image's patches are the same bits whatever else is in the call.
+    image's patches have the same bits whatever else is in the call.
     """
     patches: dict[int, Tensor] = {}
     for indices in _calls(pixels, grids, together=bool(pixels) and pixels[0].is_cuda):

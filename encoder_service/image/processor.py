@@ -1,8 +1,7 @@
 """The model's image processor settings, read from a Hugging Face checkpoint folder.
 
-What decides pixels, grids and normalisation of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5. A setting we
-would not honour is refused at start, never ignored: silently different pixels cost accuracy that nobody can
-trace.
+They determine pixels, grids and normalisation of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5. An unsupported
+setting is rejected at start, never ignored: different pixels would silently cost accuracy.
 """
 
 import json
@@ -16,11 +15,11 @@ import blake3
 
 from encoder_contract.geometry import Geometry
 
-# Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old embeddings part
-# from new ones.
+# Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old and new
+# embeddings have different addresses.
 PIXELS_VERSION = 1
 
-# All are the same arithmetic under the names it has had.
+# Names of the same arithmetic in different versions of `transformers`.
 SMART_RESIZE_PROCESSORS = (
     "Qwen2VLImageProcessor",
     "Qwen2VLImageProcessorFast",
@@ -58,7 +57,7 @@ class ProcessorSettings:
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes, BLAKE3 over everything that decides what the vision tower sees."""
+        """32 bytes, BLAKE3 over everything that determines the vision tower's input."""
         geometry = self.geometry
         canonical = {
             "pixels_version": PIXELS_VERSION,

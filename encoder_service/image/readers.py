@@ -1,4 +1,4 @@
-"""Pillow's readers of the formats served here, one by one and as they are needed: bounded, and silent."""
+"""Pillow's readers of the supported formats, used directly, without Pillow's own limits and warnings."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 
 class _FirstPage(TiffImageFile):
-    """The first page, as one of several: Pillow reads a lone page's other directories, at a cost the file decides."""
+    """The first page, marked as one of several: for a single page Pillow reads other directories, at unbounded cost."""
 
     is_animated = True
 
 
-# The readers themselves and not Image.open, which has a pixel limit of its own (ours was checked before) and
-# follows the other pictures in a JPEG.
+# The readers themselves and not Image.open, which has its own pixel limit (ours was checked before) and
+# parses the other images in a JPEG.
 READERS: dict[str, type[ImageFile]] = {
     "JPEG": JpegImageFile,
     "PNG": PngImageFile,
@@ -33,11 +33,11 @@ READERS: dict[str, type[ImageFile]] = {
     "AVIF": AvifImageFile,
     "JPEG2000": Jpeg2KImageFile,
 }
-# What Pillow may have been built without, by its own name for it.
+# Formats that Pillow may have been built without -> Pillow's name of the feature.
 _FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}
-# An image is decoded in one thread, so that as many are busy as was asked for.
+# An image is decoded in one thread, so that `--decode-threads` is the number of busy threads.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
-# It warns of every odd tag of every file, and Python keeps what it said for ever.
+# It warns of every odd tag of every file, and Python keeps every warning for ever.
 warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 
 

@@ -7,7 +7,7 @@ from encoder_contract.header import Header
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Bytes that are what their name says and within the limits. `key` is the `source_key` of the image's name."""
+    """A validated file: it has its digest and is within the limits. `key` is the `source_key` of its `ImageKey`."""
 
     key: bytes
     data: bytes = field(repr=False)

@@ -1,4 +1,4 @@
-"""Submitted images' files, kept for a while, so that an evicted embedding can be made again without the client."""
+"""Submitted image files, kept for a while so that an evicted embedding can be recomputed without the client."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from encoder_service.image.source import Source
 class SourceCache:
     """A bounded, least-recently-used map from a key to its source. Used from the event loop only.
 
-    The key is made of content digest and tenant salt: one tenant must not learn what another sent.
+    The key is derived from content digest and tenant salt: a tenant must not learn what another sent.
 
-    An entry lives for `ttl_s` seconds after its last use, and less when `max_bytes` is reached: an image dropped
-    here costs its sender one more upload, never a wrong answer.
+    An entry lives for `ttl_s` seconds after its last use, or less if `max_bytes` is reached: a dropped image
+    costs its sender another upload, never a wrong answer.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = monotonic) -> None:
@@ -27,7 +27,7 @@ class SourceCache:
         return len(self._images)
 
     def put(self, source: Source) -> None:
-        """Keep `source`; the least recently used make room. One larger than the whole bound is not kept."""
+        """Keep `source`, evicting the least recently used. One larger than `max_bytes` is not kept."""
         self.drop(source.key)
         if len(source.data) > self.max_bytes:
             return
@@ -38,7 +38,7 @@ class SourceCache:
             self.drop(next(iter(self._images)))
 
     def get(self, key: bytes) -> Source | None:
-        """Return the source kept under `key` and renew its time, or None."""
+        """Return the source of `key` and renew its lifetime, or None."""
         self._expire()
         entry = self._images.get(key)
         if entry is None:
@@ -48,13 +48,13 @@ class SourceCache:
         return entry[1]
 
     def drop(self, key: bytes) -> None:
-        """Forget what is kept under `key`, if anything is."""
+        """Drop the source of `key`, if there is one."""
         entry = self._images.pop(key, None)
         if entry is not None:
             self.held_bytes -= len(entry[1].data)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self._images.clear()
         self.held_bytes = 0
 

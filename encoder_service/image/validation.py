@@ -1,4 +1,4 @@
-"""Intake: what must hold of an image's bytes before anything is done with them."""
+"""Validation: the checks on an image's bytes and grid before anything else is done with them."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -12,16 +12,16 @@ from encoder_contract.header import FORMATS, check_limits, read_header
 from encoder_service.address import ImageKey
 from encoder_service.image.source import Source
 
-# Hashing this much and reading its header cost less than the way to a thread, whatever it holds but a text that
-# inflates, and that takes under a millisecond. More goes to a worker thread.
+# Hashing this much and reading its header cost less than a hand-off to a thread; only a compressed text chunk costs
+# more, and that under a millisecond. Larger files go to a worker thread.
 ON_LOOP_BYTES = 4 << 10
-# Two: hashing lets others run and reading a header does not, so more threads would only take turns. Of its own, so
-# that no other blocking work of the process can keep images waiting at the door.
+# Two: hashing releases the GIL and reading a header does not, so more threads would only take turns. A pool of its
+# own, so that no other blocking work delays validation.
 THREADS = 2
 
 
 class Validator:
-    """Checks bytes against their name and the limits; no pixel is decoded. Used from the event loop."""
+    """Checks bytes against their digest and the limits without decoding pixels. Used from the event loop."""
 
     def __init__(
         self,
@@ -32,16 +32,16 @@ class Validator:
         formats: Sequence[str] = FORMATS,
         on_hash: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
-        """`on_hash` is told how long hashing an image took, seconds."""
+        """`on_hash` is called with the seconds that hashing an image took."""
         self.geometry = geometry
         self._max_image_bytes = max_image_bytes
         self._max_image_pixels = max_image_pixels
         self._formats = formats
         self._on_hash = on_hash
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="intake")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="validation")
 
     async def take(self, key: ImageKey, data: bytes) -> Source:
-        """Return the source that `data` are, once they are found to be what the name says and within the limits.
+        """Return `data` as a source if it has the digest of `key` and is within the limits.
 
         Raises `DigestMismatchError`, `InvalidImageError` or `ImageLimitError`.
         """
@@ -71,23 +71,23 @@ class Validator:
             raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which no image can have")
 
     def agreed(self, said: Iterable[Grid], claimed: Grid | None) -> Grid | None:
-        """Return the grid that hearsay and the caller agree on, or None: then it is to be read from the bytes.
+        """Return the first grid in `said` (by the index) that agrees with the caller; None: read it from the bytes.
 
-        Hearsay neither confirms a grid that no image can have nor refutes what the caller computed.
+        `said` neither confirms a grid that no image can have nor refutes what the caller computed.
         """
         return next((grid for grid in said if self.geometry.has(grid) and claimed in (None, grid)), None)
 
     def grid(self, key: ImageKey, source: Source, claimed: Grid | None = None) -> Grid:
-        """Return the grid of an image, whose source this is, in the variant that its name asks for.
+        """Return the grid of an image with this source, in the variant of its key.
 
-        Raises `ImageLimitError`, or `InvalidRequestError` when the caller computed another grid.
+        Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid.
         """
         geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         return confirm(geometry.grid(*source.header.upright), claimed)
 
 
 def confirm(grid: Grid, claimed: Grid | None) -> Grid:
-    """Return `grid`; `InvalidRequestError` when the caller computed another."""
+    """Return `grid`; raises `InvalidRequestError` if the caller computed another."""
     if claimed is not None and claimed != grid:
         raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, the image has {tuple(grid)}")
     return grid

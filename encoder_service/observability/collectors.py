@@ -1,4 +1,4 @@
-"""What the rooms count by themselves, as readings of a scrape."""
+"""The state of the components, as readings at a scrape."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from encoder_service.store.stats import StoreStats
 
 
 def queue_readings(snapshot: Snapshot, limits: Limits) -> Iterator[Reading]:
-    """Yield the queue and its bounds; every state and class, so that an empty one reads 0."""
+    """Yield the queue and its limits; every state and class, so that an empty one reads 0."""
     for state in State:
         if state is State.GONE:
             continue
@@ -53,11 +53,11 @@ def store_readings(stats: StoreStats) -> Iterator[Reading]:
 
 
 def memory_readings(segment: Path, sources: SourceCache, upload_bytes: int) -> Iterator[Reading]:
-    """Yield what image files take, and what the file system of the segment has left."""
+    """Yield the bytes of image files, and the free space of the segment's file system."""
     try:
         free = os.statvfs(segment.parent)
     except FileNotFoundError:
-        pass  # the folder is gone: an alert on the missing series says so
+        pass  # the folder was removed: an alert fires on the missing series
     else:
         yield Reading("segment_free_bytes", free.f_bavail * free.f_frsize)
     yield Reading("sources_bytes", sources.held_bytes)
@@ -66,8 +66,13 @@ def memory_readings(segment: Path, sources: SourceCache, upload_bytes: int) -> I
     yield Reading("upload_bytes", upload_bytes)
 
 
+<<<<<<< HEAD
 def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
     """Yield whether this replica is connected to the others, and what it shares with them."""
+=======
+def index_readings(state: IndexState, peers: int, sharing: Sharing) -> Iterator[Reading]:
+    """Yield the state of the index connection, the peers, and the image files shared."""
+>>>>>>> aa7e72e (Docstrings, comments and helps of api, image, vision, observability and settings in plain English; Landing is HttpPort)
     for each in IndexState:
         yield Reading("index_state", each is status.state, (each.value,))
     yield Reading("index_peers", status.peers)
@@ -78,7 +83,7 @@ def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
 def identity_readings(
     description: pb.DescribeResponse, *, device: str, attention: str, decoder: str, peak_flops: float
 ) -> Iterator[Reading]:
-    """Yield what runs and what is served; the peak only if it is known."""
+    """Yield versions and model; the device's peak only if it is known."""
     yield Reading("build_info", 1, (description.version, platform.python_version(), torch.__version__))
     model = (description.model_name, description.model_type, description.model_fingerprint.hex()[:12])
     yield Reading("model_info", 1, (*model, description.dtype, device, attention, decoder))

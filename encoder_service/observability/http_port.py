@@ -1,6 +1,6 @@
-"""The operator's port: metrics, health for tools without gRPC, and a page that says what runs here.
+"""The HTTP port: metrics, health for tools without gRPC, and a status page.
 
-On threads of its own, never on the event loop; meant for a private network, like every Prometheus exporter.
+Served on its own threads, never on the event loop; meant for a private network, like every Prometheus exporter.
 """
 
 import socket
@@ -18,17 +18,15 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
-# A loop that has not turned for this long is stuck: what it does between two turns is bounded by milliseconds.
+# An event loop that has not run for this long is stuck: its steps are bounded by milliseconds.
 STUCK_S = 10.0
-# A few scrapers, probes and people would do with ten. The more room, the longer a new connection stays when somebody
-# opens them without end; each is a thread, and a thread that only waits costs some kilobytes.
+# Ten would do for a few scrapers, probes and people. A larger limit lets a new connection live longer when a client
+# opens connections without end; each is a thread, and an idle thread costs some kilobytes.
 MAX_CONNECTIONS = 64
-# For the whole connection, however often a byte arrives: a prober sends its request at once and takes its answer.
+# For the whole connection, however often a byte arrives: a probe sends its request and reads the answer at once.
 CONNECTION_S = 10
-CUT_OFF_S = (
-    1  # a thread whose connection was cut off ends in less, unless it is just then rendering an answer
-)
-POLL_S = 0.1  # how soon a stop and connections past their time are noticed
+CUT_OFF_S = 1  # a thread whose connection was closed ends in less, unless it is rendering an answer
+POLL_S = 0.1  # how soon a stop and expired connections are noticed
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -45,8 +43,8 @@ a {{ color: #0969da; margin-right: 1.2rem }}
 Application = Callable[["WSGIEnvironment", "StartResponse"], Iterable[bytes]]
 
 
-class Landing:
-    """Serves `/`, `/metrics`, `/healthz` (the event loop turns) and `/readyz` (and the server takes calls)."""
+class HttpPort:
+    """Serves `/`, `/metrics`, `/healthz` (the event loop runs) and `/readyz` (and the server accepts calls)."""
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class Landing:
         last_tick: Callable[[], float],
         draining: Callable[[], bool],
     ) -> None:
-        """Bind `listen` (host:port). Raises `OSError` when it cannot be had, `ValueError` when it is none."""
+        """Bind `listen` (host:port). Raises `OSError` if it is unavailable, `ValueError` for an invalid address."""
         host, _, port = listen.rpartition(":")
         self._title = title
         self._facts = facts
@@ -70,7 +68,7 @@ class Landing:
         self._server.set_app(self._answer)
         self.endpoint = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(
-            target=partial(self._server.serve_forever, POLL_S), name="landing", daemon=True
+            target=partial(self._server.serve_forever, POLL_S), name="http-port", daemon=True
         )
 
     def start(self) -> None:
@@ -78,7 +76,7 @@ class Landing:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and free the port."""
+        """Stop, and release the port."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -116,7 +114,7 @@ def _text(start_response: "StartResponse", good: bool, text: str) -> Iterable[by
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, up to a bound; over it, who has said least makes room for a probe."""
+    """A thread per connection, up to a limit; over it, the longest idle connection is closed for the new one."""
 
     daemon_threads = True
     allow_reuse_port = False  # a taken port is an error
@@ -125,7 +123,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, *arguments: Any) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        # When each open connection began. First those whose request is not there yet, the oldest first.
+        # Start time of each open connection. First those without a request yet, the oldest first.
         self._began: dict[socket.socket, float] = {}
         super().__init__(*arguments)
 
@@ -150,13 +148,13 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def asked(self, request: socket.socket) -> None:
-        """Note that a connection's request is there: others make room before it."""
+        """Note that a connection's request has arrived: others are closed before it."""
         with self._lock:
             if request in self._began:
                 self._began[request] = self._began.pop(request)
 
     def service_actions(self) -> None:
-        """Cut off who has had its time; called after each connection and at every poll."""
+        """Close expired connections; called after each connection and at every poll."""
         late = monotonic() - CONNECTION_S
         self._cut_off(lambda open_: [request for request, began in open_.items() if began < late])
 
@@ -165,24 +163,24 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._cut_off(list)
 
     def _cut_off(self, choose: Callable[[Mapping[socket.socket, float]], list[socket.socket]]) -> None:
-        """End connections; their threads see the end of a stream."""
+        """Shut down connections; their threads read end of file."""
         with self._lock:
             for request in choose(self._began):
-                with suppress(OSError):  # the other side has left
+                with suppress(OSError):  # the other side has disconnected
                     request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
-        # Forgotten before it is closed: its descriptor may be somebody else's afterwards.
+        # Removed before it is closed: its descriptor may be reused afterwards.
         with self._lock:
             self._began.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # who left, or was cut off, is no news
+        if not isinstance(sys.exc_info()[1], OSError):  # a disconnect is not worth a log line
             super().handle_error(request, client_address)
 
     def server_bind(self) -> None:
-        # Without the reverse look-up of our own name that HTTPServer makes: it may take seconds.
+        # Without HTTPServer's reverse lookup of this host's name, which may take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
@@ -201,4 +199,4 @@ class _QuietHandler(WSGIRequestHandler):
         return is_good
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: a scrape every few seconds is no news."""
+        """Log nothing: there is a scrape every few seconds."""

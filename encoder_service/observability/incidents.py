@@ -1,4 +1,4 @@
-"""Bugs of ours: any exception becomes an error of the family, under an id that is in the log."""
+"""Internal errors: an unexpected exception becomes an `InternalError` with an id that is in the log."""
 
 import logging
 from uuid import uuid4
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def known_error(error: Exception) -> EncoderError:
-    """Return `error` itself if it is of our family, else an `InternalError` whose id the log explains."""
+    """Return `error` itself if it is an `EncoderError`, else an `InternalError` with the id of a log line."""
     if isinstance(error, EncoderError):
         return error
     incident = uuid4().hex[:12]

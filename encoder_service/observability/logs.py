@@ -24,13 +24,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def _word(value: object) -> str:
-    """Return `value` in one word: what a caller chose must not look like another field, or another line."""
+    """Return `value` as one word: a caller's text must not look like another field or line."""
     text = str(value)
     return text if text.isprintable() and " " not in text and "=" not in text else repr(text)
 
 
 def _line(text: str) -> str:
-    """Return `text` as one line: what a peer or Redis said must not look like an event of ours, or move the cursor."""
+    """Return `text` as one line: text of a peer or Redis must not look like a log line, or move the cursor."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -57,7 +57,7 @@ def set_up_logging(level: str, style: str) -> None:
 
 
 def toggle_debug(level: str) -> None:
-    """Log everything, or, when that is so already, from `level` on again. For a running server: SIGUSR1."""
+    """Switch a running server to debug level, or back to `level` (SIGUSR1)."""
     root = logging.getLogger()
     debugging = root.level == logging.DEBUG and level != "debug"
     root.setLevel(level.upper() if debugging else logging.DEBUG)

@@ -1,14 +1,14 @@
-"""How late the event loop wakes a sleeper: the one number that shows that something blocks it."""
+"""Event loop lag: how late a sleeping task is woken, which shows when something blocks the loop."""
 
 import asyncio
 from collections.abc import Callable
 from time import monotonic
 
-PERIOD_S = 0.1  # ten samples a second cost nothing, and catch what holds the loop for longer than that
+PERIOD_S = 0.1  # ten samples a second are cheap, and catch everything that blocks the loop for longer
 
 
 class LoopLag:
-    """Measures while it runs. `last_tick` is when the loop was last seen alive, on the monotonic clock."""
+    """Measures while it runs. `last_tick` is the last time the loop ran, on the monotonic clock."""
 
     def __init__(self, observe: Callable[[float], None]) -> None:
         self._observe = observe

@@ -1,7 +1,7 @@
-"""Every metric of the server, named once: what is observed as it happens, and what is read when it is scraped.
+"""Every metric of the server, declared once: in `Metrics` if events are recorded, in `READINGS` if state is scraped.
 
-Names, units and types follow Prometheus: base units, `_total` for what only grows. Labels take a few known values each,
-never anything a caller can choose, so the number of series is bounded.
+Names, units and types follow Prometheus: base units, `_total` for what only grows. Each label has a few known values,
+never one that a caller chooses, so the number of series is bounded.
 """
 
 import re
@@ -28,12 +28,12 @@ from encoder_contract.v1 import encoder_pb2 as pb
 
 PREFIX = "encsvc"
 
-# A third of all series, for a start time that process_start_time_seconds says too.
+# They would be a third of all series, for a start time that process_start_time_seconds has too.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-# From a hash (40 µs) to a wait that ends in a deadline: four steps per decade resolve what a person can act on.
+# From a hash (40 µs) to a wait that ends at a deadline; three or four steps per decade are fine enough to act on.
 SECONDS = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-# A loop that is late by more than a megabyte's framing (4 ms) is worth seeing; by more than 100 ms, an alert.
+# A lag over the framing of a megabyte (4 ms) is worth showing; one over 100 ms is an alert.
 LAG_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 PATCHES = tuple(2**power for power in range(8, 19))
 IMAGES = tuple(2**power for power in range(9))
@@ -46,53 +46,61 @@ TRIED = ("ok", "failed")
 DEMAND = {True: "demanded", False: "speculative"}
 CLASSES = {"class": tuple(DEMAND.values())}
 
-# What is read at a scrape: name -> (kind, help, labels).
+# Metrics that are read at a scrape: name -> (kind, help, labels).
 READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]] = {
-    "build_info": ("gauge", "Always 1; the labels say what runs.", ("version", "python", "torch")),
+    "build_info": ("gauge", "Always 1; the labels say which versions run.", ("version", "python", "torch")),
     "model_info": (
         "gauge",
         "Always 1; the labels say what is served and how.",
         ("model", "model_type", "fingerprint", "dtype", "device", "attention", "decoder"),
     ),
-    "draining": ("gauge", "1 once the server refuses new calls in order to end.", ()),
+    "draining": ("gauge", "1 while the server drains: it refuses new calls.", ()),
     "device_peak_flops": ("gauge", "Floating-point operations per second the device can do at best.", ()),
-    "padding_patches": ("counter", "Patches computed for the shape of a CUDA graph only.", ()),
+    "padding_patches": ("counter", "Patches of padding, computed to fill the shape of a CUDA graph.", ()),
     "queue_images": ("gauge", "Images between admission and outcome.", ("state", "class")),
     "queue_patches": ("gauge", "Patches of those images.", ("state", "class")),
     "queue_source_bytes": ("gauge", "Bytes of the image files queued.", ()),
     "queue_requests": ("gauge", "Requests with an image in the queue.", ()),
-    "queue_claims": ("gauge", "Callers' interests in queued images.", ()),
+    "queue_claims": ("gauge", "Claims of callers on queued images.", ()),
     "queue_clients": ("gauge", "Clients with an image in the queue.", ()),
-    "queue_max_images": ("gauge", "Images the queue takes before it refuses.", ()),
-    "queue_max_patches": ("gauge", "Patches the queue takes before it refuses.", ()),
-    "queue_max_source_bytes": ("gauge", "Image bytes the queue takes before it refuses.", ()),
+    "queue_max_images": ("gauge", "Most images the queue accepts.", ()),
+    "queue_max_patches": ("gauge", "Most patches the queue accepts.", ()),
+    "queue_max_source_bytes": ("gauge", "Most image bytes the queue accepts.", ()),
     "store_used_bytes": ("gauge", "Bytes of the tier's pages that hold embeddings.", ("tier",)),
     "store_size_bytes": ("gauge", "Bytes of the tier.", ("tier",)),
-    "store_pinned_bytes": ("gauge", "Bytes of embeddings that someone is reading.", ("tier",)),
+    "store_pinned_bytes": ("gauge", "Bytes of embeddings that are being read.", ("tier",)),
     "store_largest_free_bytes": ("gauge", "Largest run of free pages.", ("tier",)),
     "store_entries": ("gauge", "Embeddings held.", ("tier",)),
     "store_hits": ("counter", "Lookups that found the embedding, by tier.", ("tier",)),
-    "store_misses": ("counter", "Lookups that found it in no tier.", ()),
-    "store_evictions": ("counter", "Embeddings dropped to make room.", ("tier",)),
+    "store_misses": ("counter", "Lookups that found the embedding in no tier.", ()),
+    "store_evictions": ("counter", "Embeddings evicted.", ("tier",)),
     "store_writes": ("counter", "Embeddings written.", ("tier",)),
-    "store_pins": ("gauge", "Holds on embeddings.", ()),
+    "store_pins": ("gauge", "Pins on embeddings.", ()),
     "store_moves": ("counter", "Embeddings moved between tiers.", ("direction",)),
-    "store_waits": ("counter", "Writes that waited for a pin to end.", ()),
+    "store_waits": ("counter", "Writes that waited for a pin to be released.", ()),
     "store_refusals": ("counter", "Writes refused because everything stayed pinned.", ()),
     "segment_free_bytes": ("gauge", "Free bytes of the file system that holds the shared memory.", ()),
-    "sources_bytes": ("gauge", "Image files kept to make evicted embeddings again.", ()),
-    "sources_size_bytes": ("gauge", "Bytes that may be kept of them.", ()),
-    "sources_images": ("gauge", "How many image files are kept.", ()),
-    "sources_offered": ("counter", "Image files shared with the fleet, or dropped for that.", ("outcome",)),
-    "upload_bytes": ("gauge", "Bytes set aside for images on their way up.", ()),
-    "index_state": ("gauge", "1 for the state this replica is in, 0 for the others.", ("state",)),
-    "index_peers": ("gauge", "Other live replicas that this one sees.", ()),
+    "sources_bytes": ("gauge", "Bytes of image files kept to recompute evicted embeddings.", ()),
+    "sources_size_bytes": ("gauge", "Most bytes of image files kept.", ()),
+    "sources_images": ("gauge", "Image files kept.", ()),
+    "sources_offered": (
+        "counter",
+        "Image files shared with other replicas, or dropped from sharing.",
+        ("outcome",),
+    ),
+    "upload_bytes": ("gauge", "Bytes reserved for uploads.", ()),
+    "index_state": (
+        "gauge",
+        "1 for the current state of the index connection, 0 for the others.",
+        ("state",),
+    ),
+    "index_peers": ("gauge", "Other live replicas that this replica sees.", ()),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One number at the moment of a scrape; `name` is one of `READINGS`."""
+    """One value at a scrape; `name` is one of `READINGS`."""
 
     name: str
     value: float
@@ -104,13 +112,13 @@ _Labelled = TypeVar("_Labelled", Counter, Histogram)
 
 
 class _Readings(Collector):
-    """Asks for all readings once per scrape."""
+    """Collects all readings once per scrape."""
 
     def __init__(self) -> None:
         self.read: Read = tuple
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # registering must not read: the rooms may not stand yet
+        return iter(())  # registering must not read: the components may not exist yet
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
@@ -125,24 +133,24 @@ class _Readings(Collector):
 
 
 def reason(error: Exception | None) -> str:
-    """Return the label of an error: `image_limit` for `ImageLimitError`; empty for none. As many as the family has."""
+    """Return the label of an error: `image_limit` for `ImageLimitError`; empty for None."""
     if error is None:
         return ""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
 
 
 def _reasons(kind: type[EncoderError] = EncoderError) -> Iterator[str]:
-    """Yield the label of every error of the family."""
+    """Yield the label of every error of the hierarchy."""
     for error in kind.__subclasses__():
         yield reason(error(""))
         yield from _reasons(error)
 
 
 class Metrics:
-    """The metrics of one server. Every method takes microseconds and may be called from any thread."""
+    """The metrics of one server. Every method is thread-safe and takes microseconds."""
 
     def __init__(self, flops: Callable[[Any], float] = lambda _grid: 0.0) -> None:
-        """`flops` tells what a grid costs the model."""
+        """`flops` returns the floating-point operations of a grid."""
         self._flops_of = flops
         self._registry = CollectorRegistry()
         self._readings = _Readings()
@@ -150,19 +158,19 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._stage = self._histogram("stage_seconds", "Time of an image in a stage", stage=STAGES)
         self._queue_wait = self._histogram(
-            "queue_wait_seconds", "Time from admission to decoder", SECONDS, **CLASSES
+            "queue_wait_seconds", "Time from admission to the start of decoding", SECONDS, **CLASSES
         )
-        self._encode = self._histogram("encode_seconds", "Time of an image from admission to kept rows")
+        self._encode = self._histogram("encode_seconds", "Time of an image from admission to stored rows")
         self._fetch_wait = self._histogram(
-            "fetch_wait_seconds", "Time from Fetch to rows at hand", outcome=FETCHED
+            "fetch_wait_seconds", "Time from Fetch until the rows are ready", outcome=FETCHED
         )
-        self._transfer = self._histogram("transfer_seconds", "Time to hand rows over", transport=TRANSPORTS)
+        self._transfer = self._histogram("transfer_seconds", "Time to send rows", transport=TRANSPORTS)
         self._index_call = self._histogram("index_call_seconds", "Time of an index call", call=(), outcome=())
         self._peer_fetch = self._histogram(
             "peer_fetch_seconds", "Time to get rows from a peer", outcome=TRIED
         )
         self._loop_lag = self._histogram(
-            "event_loop_lag_seconds", "How late the loop wakes a sleeper", LAG_SECONDS
+            "event_loop_lag_seconds", "How late the event loop wakes a sleeping task", LAG_SECONDS
         )
         self._batch_patches = self._histogram("batch_patches", "Patches in a batch of the tower", PATCHES)
         self._batch_images = self._histogram("batch_images", "Images in a batch of the tower", IMAGES)
@@ -177,13 +185,13 @@ class Metrics:
         self._calls = self._counter("calls", "Calls ended", call=("submit", "fetch"), status=("OK",))
         self._in_progress = Gauge(
             f"{PREFIX}_calls_in_progress",
-            "Calls that are open; a Fetch over shared memory stays open while its rows are read.",
+            "Open calls; a Fetch over shared memory stays open while its rows are read.",
             ("call",),
             registry=self._registry,
         )
 
     def read_from(self, read: Read) -> None:
-        """Take all `Reading`s from `read`, which is called on the exporter's threads, once per scrape."""
+        """Collect all `Reading`s from `read`, which is called on the exporter's threads, once per scrape."""
         self._readings.read = read
 
     def wsgi(self) -> Callable[..., Iterable[bytes]]:
@@ -193,22 +201,22 @@ class Metrics:
     # The pipeline
 
     def queued(self, seconds: float, *, demanded: bool) -> None:
-        """Count an image's wait for the decoder."""
+        """Record an image's wait for the decoder."""
         self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
 
     def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float) -> None:
-        """Count a batch that was encoded, and how long the device was busy with it."""
+        """Record an encoded batch, and how long the device was busy with it."""
         self._batch_patches.observe(sum(t * h * w for t, h, w in grids))
         self._batch_images.observe(len(grids))
         self._busy.inc(seconds)
         self._flops.inc(sum(map(self._flops_of, grids)))
 
     def starved(self, seconds: float) -> None:
-        """Count time in which the device had nothing to do although images were queued."""
+        """Record time in which the device was idle although images were queued."""
         self._starved.inc(seconds)
 
     def encoded(self, seconds: float, stage_ms: Mapping[str, float], error: Exception | None = None) -> None:
-        """Count an image that leaves the pipeline: with its rows kept, or with an error."""
+        """Record an image that leaves the pipeline: its rows stored, or an error."""
         for stage in STAGES:
             if stage in stage_ms:
                 self.stage(stage, stage_ms[stage] / 1000)
@@ -217,25 +225,25 @@ class Metrics:
         self._encoded.labels("failed" if error else "kept", reason(error)).inc()
 
     def stage(self, stage: str, seconds: float) -> None:
-        """Count an image's time in one of `STAGES`."""
+        """Record an image's time in one of `STAGES`."""
         assert stage in STAGES, stage
         self._stage.labels(stage).observe(seconds)
 
-    # The edge
+    # Calls
 
     def call_began(self, call: str) -> None:
         """Count an open call."""
         self._in_progress.labels(call).inc()
 
     def call_ended(self, call: str, status: str) -> None:
-        """Count a call that has ended with a status of gRPC."""
+        """Count a call that ended with a gRPC status."""
         self._in_progress.labels(call).dec()
         self._calls.labels(call, status).inc()
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: Exception | None = None
     ) -> None:
-        """Count an image whose fate in Submit is known."""
+        """Count an image answered in Submit."""
         self._submitted.labels(outcome, reason(error)).inc()
 
     def uploaded(self, size: int, seconds: float) -> None:
@@ -249,16 +257,16 @@ class Metrics:
         wait_s: float,
         error: Exception | None = None,
     ) -> None:
-        """Count an image of a Fetch: where its rows came from, and how long they were waited for."""
+        """Count an image of a Fetch: where its rows came from, and how long the caller waited."""
         self._fetched.labels(outcome, reason(error)).inc()
         self._fetch_wait.labels(outcome).observe(wait_s)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
-        """Count rows handed over."""
+        """Count rows sent."""
         self._transfer_bytes.labels(TRANSPORT_NAMES[transport]).inc(size)
         self._transfer.labels(TRANSPORT_NAMES[transport]).observe(seconds)
 
-    # The fleet and the loop
+    # The cluster and the event loop
 
     def index_call(self, call: str, seconds: float, ok: bool) -> None:
         """Count a call to the index."""
@@ -269,11 +277,11 @@ class Metrics:
         self._peer_fetch.labels(TRIED[not ok]).observe(seconds)
 
     def loop_lag(self, seconds: float) -> None:
-        """Count how late a sleeper was woken."""
+        """Record how late a sleeping task was woken."""
         self._loop_lag.observe(seconds)
 
-    # Every series whose labels are known exists from the start: a counter that appears with its first event has no
-    # rate for it.
+    # Every series whose labels are known exists from the start: a counter that appears with its first event would
+    # have no rate for that event.
 
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float] = SECONDS, **labels: Sequence[str]

@@ -1,4 +1,4 @@
-"""What another process exports, read and compared: one scrape, and the window between two."""
+"""The metrics of another process: one scrape, and the difference between two."""
 
 import urllib.request
 from collections import defaultdict
@@ -13,17 +13,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from encoder_service.observability.metrics import PREFIX
 
-MAX_SCRAPE_BYTES = 16 << 20  # a server exports 30 KB; this is not one
+MAX_SCRAPE_BYTES = 16 << 20  # a server exports 30 KB; anything this large is not a server
 Labels = Mapping[str, str]
 
 
 class ScrapeError(Exception):
-    """An endpoint that does not answer, or not with metrics; the message says which and why."""
+    """An endpoint that does not answer with metrics; the message names it and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """All samples of one endpoint at one moment; names without the prefix of our own."""
+    """All samples of one endpoint at one moment; our metrics' names without the prefix."""
 
     at_s: float
     samples: Mapping[str, Sequence[tuple[Labels, float]]]
@@ -38,7 +38,7 @@ class Scrape:
         return [(given, value) for given, value in self.samples.get(name, ()) if wanted <= given.items()]
 
     def text(self, name: str, label: str) -> str:
-        """Return a label of the one series whose value is 1; empty when there is none."""
+        """Return a label of the only series whose value is 1; empty if there is none."""
         return next((given.get(label, "") for given, value in self.series(name) if value == 1), "")
 
 
@@ -57,21 +57,21 @@ def scrape(endpoint: str, timeout_s: float = 2.0) -> Scrape:
             f"{endpoint}: it does not speak HTTP: this is not a --metrics-listen address"
         ) from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)  # what urllib wraps
+        reason = getattr(error, "reason", error)  # the error that urllib wraps
         raise ScrapeError(f"{endpoint}: {getattr(reason, 'strerror', None) or reason}") from error
     return Scrape(monotonic(), samples)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened between two scrapes of one endpoint; without an earlier one, since its process started."""
+    """The difference between two scrapes of one endpoint; without an earlier one, since its process started."""
 
     before: Scrape | None
     now: Scrape
     seconds: float
 
     def increase(self, name: str, **labels: str) -> float:
-        """Return how much the counters `name` grew; a restarted process counts from 0."""
+        """Return how much the counters `name` grew; a restarted process counts from 0 again."""
         earlier = self.before.total(name, **labels) if self.before is not None else 0.0
         later = self.now.total(name, **labels)
         return later - earlier if later >= earlier else later
@@ -87,7 +87,7 @@ class Window:
 
 
 def quantile(share: float, buckets: Mapping[float, float]) -> float | None:
-    """Return the value below which `share` of the observations lie, interpolated as Prometheus does; None for none."""
+    """Return the value below which `share` of the observations lie, interpolated as in Prometheus; None without any."""
     bounds = [0.0, *sorted(buckets)]
     count = buckets.get(inf, 0.0)
     if not count:

@@ -15,7 +15,7 @@ from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_service.observability.metrics import STAGES
 from encoder_service.observability.scrape import Scrape, ScrapeError, Window, quantile, scrape
 
-# What users feel, and what limits it: one table where that fits, else two, each for a terminal of 80 characters.
+# What users experience, and what limits it: one table if it fits, else two, each for a terminal of 80 characters.
 FELT = ("state", "index", "queue", "spec", "img/s", "hit", "wait p50", "p99")
 LIMITS = ("busy", "mfu", "batch", "pins", "sent", "refused", "loop p99")
 WIDE = 140
@@ -23,7 +23,7 @@ WIDE = 140
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One row: a window of an answering replica, or the reason why there is none."""
+    """One row: the window of a replica that answers, or the reason why there is none."""
 
     endpoint: str
     window: Window | None
@@ -31,7 +31,7 @@ class Replica:
 
 
 class Top:
-    """Scrapes the endpoints at the same time, and draws what changed since the last frame."""
+    """Scrapes the endpoints concurrently, and draws what changed since the last frame."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self._endpoints = endpoints
@@ -154,7 +154,7 @@ def _stages(windows: Sequence[Window]) -> Table:
 
 
 def _hits(windows: Sequence[Window]) -> float | None:
-    """Return the share of fetched images whose rows were there already."""
+    """Return the share of fetched images whose rows were already stored."""
     encoded = sum(window.increase("fetched_images_total", outcome="encoded") for window in windows)
     held = sum(
         window.increase("fetched_images_total", outcome=source)
@@ -192,7 +192,7 @@ def _bar(share: float, width: int = 20) -> Text:
 
 
 async def run(endpoints: Sequence[str], *, interval_s: float, once: bool, console: Console) -> int:
-    """Draw frames until interrupted; with `once` a single one, over each replica's life. 1 when none answers."""
+    """Draw frames until interrupted, or with `once` one frame over each replica's lifetime; 1 if none answers."""
     top = Top(endpoints)
     replicas = await top.look()
     if once and not any(replica.window for replica in replicas):

@@ -1,15 +1,15 @@
-"""What an operator sees of a server: its metrics, its loop's lag, and its page."""
+"""Monitoring of a running server: its event loop lag, and the HTTP port if one is configured."""
 
 from collections.abc import Callable, Mapping
 
 from encoder_service.config import ConfigError, flag
-from encoder_service.observability.http_port import Landing
+from encoder_service.observability.http_port import HttpPort
 from encoder_service.observability.loop_lag import LoopLag
 from encoder_service.observability.metrics import Metrics, Read
 
 
 class Watch:
-    """Measures and shows while the server runs; `endpoint` is where, empty when nothing is shown."""
+    """Measures the event loop and serves the HTTP port; `endpoint` is its address, empty without a port."""
 
     def __init__(
         self,
@@ -21,13 +21,13 @@ class Watch:
         facts: Mapping[str, str],
         draining: Callable[[], bool],
     ) -> None:
-        """Take the port, if one is asked for. Raises `ConfigError` when it cannot be had."""
+        """Bind the port, if one is configured. Raises `ConfigError` if it is unavailable."""
         self._lag = LoopLag(metrics.loop_lag)
         metrics.read_from(read)
-        self._landing: Landing | None = None
+        self._port: HttpPort | None = None
         if listen:
             try:
-                self._landing = Landing(
+                self._port = HttpPort(
                     listen,
                     title=title,
                     facts=facts,
@@ -40,16 +40,16 @@ class Watch:
                     f"{flag('metrics_listen')} {listen}: the address is taken or not ours ({error.strerror}); "
                     "port 0 takes a free one"
                 ) from error
-        self.endpoint = self._landing.endpoint if self._landing else ""
+        self.endpoint = self._port.endpoint if self._port else ""
 
     def start(self) -> None:
         """Start, on the running event loop."""
         self._lag.start()
-        if self._landing is not None:
-            self._landing.start()
+        if self._port is not None:
+            self._port.start()
 
     def stop(self) -> None:
-        """Stop. Takes up to half a second: not for the event loop."""
+        """Stop. Takes up to half a second: do not call it on the event loop."""
         self._lag.stop()
-        if self._landing is not None:
-            self._landing.stop()
+        if self._port is not None:
+            self._port.stop()

@@ -1,4 +1,4 @@
-"""The vision towers: our own inference code for each architecture, exact against `transformers`."""
+"""The vision towers: inference code for each architecture, tested against `transformers`."""
 
 from encoder_service.vision.checkpoint import model_fingerprint
 from encoder_service.vision.families import family_of, read_spec

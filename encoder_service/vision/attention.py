@@ -1,4 +1,4 @@
-"""Attention over packed segments: one small interface, and every backend that can serve it."""
+"""Attention over packed segments: one interface, and its backends."""
 
 import importlib
 import logging
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which packed rows may see each other: consecutive segments, none sees another.
+    """Consecutive segments of packed rows; rows attend only within their segment.
 
     `lengths` are on the host, in rows; `bounds` is their running sum from 0 on the device, int32
-    [len(lengths) + 1]; `longest` bounds every length. When replayed from a CUDA graph only `bounds` counts.
+    [len(lengths) + 1]; `longest` bounds every length. In a replayed CUDA graph only `bounds` is read.
     """
 
     lengths: tuple[int, ...]
@@ -42,10 +42,10 @@ def running_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Attention(Protocol):
-    """A backend. It never mixes segments, never synchronises host and device, and leaves its inputs as they are."""
+    """A backend. It never mixes segments, never synchronises host and device, and does not modify its inputs."""
 
     name: str
-    graphs: bool  # whether segment bounds are read on the device, so that a CUDA graph can be replayed with others
+    graphs: bool  # whether bounds are read on the device, so that a CUDA graph can be replayed with different ones
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """[rows, heads, head size] each (strided views are fine) → [rows, heads, head size], contiguous."""
@@ -53,7 +53,7 @@ class Attention(Protocol):
 
 
 class SegmentAttention:
-    """torch's scaled dot product attention, runs of equally long segments as one dense batch. Works everywhere."""
+    """torch's scaled dot product attention, runs of equally long segments as one dense batch. Runs on any device."""
 
     name, graphs = "sdpa", False
 
@@ -114,7 +114,7 @@ class CudnnAttention:
 
 
 class FlashAttention:
-    """Dao's flash attention over packed segments (CUDA): releases 2, 3 and 4, each in a module of its own."""
+    """Flash attention over packed segments (CUDA): releases 2, 3 and 4, each from its own package."""
 
     graphs = True
     _MODULES: ClassVar = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
@@ -148,8 +148,8 @@ BACKENDS = ("cudnn", "flash4", "flash3", "varlen", "flash2", "sdpa")
 def make_attention(name: str, device: torch.device, dtype: torch.dtype) -> Attention:
     """Return the backend called `name`, or with "auto" the first of `BACKENDS` that runs on `device` in `dtype`.
 
-    Every candidate is tried on a small input first, so a missing package or an unsupported device shows here, at
-    start. Raises `ValueError` for an unknown name, or when a backend that was asked for by name cannot run.
+    Every candidate is tried on a small input first, so a missing package or an unsupported device is found at
+    start. Raises `ValueError` for an unknown name, or if the backend requested by name cannot run.
     """
     if name != "auto":
         if name not in BACKENDS:
@@ -168,7 +168,7 @@ def make_attention(name: str, device: torch.device, dtype: torch.dtype) -> Atten
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why backend `name` cannot run on `device` in `dtype`; empty if it can."""
+    """Return why backend `name` cannot run on `device` in `dtype`; empty if it can."""
     if name == "sdpa":
         return ""
     if device.type != "cuda":
@@ -181,7 +181,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
         attend(rows, rows, rows, Segments.of([16, 32], device), 1.0)
         torch.cuda.synchronize(device)
     except (ImportError, RuntimeError, TypeError, AttributeError) as error:
-        # What a missing package, an old one, a foreign architecture and a kernel that was not built raise.
+        # Raised for a missing or old package, an unsupported architecture, or a kernel that was not built.
         return f"{type(error).__name__}: {error}"
     return ""
 

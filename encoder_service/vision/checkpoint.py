@@ -1,4 +1,4 @@
-"""The vision tensors of a Hugging Face checkpoint folder, and the fingerprint of the model they make."""
+"""The vision tensors of a Hugging Face checkpoint folder, and the fingerprint of the model."""
 
 import json
 from collections.abc import Iterable
@@ -14,12 +14,13 @@ from encoder_service.vision.spec import TowerSpec
 # Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
 PREFIXES = ("visual.", "model.visual.")
 
-# Part of the fingerprint: raise it when our arithmetic changes rows, so that old embeddings part from new ones.
+# Part of the fingerprint: raise it when our arithmetic changes rows, so that old and new embeddings have different
+# addresses.
 ARITHMETIC_VERSION = 1
 
 
 class VisionTensors:
-    """The vision tensors of a checkpoint folder by name without prefix; none is read before it is asked for."""
+    """The vision tensors of a checkpoint folder by name without prefix, read on demand."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -51,7 +52,7 @@ class VisionTensors:
         return tensors
 
     def check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Raise a `ValueError` naming every tensor that is missing, left over or of another shape."""
+        """Raise a `ValueError` naming every tensor that is missing, unexpected or of another shape."""
         problems = [f"missing: {name}" for name in sorted(expected.keys() - self._where.keys())]
         problems += [f"left over: {name}" for name in sorted(self._where.keys() - expected.keys())]
         for name in sorted(expected.keys() & self._where.keys()):
@@ -68,8 +69,8 @@ class VisionTensors:
     def fingerprint(self) -> bytes:
         """32 bytes, BLAKE3 over names, shapes, dtypes and raw bytes of the vision tensors, in order of their names.
 
-        The bytes are hashed where they lie in the mapped files, by all cores: one GB takes well under a second
-        once the disk has delivered it.
+        The bytes are hashed in pieces, on all cores: one GB takes well under a second
+        once it is in memory.
         """
         hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
         headers = {path: _Header(path) for path, _ in self._where.values()}
@@ -82,7 +83,7 @@ class VisionTensors:
 def model_fingerprint(folder: str | Path) -> bytes:
     """32 bytes, BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
 
-    Two folders with the same fingerprint make the same rows of the same patches, however the folders are sharded.
+    Folders with the same fingerprint give the same rows for the same patches, however they are sharded.
     """
     spec = read_spec(Path(folder))
     canonical = {

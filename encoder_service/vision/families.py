@@ -1,4 +1,4 @@
-"""The families of vision towers that are served: a new one is a module of its own and a line here."""
+"""The supported families of vision towers; to add one, write its module and add it here."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A family of vision towers: all that is particular to it, as one record."""
+"""A family of vision towers: everything specific to it, in one record."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ _DEFAULTS_OF_ALL = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_s
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a module of a family declares; `families.py` lists them.
+    """The record that each family's module declares; `families.py` lists them.
 
     `model_types` are the names in config.json that mean this family, `defaults` the values of `vision_config` that
     `transformers` leaves out of it, `build` makes the module of a spec with the checkpoint's tensor names, and
@@ -61,7 +61,7 @@ class Family:
         return ProcessorSettings.from_folder(folder, self.processors)
 
     def _refuse_unsupported(self, vision: Mapping[str, Any]) -> None:
-        """Refuse what we would silently compute otherwise."""
+        """Reject settings that we would otherwise compute wrongly without an error."""
         expected = self.defaults["hidden_act"]
         if vision["hidden_act"] != expected:
             raise ValueError(

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 PATCH_BUDGETS = (256, 512, 768, 1024, 1536, 2048, 3072, 3520, 4096, 4800, 6144, 8160, 14400)
 
 # Padding is computed like any patch: up to this share of a batch it costs less than launching the kernels one by
-# one, and under `SMALL_PATCHES` the device is waiting for launches anyway.
+# one; under `SMALL_PATCHES` the device waits for launches anyway.
 MAX_PADDING_SHARE = 0.25
 SMALL_PATCHES = 1024
 
@@ -42,7 +42,7 @@ class Budget:
     longest: int
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a batch of this layout may run in the graph: it has room, and padding stays worth it."""
+        """Whether a batch of this layout may run in the graph: it fits, and not too much of the graph is padding."""
         padding = self.patches - layout.patches
         if padding < 0 or layout.segments.longest > self.longest:
             return False
@@ -66,7 +66,7 @@ def budgets(largest: int) -> list[Budget]:
 def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int) -> list[int]:
     """Lengths filled up to `total` by padding segments of at most `longest`, then by empty ones up to `slots`.
 
-    Padding sees itself only, and is made of zeros, so every value in it stays finite.
+    Padding attends only to itself and consists of zeros, so all its values stay finite.
     """
     padding = total - sum(lengths)
     pieces = [min(longest, padding - begin) for begin in range(0, padding, longest)]
@@ -76,7 +76,7 @@ def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int)
 
 
 class StaticBatch:
-    """The inputs of one graph: they keep their place and size, batches are copied in and padded."""
+    """The inputs of one graph, of fixed address and size; batches are copied in and padded."""
 
     def __init__(self, example: Layout, budget: Budget, spec: TowerSpec) -> None:
         """Make them, filled with padding: black patches without rotation or position, rows in their own order."""
@@ -99,7 +99,7 @@ class StaticBatch:
         )
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a batch of this layout has room, its windows included, and padding stays worth it."""
+        """Whether a batch of this layout fits, its windows included, without too much padding."""
         static, windows = self.layout.windows, layout.windows
         if not self.budget.fits(layout) or static is None or windows is None:
             return self.budget.fits(layout)
@@ -107,7 +107,7 @@ class StaticBatch:
         return needed < len(static.bounds)
 
     def load(self, patches: Sequence[Tensor], layout: Layout) -> None:
-        """Copy a batch in; what follows it is padding, which no image sees."""
+        """Copy a batch in; the rest is padding, which no image attends to."""
         static, used = self.layout, layout.patches
         torch.cat(list(patches), out=self.patches[:used])
         self.patches[used:].zero_()
@@ -137,7 +137,7 @@ class Graphs:
         self._unit = spec.merge_unit
         self.padding_patches = 0  # computed so far for a graph's shape only
         pool = torch.cuda.graph_pool_handle()
-        # Largest first: the smaller ones then find their memory in the pool.
+        # Largest first: the smaller ones then reuse its memory from the pool.
         batches = [StaticBatch(example, budget, spec) for budget in reversed(budgets(largest))]
         captured = [(batch, *_capture(forward, batch, pool)) for batch in batches]
         self._captured = captured[::-1]

@@ -1,4 +1,4 @@
-"""The layers the towers share: patch embedding, rotary self-attention, and how a block works through its tiles."""
+"""Layers that the towers share: patch embedding, rotary self-attention, and the processing of a block by tiles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from encoder_service.vision.spec import TowerSpec
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the packed patches of one forward lie: everything but the pixels, ready on the device.
+    """The layout of the packed patches of one forward pass: everything but the pixels, on the device.
 
     `rotary` complex64 [patches, 1, 1, head size / 2]; `position` [patches, embed] or None; `segments` one per image,
     `windows` one per window or None; `order` and `inverse` [rows] or None (see `GridTables`). `tile` is how many
@@ -108,7 +108,7 @@ class PatchEmbed(nn.Module):
         if layout.position is None:
             return [self._folded(tile) for tile in centred]
         positions = layout.cut(layout.position)
-        # The table is kept for the next image of this grid, so it must not be summed into.
+        # The table is cached for other images of this grid, so it must not be modified.
         return [self._folded.plus(at.clone(), tile) for at, tile in zip(positions, centred, strict=True)]
 
 

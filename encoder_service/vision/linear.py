@@ -1,4 +1,4 @@
-"""One product with its epilogue: the library's linear layer, or weights packed once for the CPU's matrix unit."""
+"""A matrix product with an epilogue: torch's linear layer, or weights packed once for the CPU's matrix unit."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a tower that is ready to run: read, check, fold, pack, warm up."""
+"""Loading a tower from a checkpoint folder: read, check, fold, pack, warm up."""
 
 import logging
 import time
@@ -43,7 +43,7 @@ def load_tower(
     `device` is "cpu" or "cuda[:n]", `dtype` one of `DTYPES`. `batch_invariant` makes an image's rows independent of
     its neighbours to the bit by running every image alone; on the CPU they always are. `graphs`
     (CUDA only) captures CUDA graphs. `head_size` widens attention heads with zeros instead of the backend's choice.
-    Raises `ValueError` or `FileNotFoundError` naming what is not supported, missing, left over or of a wrong shape.
+    Raises `ValueError` or `FileNotFoundError` naming what is unsupported, missing, unexpected or of the wrong shape.
     """
     started = time.perf_counter()
     folder = Path(folder)
@@ -87,7 +87,7 @@ def _load_module(folder: Path, family: Family, spec: TowerSpec) -> TowerModule:
 def _prepare(
     module: nn.Module, processor: ProcessorSettings, device: torch.device, dtype: torch.dtype, head_size: int
 ) -> None:
-    """Turn weights as stored into weights as used; every step is exact but the one rounding to `dtype`."""
+    """Convert stored weights into the form used; every step is exact except one rounding to `dtype`."""
     for part in module.modules():
         if isinstance(part, PatchEmbed):
             part.fold(processor, dtype)
@@ -101,7 +101,7 @@ def _prepare(
 
 
 def _warm_up(tower: Tower, graphs: bool) -> None:
-    """Let kernels be compiled, chosen and captured now, not in the first request."""
+    """Compile, select and capture kernels now rather than in the first request."""
     side = 8 * tower.spec.merge_size
     for grid in (Grid(1, side, side), Grid(1, side, 2 * side)):  # two sizes: the second compiles for any
         tower.encode([torch.zeros(grid.patches, tower.spec.patch_values, dtype=torch.uint8)], [grid])

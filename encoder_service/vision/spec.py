@@ -1,4 +1,4 @@
-"""What a vision tower is: its architecture's numbers, read from a checkpoint's config.json."""
+"""The dimensions of a vision tower, read from a checkpoint's config.json."""
 
 import json
 from dataclasses import dataclass

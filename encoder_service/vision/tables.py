@@ -1,4 +1,4 @@
-"""What depends on an image's grid alone: position embeddings, rotary angles, window order. Made once per grid."""
+"""Tables that depend only on an image's grid: position embeddings, rotary angles, window order. Cached by grid."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,11 +17,11 @@ MAX_TABLE_PATCHES = 65536
 
 @dataclass(frozen=True, slots=True)
 class GridTables:
-    """Tables of one grid, on the device, patches in the order in which the tower works on them.
+    """Tables of one grid, on the device, patches in the tower's processing order.
 
     `rotary` [patches, 1, 1, head size / 2] complex64: the rotation of each pair of a head's values. `position`
-    [patches, embed] or None: what is added to each patch's embedding. `order` [rows] or None: the merged row that
-    stands at each place while the tower works, window by window; `inverse` undoes it; `windows` the patches in each.
+    [patches, embed] or None: what is added to each patch's embedding. `order` [rows] or None: the merged row at
+    each position in processing order, window by window; `inverse` undoes it; `windows` the patches in each.
     """
 
     grid: Grid
@@ -33,7 +33,7 @@ class GridTables:
 
 
 class TableCache:
-    """The tables of recent grids, bounded by their patches; least recently used ones go first."""
+    """The tables of recent grids, bounded by their patches, with least-recently-used eviction."""
 
     def __init__(self, make: Callable[[Grid], GridTables], max_patches: int = MAX_TABLE_PATCHES) -> None:
         self._make = make
@@ -45,7 +45,7 @@ class TableCache:
         return len(self._tables)
 
     def get(self, grid: Grid) -> GridTables:
-        """Return the tables of `grid`, made now if they are not kept; a grid over the bound is never kept."""
+        """Return the tables of `grid`, computed now if they are not cached; a grid over the bound is never cached."""
         tables = self._tables.get(grid)
         if tables is not None:
             self._tables.move_to_end(grid)
@@ -130,8 +130,8 @@ def position_table(grid: Grid, spec: TowerSpec, learned: Tensor) -> Tensor:
 def window_order(grid: Grid, spec: TowerSpec) -> tuple[Tensor, tuple[int, ...]]:
     """The merged rows [rows] window by window, and the patches in each window.
 
-    The windows are those of Qwen2.5-VL (`window` patches square, cut at the right and lower edge). Windows do not see
-    each other, so their order is ours: equally large ones stand together, for attention as few dense batches.
+    The windows are those of Qwen2.5-VL (`window` patches square, cut at the right and lower edge). Windows do not
+    attend to each other, so their order is free: windows of equal size are adjacent, for few dense batches.
     """
     step = spec.window // spec.merge_size
     rows, columns = grid.h // spec.merge_size, grid.w // spec.merge_size

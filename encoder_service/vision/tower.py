@@ -1,4 +1,4 @@
-"""A loaded vision tower: uint8 patches of any number of images in, their rows out, within a fixed memory."""
+"""A loaded vision tower: uint8 patches of any number of images in, their rows out, within bounded memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ from encoder_service.vision.tables import GridTables, TableCache, make_tables
 # One 2560×1440 image of Qwen3-VL has 14400 patches; this leaves room for two, some 0.6 GB of activations.
 DEFAULT_BATCH_PATCHES = 32768
 
-# On the CPU products and what follows them go through 256 patches at a time: the widest intermediate (2.2 MB in
+# On the CPU, products and the operations after them process 256 patches at a time: the widest intermediate (2.2 MB in
 # bfloat16) then stays in the second-level cache of the cores that share it.
 CPU_TILE_PATCHES = 256
 
 
 class Tower:
-    """A vision tower ready to run on one device; for one thread at a time. Made by `load_tower`."""
+    """A vision tower ready to run on one device; for one thread at a time. Created by `load_tower`."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Tower:
 
         `patches[i]` is uint8 [grids[i].patches, channels × patch × patch] in merge order, on any device; rows are in
         raster order of the merged grid. Activations are bounded by `batch_patches` whatever the number of images;
-        an image larger than that runs alone. On the CPU, and with `image_by_image`, an image's rows depend on nothing
-        but itself, to the bit. Raises `ValueError` for patches that do not fit their grid.
+        an image larger than that runs alone. On the CPU, and with `image_by_image`, an image's rows depend only
+        on that image, to the bit. Raises `ValueError` for patches that do not fit their grid.
         """
         for image, grid in zip(patches, grids, strict=True):
             self._check(image, grid)
@@ -76,14 +76,14 @@ class Tower:
 
     @property
     def padding_patches(self) -> int:
-        """Patches computed so far for the shape of a graph only; a counter."""
+        """Padding patches computed so far to fill the shapes of graphs; a counter."""
         return self._graphs.padding_patches if self._graphs else 0
 
     def _encode_batch(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
         on_device = [image.to(self.device, non_blocking=True) for image in patches]
         if self.device.type == "cpu":
-            # In step but each by itself: a block's weights come from memory once for all images, and the shapes of
-            # an image's kernels follow from its own grid.
+            # Block by block, each image by itself: a block's weights are read from memory once for all images, and the
+            # shapes of an image's kernels depend only on its own grid.
             return list(self._module(on_device, self._layouts(grids)))
         layout = self._layout(grids)
         rows = self._graphs.run(on_device, layout) if self._graphs else None
@@ -103,7 +103,7 @@ class Tower:
             yield slice(begin, len(grids))
 
     def _layouts(self, grids: Sequence[Grid]) -> list[Layout]:
-        """One layout for each image; they take turns at the memory that gathers their tiles."""
+        """One layout for each image; they share the memory that gathers their tiles."""
         largest = max(grid.patches for grid in grids)
         shape = (largest, 3, self.spec.heads, self.head_size)
         gathered = torch.empty(shape if largest > CPU_TILE_PATCHES else 0, dtype=self.dtype)
@@ -148,7 +148,7 @@ class Tower:
 
 
 def _offset(orders: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Let the orders of several images count on from each other."""
+    """Offset the orders of packed images, each by the rows before it."""
     begin = 0
     moved: list[Tensor | None] = []
     for order in orders:

@@ -14,7 +14,7 @@ import pytest
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
-from encoder_service.observability.http_port import MAX_CONNECTIONS, STUCK_S, Landing
+from encoder_service.observability.http_port import MAX_CONNECTIONS, STUCK_S, HttpPort
 from encoder_service.observability.metrics import Metrics
 from tests.operator_view import get, numbers
 
@@ -40,7 +40,7 @@ async def test_the_page_says_what_runs_and_links_to_the_rest(server: Server) -> 
 
 
 def test_a_loop_that_is_stuck_is_not_healthy() -> None:
-    landing = Landing(
+    landing = HttpPort(
         "127.0.0.1:0",
         title="t",
         facts={"<b>": "&"},
@@ -60,8 +60,8 @@ def test_a_loop_that_is_stuck_is_not_healthy() -> None:
 
 
 @contextmanager
-def landed() -> Iterator[Landing]:
-    landing = Landing(
+def landed() -> Iterator[HttpPort]:
+    landing = HttpPort(
         "127.0.0.1:0",
         title="t",
         facts={},

@@ -246,6 +246,7 @@ class Server:
             max_upload_bytes=int(config.max_queued_gib * GIB),
             upload_idle_s=config.upload_idle_s,
             max_pinned_bytes=int(config.store_host_gib * GIB * config.max_pinned_share),
+            max_fetched_images=self._limits.claims,
         )
         return EncoderService(encoder, edge, self.metrics)
 

@@ -15,6 +15,7 @@ from encoder_service.api.pin_budget import PinRoom
 from encoder_service.encoder import Encoder, FetchResult
 from encoder_service.observability.incidents import known_error
 from encoder_service.scheduler import Claim
+from encoder_service.scheduler.turns import Turns
 from encoder_service.store import Pin
 from encoder_service.transport import Sender
 
@@ -85,15 +86,17 @@ async def fetch(
     sender: Sender,
     rows: RowFormat,
     pin_room: PinRoom,
+    turns: Turns,
 ) -> AsyncGenerator[pb.FetchResponse | bytes]:
     """Yield the messages of a Fetch call; rows come hand-framed, as bytes.
 
     With a `sender` that holds rows, the call stays open, holding them, until the caller ends it; else what is not
     about to be sent is not pinned, however long the caller takes. Whatever ends the call releases every pin and
-    withdraws every claim.
+    withdraws every claim. `turns` keeps a call of hundreds of images from holding up the calls of others.
     """
 
     async def rows_in_reach(wanted: RowRequest) -> FetchResult:
+        await turns.take(wanted.claim.client_id)
         found = await rows_of(wanted)
         await sender.reach(found.pin)
         return found

@@ -26,6 +26,7 @@ from encoder_service.encoder import Encoder
 from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim
 from encoder_service.scheduler.shares import Shares
+from encoder_service.scheduler.turns import Turns
 from encoder_service.transport import Transports
 
 SERVICE = "encoder_contract.v1.EncoderService"
@@ -43,6 +44,7 @@ class ServerInfo:
     max_upload_bytes: int
     upload_idle_s: float
     max_pinned_bytes: int
+    max_fetched_images: int
 
 
 class EncoderService:
@@ -54,6 +56,9 @@ class EncoderService:
         self._metrics = metrics
         self._upload_room = Shares(edge.max_upload_bytes, "uploads")
         self._pin_room = PinRoom(edge.max_pinned_bytes)
+        # Refused as a whole, and before anything is done for it: that has to cost less than asking again.
+        self._fetch_room = Shares(edge.max_fetched_images, "images in Fetch calls")
+        self._turns = Turns()
         self.draining = False
 
     @property
@@ -105,14 +110,18 @@ class EncoderService:
         call = Call(self._metrics, "fetch")
         call.made_by(_request_id(caller, context), caller.client_id or messages.host(context))
         call.traced(_trace_id(context))
+        client, held = (caller.client_id or messages.host(context),), 0
         try:
             async with messages.Border(context, call.failed):
                 self._admit(caller)
+                self._fetch_room.take(client, len(request.images))
+                held = len(request.images)
                 # A caller who left releases its pins now, not when memory is collected.
                 async with aclosing(await self._fetching(request, call, context)) as answers:
                     async for message in answers:
                         yield message
         finally:
+            self._fetch_room.give_back(client, held)
             call.close()
 
     def _submitting(self, caller: pb.Caller, call: Call, context: Context) -> SubmitCall:
@@ -144,6 +153,7 @@ class EncoderService:
             sender=self._edge.transports.choose(request, is_local=messages.is_local(context)),
             rows=self._edge.rows,
             pin_room=self._pin_room,
+            turns=self._turns,
         )
 
     async def _opened(self, requests: Requests[pb.SubmitRequest]) -> pb.Caller:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -225,9 +225,9 @@ async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(
 ) -> None:
     read_on: list[int] = []
 
-    def read(data: bytes) -> Header:
+    def read(data: bytes, *options: Any) -> Header:
         read_on.append(threading.get_ident())
-        return read_header(data)
+        return read_header(data, *options)
 
     monkeypatch.setattr("encoder_service.image.validation.read_header", read)
     image = photo(400, 300, 901)

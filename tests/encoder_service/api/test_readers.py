@@ -140,3 +140,32 @@ async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Con
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     finally:
         await server.drain()
+
+
+async def test_a_client_with_its_share_of_images_in_fetch_calls_is_refused_as_a_whole(
+    config: Config, model: Model
+) -> None:
+    server = Server(replace(config, max_queued_images=16, max_images_per_call=128, drain_s=1), model)
+    await server.start()
+    try:
+        async with (
+            await EncoderClient.connect(server.endpoint) as client,
+            await EncoderClient.connect(server.endpoint, client_id="other") as other,
+        ):
+            digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
+            asked = pb.FetchRequest(
+                images=[pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)],
+                grace_ms=30_000,
+            )
+            service = await stub(client)
+            waiting = service.Fetch(asked)  # half of 16 claims for each of 16 images
+            await waiting.wait_for_connection()
+            await soon(lambda: server.service._fetch_room.held == 128, within_s=30)
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await service.Fetch(asked).read()
+            assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "share of images in Fetch calls" in str(refusal.value.details())
+            outcomes = await collect(other, await submitted(other, PHOTOS[:2]), shm=False)
+            assert [outcomes[n].error for n in range(2)] == [None] * 2
+    finally:
+        await server.drain()

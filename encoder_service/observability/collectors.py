@@ -66,13 +66,8 @@ def memory_readings(segment: Path, sources: SourceCache, upload_bytes: int) -> I
     yield Reading("upload_bytes", upload_bytes)
 
 
-<<<<<<< HEAD
 def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
-    """Yield whether this replica is connected to the others, and what it shares with them."""
-=======
-def index_readings(state: IndexState, peers: int, sharing: Sharing) -> Iterator[Reading]:
     """Yield the state of the index connection, the peers, and the image files shared."""
->>>>>>> aa7e72e (Docstrings, comments and helps of api, image, vision, observability and settings in plain English; Landing is HttpPort)
     for each in IndexState:
         yield Reading("index_state", each is status.state, (each.value,))
     yield Reading("index_peers", status.peers)

@@ -1,4 +1,4 @@
-"""The pictures in docs/operations.md: `top` and the landing page of servers that run, under load, now."""
+"""The pictures in docs/operations.md: `top` and the status page of running servers under load."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ async def picture_top(endpoints: list[str], seconds: float) -> str:
 
 
 def picture_page(endpoint: str, out: Path) -> None:
-    """Write the landing page as PNG; needs Chromium."""
+    """Write the status page as PNG; needs Chromium."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("no chromium here")

@@ -165,7 +165,7 @@ async def test_a_client_with_its_share_of_images_in_fetch_calls_is_refused_as_a_
                 await service.Fetch(asked).read()
             assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "share of images in Fetch calls" in str(refusal.value.details())
-            outcomes = await collect(other, await submitted(other, PHOTOS[:2]), shm=False)
+            outcomes = await collect(other, await submitted(other, PHOTOS[:2]), transports=("inline",))
             assert [outcomes[n].error for n in range(2)] == [None] * 2
     finally:
         await server.drain()

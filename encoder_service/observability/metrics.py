@@ -83,17 +83,9 @@ READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]]
     "sources_bytes": ("gauge", "Bytes of image files kept to recompute evicted embeddings.", ()),
     "sources_size_bytes": ("gauge", "Most bytes of image files kept.", ()),
     "sources_images": ("gauge", "Image files kept.", ()),
-    "sources_offered": (
-        "counter",
-        "Image files shared with other replicas, or dropped from sharing.",
-        ("outcome",),
-    ),
+    "sources_offered": ("counter", "Image files shared with peers, or dropped instead.", ("outcome",)),
     "upload_bytes": ("gauge", "Bytes reserved for uploads.", ()),
-    "index_state": (
-        "gauge",
-        "1 for the current state of the index connection, 0 for the others.",
-        ("state",),
-    ),
+    "index_state": ("gauge", "1 for the state of the index connection, 0 for the others.", ("state",)),
     "index_peers": ("gauge", "Other live replicas that this replica sees.", ()),
 }
 

@@ -23,7 +23,7 @@ async def joined(replicas: Sequence[ReplicaProcess]) -> None:
             return False
         return seen == [len(replicas) - 1] * len(replicas)
 
-    await soon(all_seen, within_s=30)
+    await soon(all_seen)
 
 
 async def encodes(replicas: Sequence[ReplicaProcess]) -> int:

@@ -22,7 +22,15 @@ from encoder_service.image.source import Source
 from prefill_client.client import EncoderClient
 from testing.checkpoints import write_checkpoint
 from testing.redis_servers import redis_cluster, redis_server
-from tests.index_replicas import LEASE_TTL_MS, MODEL, Join, as_replica, numbers, redis_settings
+from tests.index_replicas import (
+    LEASE_TTL_MS,
+    MODEL,
+    REPLICA_TTL_MS,
+    Join,
+    as_replica,
+    numbers,
+    redis_settings,
+)
 
 torch.set_num_threads(2)
 # No example has a time limit: a machine that does something else for a quarter of a second breaks no promise of ours.
@@ -140,8 +148,12 @@ async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]
     url, space = request.getfixturevalue(f"{kind}_url"), namespace(f"test{next(numbers)}", MODEL)
     joined: list[RedisIndex] = []
 
-    async def join(name: str, lease_ttl_ms: int = LEASE_TTL_MS, **identity: object) -> RedisIndex:
-        settings = replace(redis_settings(url, space), lease_ttl_ms=lease_ttl_ms)
+    async def join(
+        name: str, lease_ttl_ms: int = LEASE_TTL_MS, replica_ttl_ms: int = REPLICA_TTL_MS, **identity: object
+    ) -> RedisIndex:
+        settings = replace(
+            redis_settings(url, space), lease_ttl_ms=lease_ttl_ms, replica_ttl_ms=replica_ttl_ms
+        )
         index = RedisIndex(settings, held=dict, load=lambda: 0.5)
         joined.append(index)
         await index.register(as_replica(name, **identity))  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ GRID = Grid(1, 18, 20)
 numbers = itertools.count()
 Join = Callable[..., Awaitable[RedisIndex]]
 CALL_TIMEOUT_S = 0.1
+NAMESPACE = "faults"
 
 
 def new_addresses(count: int) -> list[bytes]:
@@ -57,8 +58,8 @@ class Watched:
         self.held |= grids(addresses)
         await self.index.publish(grids(addresses))
 
-    async def until(self, state: IndexState, within_s: float = 8.0) -> None:
-        await soon(lambda: self.index.state is state, within_s)
+    async def until(self, state: IndexState) -> None:
+        await soon(lambda: self.index.state is state)
 
 
 JoinWatched = Callable[..., Awaitable[Watched]]
@@ -75,7 +76,7 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
         watched = Watched(None)  # type: ignore[arg-type]
         settings = RedisSettings(
             url=url,
-            namespace="faults",
+            namespace=NAMESPACE,
             call_timeout_ms=int(timeout_s * 1000),
             heartbeat_ms=100,
             replica_ttl_ms=700,

@@ -280,10 +280,13 @@ PNG_START = photo(8, 8, 1, "PNG")[:33]
     ids=["segments", "padding", "junk", "exif", "chunks", "text", "tags", "webp", "gif"],
 )  # fmt: skip
 def test_a_file_made_to_be_slow_is_not(image):
-    began = time.perf_counter()
-    with suppress(InvalidImageError):
-        read_header(image)
-    assert time.perf_counter() - began < 0.5
+    best = float("inf")
+    for _ in range(3):  # of the processor's time: others may use it too
+        began = time.thread_time()
+        with suppress(InvalidImageError):
+            read_header(image)
+        best = min(best, time.thread_time() - began)
+    assert best < 0.5  # fifty times what the slowest of them takes
 
 
 def test_limits_name_what_they_are_and_what_was_found():

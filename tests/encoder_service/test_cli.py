@@ -18,6 +18,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from testing.photos import photo
 from tests.processes import run, running
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
@@ -91,7 +92,7 @@ asyncio.run(hold(*sys.argv[1:]))
 """
 
 
-def test_a_client_that_is_killed_while_it_reads_shared_rows_holds_them_for_less_than_a_second(
+def test_a_client_that_is_killed_while_it_reads_shared_rows_soon_holds_them_no_more(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
@@ -106,7 +107,7 @@ def test_a_client_that_is_killed_while_it_reads_shared_rows_holds_them_for_less_
         assert " 1 pins" in operate("stats", server.endpoint)
         holder.kill()
         holder.wait()
-        until = time.monotonic() + 1
+        until = time.monotonic() + PATIENCE_S
         while " 0 pins" not in (shown := operate("stats", server.endpoint)) and time.monotonic() < until:
             time.sleep(0.02)
         assert " 0 pins" in shown
@@ -191,7 +192,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkp
                 assert first.error is None
                 ending = asyncio.create_task(asyncio.to_thread(server.terminate))
                 await asyncio.sleep(0.3)
-                (refused,) = await client.submit([photo(64, 64, 99)], timeout_s=1)
+                (refused,) = await client.submit([photo(64, 64, 99)], timeout_s=5)
                 rest = [outcome async for outcome in outcomes]
             assert [outcome.error for outcome in rest] == [None] * 23
             assert isinstance(refused.error, UnavailableError)

@@ -1,4 +1,4 @@
-"""What a person meets on a bad day: each is one line that says what to mend, soon, and never a traceback."""
+"""Mistakes and faults at the command line: each is one line that says what to mend, and never a traceback."""
 
 import asyncio
 import os
@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,9 +18,8 @@ from encoder_contract.errors import UnavailableError
 from prefill_client.client import EncoderClient
 from testing.photos import photo
 from tests.processes import SCRIPTS, run, running
+from tests.waiting import PATIENCE_S
 
-# It takes a tenth of a second, and this long on a machine that does three other things; waiting for a server is 10 s.
-AT_ONCE_S = 5
 CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
 
 
@@ -68,11 +66,11 @@ def free() -> str:
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_before_torch_is_imported(
-    checkpoint: Path, flags: list[str], says: str
+    checkpoint: Path, flags: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = time.monotonic()
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags, code=2)
-    assert time.monotonic() - began < AT_ONCE_S
 
 
 @pytest.mark.parametrize("option", ["foo=1", "socket_timeout=soon"])
@@ -91,14 +89,12 @@ def test_a_misspelt_environment_name_is_met_with_the_right_one(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("setting", ["--listen", "--metrics-listen"])
-def test_a_taken_port_is_told_before_the_model_is_read(checkpoint: Path, taken: str, setting: str) -> None:
+def test_a_taken_port_is_told_before_the_model_is_read(tmp_path: Path, taken: str, setting: str) -> None:
     other = "--metrics-listen" if setting == "--listen" else "--listen"
-    began = time.monotonic()
     said = refused(
-        *("encoder-service", "serve", "--model", checkpoint, setting, taken, other, "127.0.0.1:0"), code=2
+        *("encoder-service", "serve", "--model", tmp_path, setting, taken, other, "127.0.0.1:0"), code=2
     )
     assert said == f"encoder-service: {setting} {taken}: the address is taken\n"
-    assert time.monotonic() - began < AT_ONCE_S
 
 
 def test_a_socket_file_of_a_running_server_is_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
@@ -110,19 +106,16 @@ def test_a_socket_file_of_a_running_server_is_not_replaced(checkpoint: Path, tmp
         assert "the address is taken" in said
 
 
-def test_a_refused_connection_is_told_at_once(free: str, tmp_path: Path) -> None:
+def test_a_refused_connection_is_told_in_a_line(free: str, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     for command in (
         ("prefill-client", "encode", tmp_path / "photo.jpg", "--server", free),
         ("encoder-service", "stats", "--server", free),
     ):
-        began = time.monotonic()
-        said = refused(*command, code=1)
-        assert f"{free}: no server answers (Connection refused)" in said
-        assert time.monotonic() - began < AT_ONCE_S
+        assert f"{free}: no server answers (Connection refused)" in refused(*command, code=1)
 
 
-def test_a_port_of_another_kind_is_told_at_once(tmp_path: Path) -> None:
+def test_a_port_of_another_kind_is_told_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     encode = ("prefill-client", "encode", tmp_path / "photo.jpg", "--server")
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
@@ -219,10 +212,11 @@ def test_a_reader_that_left_and_a_full_disk_under_the_output_are_no_tracebacks(
 
 
 async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path, free: str) -> None:
-    connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=30))
+    connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=100))
     await asyncio.sleep(0.2)
-    with pytest.raises(UnavailableError, match="no server answers"):
-        await EncoderClient.connect(free, timeout_s=30, wait=False)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(UnavailableError, match="no server answers"):
+            await EncoderClient.connect(free, timeout_s=100, wait=False)
     assert not connecting.done()
     with running(checkpoint, listen=free):
         async with await connecting as client:

@@ -17,9 +17,8 @@ from encoder_service.image.patches import to_patches
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest
 from prefill_client.transport import TRANSPORTS
-from prefill_client.transport.shared_memory import SharedMemoryReceiver
 from testing.photos import photo
-from tests.calls import collect, connection, naming, stub
+from tests.calls import collect, naming, stub
 from tests.conftest import Gate
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
@@ -178,17 +177,18 @@ async def test_handles_are_for_callers_who_can_read_the_segment_and_others_get_t
     client: EncoderClient, server: Server
 ) -> None:
     (image,) = await client.submit([photo(128, 128, 30)])
-    ours = await connection(client)
-    for proof, transport in (
-        (server.store.segment.segment_id, "shm"),
-        (bytes(16), "inline"),
-        (b"", "inline"),
-    ):
-        ours.receivers = {**ours.receivers, "shm": SharedMemoryReceiver(proof)}
-        async with ours.fetch([RowRequest(image.digest)], pb.Caller(), grace_ms=0) as stream:
-            outcome = await anext(aiter(stream))
-            assert outcome.transport == transport
-            assert outcome.error is None
+    proof = server.store.segment.segment_id
+    for shown, has_handle in ((proof, True), (bytes(16), False), (proof[:-1], False), (b"", False)):
+        request = pb.FetchRequest(
+            images=[pb.FetchImage(digest=image.digest)],
+            transports=[pb.TRANSPORT_SHM, pb.TRANSPORT_INLINE],
+            grace_ms=30_000,
+            shm_proof=shown,
+        )
+        call = (await stub(client)).Fetch(request, timeout=60)
+        assert (await call.read()).ready.HasField("handle") == has_handle, shown
+        assert has_handle or (await call.read()).rows.data, shown
+        call.cancel()
 
 
 async def test_an_evicted_image_is_made_again_without_its_sender_and_bit_for_bit(
@@ -223,7 +223,7 @@ async def test_health_answers_while_the_server_works(client: EncoderClient, serv
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while not fetching.done():
-            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=1)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             await asyncio.sleep(0.02)
     assert all(outcome.error is None for outcome in (await fetching).values())

@@ -59,7 +59,7 @@ def lose(server: Server, stream: FetchStream) -> Awaitable[None]:
     """End the calls of a fetch as a lost connection does, and wait until the server has let go."""
     for call in stream._streams:
         call._call.cancel()
-    return soon(lambda: server.store.stats().pins == 0, 20)
+    return soon(lambda: server.store.stats().pins == 0)
 
 
 async def test_the_deadline_bounds_the_wait_for_rows_and_never_the_holding_of_them(small: Server) -> None:
@@ -72,7 +72,7 @@ async def test_the_deadline_bounds_the_wait_for_rows_and_never_the_holding_of_th
             await written_over(client)
             assert small.store.stats().pins == 1
             assert np.array_equal(outcome.array, expected)
-        await soon(lambda: small.store.stats().pins == 0, 20)
+        await soon(lambda: small.store.stats().pins == 0)
 
 
 async def test_an_image_that_is_late_does_not_take_the_others_away(small: Server) -> None:
@@ -166,7 +166,7 @@ async def test_a_session_reads_the_right_rows_whenever_its_calls_end(small: Serv
         async with PrefetchSession(fetch, chunks, [r for r, _ in wanted], row_bytes=1) as session:
             async for ready in session:
                 if ready.chunk.index == 1:  # the third chunk's rows are here too
-                    await soon(lambda: small.store.stats().pins == 2, 20)
+                    await soon(lambda: small.store.stats().pins == 2)
                     streams[1].close()
                     await lose(small, streams[2])
                     await written_over(client)

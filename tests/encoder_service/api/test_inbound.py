@@ -39,9 +39,11 @@ async def test_a_compressed_message_is_refused_and_never_expanded(
     headers = (("grpc-encoding", encoding),) if encoding else ()
     stream = await raw.call(OURS + "Fetch", headers=headers)
     began = process_time()
+    pb.FetchRequest.FromString(EMPTY_NAMES * 2)
+    two_million_s, began = process_time() - began, process_time()
     await raw.send(stream, framed(gzip.compress(EMPTY_NAMES * 2), compressed=True), end=True)
     assert await status(raw, stream) in (INVALID_ARGUMENT, UNIMPLEMENTED, "13")
-    assert process_time() - began < 0.2, "two million messages were not made"
+    assert process_time() - began < two_million_s / 2, "two million messages were made"
     await raw.close()
 
 

@@ -56,11 +56,11 @@ async def test_a_fetch_that_nobody_reads_pins_two_images_and_all_others_are_serv
         await submitted(client, PHOTOS[:8])
         names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(PHOTOS[:8])]
         unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
-        await soon(lambda: small.store.stats().misses > 0 and small.pipeline.queued_images == 0, within_s=30)
-        await soon(lambda: small.store.stats().pins == PINNED_AHEAD, within_s=30)
+        await soon(lambda: small.store.stats().misses > 0 and small.pipeline.queued_images == 0)
+        await soon(lambda: small.store.stats().pins == PINNED_AHEAD)
         outcomes = await collect(other, await submitted(other, PHOTOS[8:]), transports=["inline"])
         assert [outcomes[n].error for n in range(4)] == [None] * 4
-        await soon(lambda: small.store.stats().pins <= PINNED_AHEAD, within_s=30)
+        await soon(lambda: small.store.stats().pins <= PINNED_AHEAD)
         # Should it read after all, it gets every image, those included that were evicted while they waited.
         messages = [message async for message in unread]
         ready = [message.ready.index for message in messages if message.WhichOneof("message") == "ready"]
@@ -82,7 +82,7 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
                     held.append(outcome.index)
 
         holding = asyncio.create_task(hold_all())
-        await soon(lambda: bool(held) and small.service.pinned_bytes > 0, within_s=30)
+        await soon(lambda: bool(held) and small.service.pinned_bytes > 0)
         for image in PHOTOS[8:]:
             outcomes = await collect(other, await submitted(other, [image]))
             assert outcomes[0].error is None
@@ -91,7 +91,7 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
         holding.cancel()
         await asyncio.gather(holding, return_exceptions=True)
         assert 0 < len(held) < len(requests)
-        await soon(lambda: host_bytes(small)[0] == 0, within_s=20)
+        await soon(lambda: host_bytes(small)[0] == 0)
 
 
 async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, client: EncoderClient) -> None:
@@ -131,8 +131,8 @@ async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Con
             requests = await submitted(client, PHOTOS[:8])
             names = [pb.FetchImage(index=n, digest=request.digest) for n, request in enumerate(requests)]
             unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
-            await soon(lambda: server.service.pinned_bytes > 0, within_s=30)
-            await soon(lambda: server.service.pinned_bytes == 0, within_s=30)
+            await soon(lambda: server.service.pinned_bytes > 0)
+            await soon(lambda: server.service.pinned_bytes == 0)
             assert server.store.stats().pins == 0
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 async for _ in unread:
@@ -160,7 +160,7 @@ async def test_a_client_with_its_share_of_images_in_fetch_calls_is_refused_as_a_
             service = await stub(client)
             waiting = service.Fetch(asked)  # half of 16 claims for each of 16 images
             await waiting.wait_for_connection()
-            await soon(lambda: server.service._fetch_room.held == 128, within_s=30)
+            await soon(lambda: server.service._fetch_room.held == 128)
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await service.Fetch(asked).read()
             assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

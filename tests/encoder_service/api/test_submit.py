@@ -63,7 +63,7 @@ async def test_a_call_that_never_finishes_holds_one_image_and_others_are_served(
             (answer,) = await client.submit([photo(300 + n, 300, 40 + n)], timeout_s=20)
             assert answer.error is None
         call.cancel()
-    await soon(lambda: server.service.held_upload_bytes == 0, 20)
+    await soon(lambda: server.service.held_upload_bytes == 0)
     await server.drain()
 
 
@@ -117,7 +117,7 @@ async def test_without_room_to_upload_a_name_is_refused_with_a_time_to_come_back
         assert {state.error.code for state in states[1:]} == {RESOURCE_EXHAUSTED}
         assert all(state.error.retry_after_ms > 0 for state in states[1:])
         calls[0].cancel()
-        await soon(lambda: server.service.held_upload_bytes == 0, 20)
+        await soon(lambda: server.service.held_upload_bytes == 0)
         assert (await name(calls[1], 3, 2 * MIB - 1)).state == pb.STATE_NEEDS_BYTES
         for call in calls:
             call.cancel()
@@ -189,7 +189,7 @@ async def test_images_of_a_killed_caller_are_withdrawn_and_its_call_is_logged_ca
         await caller.wait()
         await settled(server, "calls_total", 1, call="submit", status="CANCELLED")
         # One is in the decoder's hands, behind the gate.
-        await soon(lambda: server.pipeline.queued_images <= 1, 20)
+        await soon(lambda: server.pipeline.queued_images <= 1)
 
 
 async def test_a_cancelled_call_withdraws_and_one_that_is_half_closed_does_not_whatever_the_moment(

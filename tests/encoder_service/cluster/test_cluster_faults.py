@@ -63,7 +63,7 @@ async def test_a_replica_killed_while_it_encodes_costs_a_moment_and_no_image(
     before = await encodes(others)
     async with traffic(fleet, workers=6) as load:
         await load.more(15)
-        await soon(lambda: asyncio.to_thread(_encodes_now, victim), within_s=30)
+        await soon(lambda: asyncio.to_thread(_encodes_now, victim))
         victim.kill()
         killed_s = time.monotonic()
         await load.more(40)
@@ -135,7 +135,7 @@ async def test_a_client_of_a_dead_replica_finds_what_it_began_by_its_digest_alon
         shared = await _shared(victim)
         images = await sender.submit(files)
         assert [image.error for image in images] == [None] * len(files)
-        await soon(lambda: _shared_more(victim, shared + len(files)), within_s=30)
+        await soon(lambda: _shared_more(victim, shared + len(files)))
         victim.kill()
     async with (
         await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as reader,
@@ -212,7 +212,7 @@ async def test_redis_on_a_full_disk_costs_no_image(
             await load.more(10)
             client.config_set("save", "3600 1")  # from here a snapshot that fails stops all writes
             client.bgsave()
-            await soon(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", within_s=30)
+            await soon(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
             await load.more(20)
             assert await alone(fleet[0])
             client.config_set("save", "")

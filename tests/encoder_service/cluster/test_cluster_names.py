@@ -48,7 +48,7 @@ async def held_by(replica: Replica, seen_by: Replica) -> bytes:
     file = new_photo()
     (image,) = await replica.client.submit([file])
     assert (await replica.fetch(image.digest)).error is None
-    await soon(lambda: seen_by.locates(image.digest), within_s=30)
+    await soon(lambda: seen_by.locates(image.digest))
     return file
 
 
@@ -116,7 +116,7 @@ async def test_a_peer_that_holds_the_thinnest_image_is_believed(
         (image,) = await a.client.submit([new_photo(2000, 10)])
         made = await a.fetch(image.digest)
         assert image.tokens > small.max_pixels // small.factor**2 + 1
-        await soon(lambda: b.locates(image.digest), within_s=30)
+        await soon(lambda: b.locates(image.digest))
         brought = await b.fetch(image.digest)
         assert (brought.error, brought.source) == (None, "peer")
         assert np.array_equal(brought.array, made.array)

@@ -36,7 +36,7 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
         async with traffic(replicas) as load:
             await load.more(10)
             proxy.cut()
-            await soon(lambda: alone(replicas[0]), within_s=30)
+            await soon(lambda: alone(replicas[0]))
             await load.more(20)
             proxy.mend()
             await joined(replicas)
@@ -89,7 +89,7 @@ async def test_a_cluster_failover_costs_no_image(checkpoint: Path) -> None:
                 await load.more(10)
                 cluster.nodes[0].kill()
                 await load.more(20)
-                await soon(lambda: _is_healed(cluster.nodes[1]), within_s=30)
+                await soon(lambda: _is_healed(cluster.nodes[1]))
                 await joined(replicas)
                 await load.more(10)
             assert load.errors == []

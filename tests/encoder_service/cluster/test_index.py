@@ -5,9 +5,18 @@ from redis.exceptions import ResponseError
 
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.contract import IndexState, Location, Replica
+from encoder_service.cluster.contract import Acquired, IndexState, Location, Replica
 from encoder_service.cluster.index import RedisIndex
-from tests.index_replicas import MODEL, PROCESSOR, Join, as_replica, grids, new_addresses, redis_settings
+from tests.index_replicas import (
+    MODEL,
+    PROCESSOR,
+    Join,
+    as_replica,
+    grids,
+    new_addresses,
+    numbers,
+    redis_settings,
+)
 from tests.waiting import soon
 
 
@@ -56,17 +65,18 @@ async def test_a_restarted_replica_is_not_asked_for_what_its_earlier_life_held(j
     async def renewed() -> bool:
         return [peer.epoch for peer in b.peers()] == [2]
 
-    await soon(renewed, within_s=3)
+    await soon(renewed)
     assert await b.locate(addresses) == {}
 
 
 async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
-    a, b = await join("a"), await join("b")
+    # A departure is not waited for as a death is, which would take a minute.
+    a, b = await join("a"), await join("b", replica_ttl_ms=60_000)
 
     async def both() -> bool:
         return [p.replica_id for p in a.peers()] == ["b"] and [p.replica_id for p in b.peers()] == ["a"]
 
-    await soon(both, within_s=3)
+    await soon(both)
     assert a.peers()[0].endpoint == "b.example:50051"
     held, working = new_addresses(2)
     await b.publish(grids([held]))
@@ -77,7 +87,7 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     async def alone() -> bool:
         return a.peers() == ()
 
-    await soon(alone, within_s=1.0)  # a departure is not waited for as a death is
+    await soon(alone)
     assert await a.locate([held]) == {}
     assert (await a.acquire([working])).granted == {working}
 
@@ -114,12 +124,33 @@ async def test_sources_are_shared_within_their_limit(join: Join) -> None:
     assert await b.get_source(too_large) is None
 
 
-async def test_an_empty_batch_is_no_call(join: Join) -> None:
+async def test_an_empty_batch_has_an_empty_answer(join: Join) -> None:
     a = await join("a")
     assert await a.locate([]) == {}
-    assert await a.acquire([]) == (await a.acquire([]))
-    await a.publish(grids([]))
+    assert await a.acquire([]) == Acquired(frozenset(), {})
     assert await a.renew([]) == frozenset()
+
+
+async def test_an_empty_batch_is_no_call(redis_url: str) -> None:
+    calls: list[str] = []
+    settings = redis_settings(redis_url, f"empty{next(numbers)}")
+    index = RedisIndex(settings, held=dict, load=lambda: 0.0, on_call=lambda name, *_: calls.append(name))
+    (address,) = new_addresses(1)
+    try:
+        await index.register(as_replica("a"))
+        for addresses, called in (
+            ([], set()),
+            ([address], {"locate", "acquire", "publish", "renew", "retract", "release"}),
+        ):
+            await index.locate(addresses)
+            await index.acquire(addresses)
+            await index.renew(addresses)
+            await index.release(addresses)
+            await index.publish(grids(addresses))
+            await index.retract(addresses)
+            assert set(calls) - {"beat"} == called
+    finally:
+        await index.close()
 
 
 async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
@@ -131,7 +162,7 @@ async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
     async def all_are_located() -> bool:  # a busy machine may have struck A off the roll for a moment
         return len(await b.locate(addresses)) == 700
 
-    await soon(all_are_located, within_s=20)
+    await soon(all_are_located)
 
 
 def test_a_replica_that_could_not_be_written_down_is_refused() -> None:

@@ -11,12 +11,17 @@ from encoder_service.cluster.contract import IndexState
 from encoder_service.cluster.index.breaker import FAILURES_TO_OPEN
 from encoder_service.cluster.index.schema import Keys
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
-from tests.index_replicas import CALL_TIMEOUT_S, JoinWatched, Watched, grids, new_addresses, watched_replicas
+from tests.index_replicas import (
+    CALL_TIMEOUT_S,
+    NAMESPACE,
+    JoinWatched,
+    Watched,
+    grids,
+    new_addresses,
+    watched_replicas,
+)
 from tests.tcp_proxy import TcpProxy
-from tests.waiting import soon
-
-# What a busy machine may add to a bound before a test calls it broken.
-SLACK_S = 0.5
+from tests.waiting import PATIENCE_S, soon
 
 
 @pytest.fixture
@@ -31,7 +36,12 @@ async def join() -> AsyncIterator[JoinWatched]:
         yield join
 
 
-async def answers_as_empty(replica: Watched) -> float:
+async def costs_nothing(replica: Watched) -> bool:
+    """Whether every call answers as an empty index without waiting; the best of some, on a machine that is busy."""
+    return min([await slowest_empty_answer(replica) for _ in range(5)]) < CALL_TIMEOUT_S / 2
+
+
+async def slowest_empty_answer(replica: Watched) -> float:
     """Make every call once; each must answer as an empty index; return the seconds of the slowest."""
     index, (a, b) = replica.index, new_addresses(2)
     slowest = 0.0
@@ -41,7 +51,7 @@ async def answers_as_empty(replica: Watched) -> float:
         (index.publish(grids([a])), None),
         (index.retract([a]), None),
         (index.release([b]), None),
-        (index.wait_published(a, 5.0), ()),
+        (index.wait_published(a, 120.0), ()),
         (index.put_source(b"key", b"image"), False),
         (index.get_source(b"key"), None),
     ):
@@ -61,14 +71,14 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
     await b.hold(of_b)
     working = new_addresses(2)
     await a.index.acquire(working)
-    waiting = asyncio.create_task(b.index.wait_published(working[0], 30.0))
+    waiting = asyncio.create_task(b.index.wait_published(working[0], 120.0))
     await asyncio.sleep(0.1)
     server.kill()
     for replica in (a, b):
         await replica.until(IndexState.ALONE)
-    assert await asyncio.wait_for(waiting, 0.1) == ()
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
     for replica in (a, b):
-        assert await answers_as_empty(replica) < CALL_TIMEOUT_S
+        assert await costs_nothing(replica)
         assert replica.index.peers() == ()
     server.start()
     for replica in (a, b):
@@ -77,17 +87,17 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
     async def told_again() -> bool:
         return len(await b.index.locate(of_a)) == 150 and len(await a.index.locate(of_b)) == 3
 
-    await soon(told_again, within_s=5)
+    await soon(told_again)
 
     def lease_is_back() -> bool:
         with server.client() as admin:
-            return all(admin.exists(Keys("faults").lease(address)) for address in working)
+            return all(admin.exists(Keys(NAMESPACE).lease(address)) for address in working)
 
-    await soon(lease_is_back, within_s=5)
-    waiting = asyncio.create_task(b.index.wait_published(working[0], 30.0))
+    await soon(lease_is_back)
+    waiting = asyncio.create_task(b.index.wait_published(working[0], 120.0))
     await asyncio.sleep(0.1)
     await a.hold(working)
-    assert [place.replica_id for place in await asyncio.wait_for(waiting, 1.0)] == ["a"]
+    assert [place.replica_id for place in await asyncio.wait_for(waiting, PATIENCE_S)] == ["a"]
     assert [state for state, _ in a.said] == [IndexState.JOINED, IndexState.ALONE, IndexState.JOINED]
 
 
@@ -99,14 +109,15 @@ async def test_redis_that_answers_nothing_costs_three_bounds_and_then_nothing(
     await a.hold(held)
     server.pause()
     began = time.monotonic()
-    waiting = asyncio.create_task(b.index.wait_published(new_addresses(1)[0], 10.0))
-    while b.index.state is IndexState.JOINED:
-        called = time.monotonic()
-        assert (await b.index.acquire(held)).granted == frozenset(held)
-        assert time.monotonic() - called < CALL_TIMEOUT_S + SLACK_S
-    assert time.monotonic() - began < FAILURES_TO_OPEN * CALL_TIMEOUT_S + SLACK_S
-    assert await asyncio.wait_for(waiting, SLACK_S) == ()
-    assert await answers_as_empty(b) < 0.05
+    waiting = asyncio.create_task(b.index.wait_published(new_addresses(1)[0], 120.0))
+    calls = 0
+    async with asyncio.timeout(PATIENCE_S):
+        while b.index.state is IndexState.JOINED:
+            assert (await b.index.acquire(held)).granted == frozenset(held)
+            calls += 1
+    assert calls <= FAILURES_TO_OPEN
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
+    assert await costs_nothing(b)
     await asyncio.sleep(3.0 - (time.monotonic() - began))
     server.resume()
     for replica in (a, b):
@@ -116,7 +127,7 @@ async def test_redis_that_answers_nothing_costs_three_bounds_and_then_nothing(
         found = await b.index.locate(held)
         return set(found) == set(held) and all(place[0].replica_id == "a" for place in found.values())
 
-    await soon(answers_right, within_s=5)
+    await soon(answers_right)
     # Replies that came too late must not be taken for those of later calls.
     for address in held:
         assert list(await b.index.locate([address])) == [address]
@@ -125,12 +136,13 @@ async def test_redis_that_answers_nothing_costs_three_bounds_and_then_nothing(
 async def test_one_slow_moment_does_not_send_a_busy_replica_alone(
     server: RedisServer, join: JoinWatched
 ) -> None:
-    a = await join(server.url, "a")
+    timeout_s = 4 * CALL_TIMEOUT_S  # so that what a busy machine adds does not count as another failure
+    a = await join(server.url, "a", timeout_s=timeout_s)
     server.pause()
     calls = [asyncio.create_task(a.index.acquire(new_addresses(4))) for _ in range(50)]
-    await asyncio.sleep(1.5 * CALL_TIMEOUT_S)
+    await asyncio.sleep(1.5 * timeout_s)
     server.resume()
-    await asyncio.wait_for(asyncio.gather(*calls), SLACK_S)
+    await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
     assert [state for state, _ in a.said] == [IndexState.JOINED]
 
 
@@ -158,7 +170,7 @@ async def test_a_server_out_of_memory_is_left_alone_until_it_takes_writes_again(
         admin.config_set("maxmemory", "1")
         await a.until(IndexState.ALONE)
         assert "memory" in a.said[-1][1]
-        assert await answers_as_empty(a) < CALL_TIMEOUT_S
+        assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
         admin.config_set("maxmemory", "0")
     await a.until(IndexState.JOINED)
 
@@ -171,7 +183,7 @@ async def test_a_server_that_became_a_replica_is_left_alone_until_it_takes_write
         admin.execute_command("REPLICAOF", "127.0.0.1", "1")
         await a.until(IndexState.ALONE)
         assert "READONLY" in a.said[-1][1] or "read only" in a.said[-1][1]
-        assert await answers_as_empty(a) < CALL_TIMEOUT_S
+        assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
         admin.execute_command("REPLICAOF", "NO", "ONE")
     await a.until(IndexState.JOINED)
 
@@ -197,8 +209,8 @@ async def test_a_server_that_is_loading_is_waited_for(join: JoinWatched) -> None
         server.kill()
         await a.until(IndexState.ALONE)
         starting = asyncio.create_task(asyncio.to_thread(server.start))
-        await soon(lambda: is_loading(server), within_s=10)
-        assert await answers_as_empty(a) < CALL_TIMEOUT_S
+        await soon(lambda: is_loading(server))
+        assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
         await starting
         await a.until(IndexState.JOINED)
 
@@ -208,7 +220,7 @@ async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(join
     a = await join(server.url, "a")
     assert a.index.state is IndexState.ALONE
     assert [state for state, _ in a.said] == [IndexState.ALONE]
-    assert await answers_as_empty(a) < CALL_TIMEOUT_S
+    assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
     try:
         server.start()
         await a.until(IndexState.JOINED)
@@ -226,12 +238,12 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_the_others_without
     assert len(await a.index.locate(held)) == 3
     proxy.cut()
     await b.until(IndexState.ALONE)
-    assert await answers_as_empty(b) < CALL_TIMEOUT_S
+    assert await slowest_empty_answer(b) < CALL_TIMEOUT_S
 
     async def gone() -> bool:
         return await a.index.locate(held) == {}
 
-    await soon(gone, within_s=5)
+    await soon(gone)
     assert a.index.state is IndexState.JOINED
     proxy.mend()
     await b.until(IndexState.JOINED)
@@ -239,7 +251,7 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_the_others_without
     async def back() -> bool:
         return len(await a.index.locate(held)) == 3
 
-    await soon(back, within_s=5)
+    await soon(back)
     await proxy.remove()
 
 
@@ -253,14 +265,12 @@ async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(
         began = time.monotonic()
 
         async def recovered() -> bool:
-            called = time.monotonic()
             found = await b.index.locate(held)
-            assert time.monotonic() - called < CALL_TIMEOUT_S + SLACK_S
             return len(found) == 200 and b.index.state is IndexState.JOINED
 
         await asyncio.sleep(0.1)
         assert await b.index.locate(held) == {} or b.index.state is IndexState.JOINED
-        await soon(recovered, within_s=15.0)
+        await soon(recovered)
         assert time.monotonic() - began > 0.5  # the cluster really had to fail over
 
 

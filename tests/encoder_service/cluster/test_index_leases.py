@@ -1,7 +1,6 @@
 """Who encodes what: leases, and waiting for what another encodes. Over a Redis and a Redis Cluster alike."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -9,9 +8,7 @@ from encoder_service.cluster.contract import Location
 from encoder_service.cluster.index import RedisIndex
 from tests.index_replicas import (
     GRID,
-    HEARTBEAT_MS,
     LEASE_TTL_MS,
-    REPLICA_TTL_MS,
     Join,
     as_replica,
     grids,
@@ -19,7 +16,7 @@ from tests.index_replicas import (
     numbers,
     redis_settings,
 )
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 
 async def test_an_address_is_granted_to_one_replica_only(join: Join) -> None:
@@ -97,13 +94,11 @@ async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
     a, b, c = [await join(name, lease_ttl_ms=lease_ttl_ms) for name in "abc"]
     (address,) = new_addresses(1)
     await a.acquire([address])
-    waiting = [asyncio.create_task(index.wait_published(address, 5.0)) for index in (b, c)]
+    waiting = [asyncio.create_task(index.wait_published(address, 60.0)) for index in (b, c)]
     await asyncio.sleep(0.05)
-    began = time.monotonic()
     await a.close()
-    assert await asyncio.gather(*waiting) == [(), ()]
-    # Off the roll, the next heartbeat of the others, their next reread; and what a busy machine adds.
-    assert time.monotonic() - began < (REPLICA_TTL_MS + HEARTBEAT_MS) / 1000 + 0.2 + 0.8
+    async with asyncio.timeout(PATIENCE_S):  # half of what they would wait, or a lease of a minute would last
+        assert await asyncio.gather(*waiting) == [(), ()]
     granted = [(await index.acquire([address])).granted for index in (b, c)]
     assert sorted(map(len, granted)) == [0, 1]
 
@@ -118,7 +113,7 @@ async def test_a_dead_replica_vanishes_from_what_is_located_and_from_what_is_acq
     async def gone() -> bool:
         return await b.locate(addresses) == {} and b.peers() == ()
 
-    await soon(gone, within_s=(REPLICA_TTL_MS + 3 * HEARTBEAT_MS) / 1000 + 0.5)
+    await soon(gone)
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
 
 
@@ -126,14 +121,12 @@ async def test_a_waiter_is_told_where_an_address_was_published(join: Join) -> No
     a, b, c = await join("a"), await join("b"), await join("c")
     addresses = new_addresses(8)
     await a.acquire(addresses)
-    waits = [asyncio.create_task(index.wait_published(x, 5.0)) for index in (b, c) for x in addresses]
+    waits = [asyncio.create_task(index.wait_published(x, 60.0)) for index in (b, c) for x in addresses]
     await asyncio.sleep(0.1)
     assert not any(task.done() for task in waits)
-    began = time.monotonic()
     await a.publish(grids(addresses))
-    places = await asyncio.gather(*waits)
-    # Far below the reread interval would be flaky here; the notification's own speed has its test below.
-    assert time.monotonic() - began < 1.0
+    async with asyncio.timeout(PATIENCE_S):  # the notification's own speed has its test below
+        places = await asyncio.gather(*waits)
     assert places == [(Location("a", "a.example:50051", GRID),)] * 16
 
 
@@ -141,10 +134,9 @@ async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Joi
     a, b = await join("a"), await join("b")
     held, nobody = new_addresses(2)
     await a.publish(grids([held]))
-    began = time.monotonic()
-    assert [place.replica_id for place in await b.wait_published(held, 5.0)] == ["a"]
-    assert await b.wait_published(nobody, 5.0) == ()
-    assert time.monotonic() - began < 1.0
+    async with asyncio.timeout(PATIENCE_S):
+        assert [place.replica_id for place in await b.wait_published(held, 60.0)] == ["a"]
+        assert await b.wait_published(nobody, 60.0) == ()
 
 
 async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Join) -> None:
@@ -152,17 +144,17 @@ async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Jo
     slow, given_up = new_addresses(2)
     await a.acquire([slow, given_up])
     assert await b.wait_published(slow, 0.1) == ()
-    waiting = asyncio.create_task(b.wait_published(given_up, 5.0))
+    waiting = asyncio.create_task(b.wait_published(given_up, 60.0))
     await asyncio.sleep(0.05)
     await a.release([given_up])
-    assert await asyncio.wait_for(waiting, 1.0) == ()
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
 
 
 @pytest.mark.parametrize("fixture", ["redis_url", "cluster_url"])
 async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
     fixture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.cluster.index.waiters.REREAD_S", 30.0)
+    monkeypatch.setattr("encoder_service.cluster.index.waiters.REREAD_S", 300.0)
     settings = redis_settings(request.getfixturevalue(fixture), f"notified{next(numbers)}")
     a, b = (RedisIndex(settings, held=dict, load=lambda: 0.0) for _ in range(2))
     try:
@@ -170,10 +162,10 @@ async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
         await b.register(as_replica("b"))
         addresses = new_addresses(16)
         await a.acquire(addresses)
-        waits = [asyncio.create_task(b.wait_published(address, 10.0)) for address in addresses]
+        waits = [asyncio.create_task(b.wait_published(address, 120.0)) for address in addresses]
         await asyncio.sleep(0.2)
         await a.publish(grids(addresses))
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(PATIENCE_S):
             assert all(await asyncio.gather(*waits))
     finally:
         await a.close()

@@ -16,6 +16,7 @@ from prefill_client.prompt.chunks import Chunk, plan
 from prefill_client.prompt.layout import expand_prompt
 from prefill_client.prompt.prefetch import PrefetchSession
 from prefill_client.transport.inline import OwnRows
+from tests.waiting import PATIENCE_S
 
 IMAGE = 7
 ROW_BYTES = 10
@@ -169,7 +170,7 @@ async def test_chunk_without_images_never_waits() -> None:
     chunks = plan(expand_prompt([1] * 8 + [IMAGE] + [1] * 4, IMAGE, [4]), 4)
     async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
         for index in (0, 1):
-            ready = await asyncio.wait_for(anext(session), 1)
+            ready = await asyncio.wait_for(anext(session), PATIENCE_S)
             assert (ready.chunk.index, ready.rows) == (index, ())
         assert encoder.demanded_chunks() == [2]
         third = asyncio.ensure_future(anext(session))
@@ -186,7 +187,7 @@ async def test_failed_image_fails_the_request_at_once_with_its_own_error() -> No
         await settle()
         encoder.finish(2, error=InvalidImageError("no image"))
         with pytest.raises(InvalidImageError, match="image 2 of the prompt: no image"):
-            await asyncio.wait_for(first, 1)
+            await asyncio.wait_for(first, PATIENCE_S)
     assert not encoder.open
 
 
@@ -225,7 +226,7 @@ async def test_failed_call_fails_the_request() -> None:
 
     async with PrefetchSession(unreachable, images_of([8], 8), IMAGES, row_bytes=ROW_BYTES) as session:
         with pytest.raises(UnavailableError, match="nobody there"):
-            await asyncio.wait_for(anext(session), 1)
+            await asyncio.wait_for(anext(session), PATIENCE_S)
 
 
 async def test_cancelled_request_leaves_nothing_open() -> None:

@@ -12,7 +12,7 @@ from encoder_service.cluster.peers import Peers
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4  # transfers: enough to fill a link, few enough to leave room for the calls that still run
+AT_ONCE = 4  # transfers: enough to fill a gigabit, few enough to leave room for the calls that still run
 
 
 async def hand_over(held: Sequence[ImageKey], index: RedisIndex, peers: Peers, within_s: float) -> None:

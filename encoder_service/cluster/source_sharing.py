@@ -5,7 +5,7 @@ import asyncio
 from encoder_service.cluster.index import RedisIndex
 from encoder_service.cluster.index.tasks import end
 
-AT_ONCE = 2  # files: enough to fill a link, few enough to leave it to whoever waits for an answer
+AT_ONCE = 2  # files: enough to fill a gigabit, few enough to leave it to whoever waits for an answer
 # What waits: as much as a Redis at the end of a gigabit takes in half a second. What comes on top is not shared, and
 # costs one more upload should this replica die with it.
 MAX_WAITING_BYTES = 64 << 20

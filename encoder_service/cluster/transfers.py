@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # A peer that cannot be reached, or sends what is not the rows, is not asked again for so long: a prompt of many images
 # pays for it once, and one that was only cut off for a moment is soon of use again.
 QUARANTINE_S = 5.0
-# Transfers at a time: each holds an embedding in memory beside the store, and fewer fill a link.
+# Transfers at a time: each holds an embedding in memory beside the store, and fewer fill a gigabit.
 MAX_TRANSFERS = 8
 MAX_OF_ONE_PEER = 4  # of them: a peer that dawdles leaves turns for the others
 

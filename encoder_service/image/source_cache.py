@@ -1,8 +1,9 @@
 """Submitted image files, kept for a while so that an evicted embedding can be recomputed without the client."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from time import monotonic
+
+from cachetools import TTLCache
 
 from encoder_service.image.source import Source
 
@@ -18,51 +19,33 @@ class SourceCache:
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = monotonic) -> None:
         self.max_bytes = max_bytes
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._images: OrderedDict[bytes, tuple[float, Source]] = OrderedDict()
-        self.held_bytes = 0
+        self._images: TTLCache[bytes, Source] = TTLCache(max_bytes, ttl_s, clock, lambda each: len(each.data))
 
     def __len__(self) -> int:
         return len(self._images)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all files kept."""
+        return int(self._images.currsize)
+
     def put(self, source: Source) -> None:
         """Keep `source`, evicting the least recently used. One larger than `max_bytes` is not kept."""
         self.drop(source.key)
-        if len(source.data) > self.max_bytes:
-            return
-        self._images[source.key] = (self._clock() + self._ttl_s, source)
-        self.held_bytes += len(source.data)
-        self._expire()
-        while self.held_bytes > self.max_bytes:
-            self.drop(next(iter(self._images)))
+        if len(source.data) <= self.max_bytes:
+            self._images[source.key] = source
 
     def get(self, key: bytes) -> Source | None:
         """Return the source of `key` and renew its lifetime, or None."""
-        self._expire()
-        entry = self._images.get(key)
-        if entry is None:
-            return None
-        self._images[key] = (self._clock() + self._ttl_s, entry[1])
-        self._images.move_to_end(key)
-        return entry[1]
+        source = self._images.get(key)
+        if source is not None:
+            self._images[key] = source
+        return source
 
     def drop(self, key: bytes) -> None:
         """Drop the source of `key`, if there is one."""
-        entry = self._images.pop(key, None)
-        if entry is not None:
-            self.held_bytes -= len(entry[1].data)
+        self._images.pop(key, None)
 
     def clear(self) -> None:
         """Drop everything."""
         self._images.clear()
-        self.held_bytes = 0
-
-    def _expire(self) -> None:
-        # The order of use is the order of expiry, since every use renews by the same time.
-        now = self._clock()
-        while self._images:
-            key, (expires, _) = next(iter(self._images.items()))
-            if expires > now:
-                return
-            self.drop(key)

@@ -7,7 +7,7 @@ from time import monotonic
 # Three failures in a row that did not overlap: one stall of the network or of our own loop, which fails every call
 # under way, is one failure.
 FAILURES_TO_OPEN = 3
-# A restart of Redis takes about this long; a fleet's probes spread between half and one and a half times of it.
+# A restart of Redis takes about this long; each replica waits between half and one and a half times of it.
 FIRST_PROBE_S = 0.25
 # Probes cost one connection each: often enough to be back within seconds of a long outage.
 LAST_PROBE_S = 3.0

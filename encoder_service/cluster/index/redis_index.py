@@ -41,7 +41,7 @@ class RedisIndex:
     - **Time is Redis's.** No clock of one machine is compared with that of another.
 
     After an outage the index registers again by itself, renews the leases still held, and is told again what this
-    replica holds, paced and at a random moment so that a fleet does not return in one rush.
+    replica holds, paced and from a random moment on, so that replicas do not all do so at once.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class RedisSession:
         call: Callable[[Connection, Membership], Awaitable[Answer]],
         bulkhead: Bulkhead | None = None,
     ) -> Answer | None:
-        """Return the answer of `call`, or None, at once or after the bound, when there is none to be had."""
+        """Return the answer of `call`; None without one: at once when alone, else within the bound."""
         bulkhead = bulkhead or self.calls
         if self.state is not IndexState.JOINED or bulkhead.rests:
             return None

@@ -21,8 +21,7 @@ from bench.tower.bare_engine import tower_seconds
 from bench.vit import full_checkpoint
 from encoder_service.config import Config
 from encoder_service.engine.model import load_model
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, running
 

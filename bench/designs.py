@@ -36,9 +36,7 @@ from bench.overlap import (
 from bench.tower.bare_engine import patches_of
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
-from prefill_client.client import EncoderClient
-from prefill_client.prompt.chunks import Chunk, plan
-from prefill_client.prompt.layout import Layout
+from prefill_client import Chunk, EncoderClient, Layout, plan
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import load_language_model
 from testing.checkpoints import write_checkpoint

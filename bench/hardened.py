@@ -33,8 +33,7 @@ from bench.harness.tables import table
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.attackers import ATTACKS, Target, attacking
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo

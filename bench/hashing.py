@@ -20,8 +20,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Geometry
 from encoder_service.image.decode import Decoder
 from encoder_service.image.patches import to_patches
-from prefill_client.client import EncoderClient
-from prefill_client.images import read_images
+from prefill_client import EncoderClient, read_images
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, running

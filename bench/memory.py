@@ -21,11 +21,7 @@ from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import Budget
 from bench.vit import peak_bytes
 from encoder_contract.geometry import Grid
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
-from prefill_client.prompt.chunks import plan
-from prefill_client.prompt.layout import expand_prompt
-from prefill_client.prompt.prefetch import PrefetchSession
+from prefill_client import EncoderClient, PrefetchSession, RowRequest, expand_prompt, plan
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.reference_tower import ReferenceTower, random_patches

@@ -28,15 +28,10 @@ import torch
 import transformers
 
 from bench.harness.benchmark import Benchmark, Figure
-from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.prompt.chunks import Chunk, plan
-from prefill_client.prompt.layout import Layout
+from prefill_client import Chunk, EncoderClient, FetchedRows, Layout, RowRequest, Trace, plan, read
 from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.engine import Embedded, Engine, Prompt
 from prefill_client.reference.language_model import LanguageModel, load_language_model
-from prefill_client.tools.trace import Trace
-from prefill_client.transport.reading import read
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess, running

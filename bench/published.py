@@ -13,8 +13,7 @@ from pathlib import Path
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.tables import Table, table
 from encoder_contract.geometry import Geometry
-from prefill_client.prompt.chunks import Chunk, plan
-from prefill_client.prompt.layout import Layout, expand_prompt
+from prefill_client import Chunk, Layout, expand_prompt, plan
 
 IMAGES = Path(__file__).parents[1] / "docs" / "img"
 

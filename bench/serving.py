@@ -24,8 +24,7 @@ from encoder_contract.errors import OverloadedError
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
 from encoder_service.observability.scrape import Window
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess, running

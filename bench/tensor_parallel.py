@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness.benchmark import Benchmark, Figure
-from prefill_client.blocking import BlockingClient
-from prefill_client.images import FetchedRows, RowRequest
+from prefill_client import BlockingClient, FetchedRows, RowRequest
 from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo

@@ -1,1 +1,105 @@
-"""What an LLM server imports: layout, plan, client. Never imports the server."""
+"""The client of the encoder service, for LLM servers: everything that is public. docs/prefill.md shows how it is used.
+
+It never imports the server, and torch only where a tensor is asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import (
+    AbandonedError,
+    DeadlineError,
+    DigestMismatchError,
+    EncoderError,
+    ForbiddenError,
+    ImageLimitError,
+    InternalError,
+    InvalidImageError,
+    InvalidRequestError,
+    ModelMismatchError,
+    OverloadedError,
+    StaleHandleError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownImageError,
+)
+from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.handle import Handle
+from encoder_contract.version import __version__
+from prefill_client.images import FetchedRows, Image, RowRequest, Submitted, read_images
+from prefill_client.prompt.chunks import Chunk, Window, plan
+from prefill_client.prompt.layout import Layout, Span, expand_prompt
+from prefill_client.prompt.prefetch import PrefetchSession, ReadyChunk
+from prefill_client.tools.trace import Trace
+from prefill_client.transport import TRANSPORTS
+from prefill_client.transport.reading import read
+from prefill_client.transport.shared_memory import SharedRows
+
+if TYPE_CHECKING:
+    from prefill_client.blocking import BlockingClient, BlockingFetch
+    from prefill_client.client import EncoderClient
+    from prefill_client.fleet.fetch_stream import FetchStream
+    from prefill_client.transport.connection import Description, traceparent
+else:
+    # Loaded when first used, as they need gRPC: a process that plans or reads rows by handle does without.
+    _WITH_GRPC = {
+        "BlockingClient": "prefill_client.blocking",
+        "BlockingFetch": "prefill_client.blocking",
+        "Description": "prefill_client.transport.connection",
+        "EncoderClient": "prefill_client.client",
+        "FetchStream": "prefill_client.fleet.fetch_stream",
+        "traceparent": "prefill_client.transport.connection",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _WITH_GRPC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_WITH_GRPC[name]), name)
+
+
+__all__ = [
+    "TRANSPORTS",
+    "AbandonedError",
+    "BlockingClient",
+    "BlockingFetch",
+    "Chunk",
+    "DeadlineError",
+    "Description",
+    "DigestMismatchError",
+    "EncoderClient",
+    "EncoderError",
+    "FetchStream",
+    "FetchedRows",
+    "ForbiddenError",
+    "Geometry",
+    "Grid",
+    "Handle",
+    "Image",
+    "ImageLimitError",
+    "InternalError",
+    "InvalidImageError",
+    "InvalidRequestError",
+    "Layout",
+    "ModelMismatchError",
+    "OverloadedError",
+    "PrefetchSession",
+    "ReadyChunk",
+    "RowRequest",
+    "SharedRows",
+    "Span",
+    "StaleHandleError",
+    "Submitted",
+    "Trace",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnknownImageError",
+    "Window",
+    "__version__",
+    "content_digest",
+    "expand_prompt",
+    "plan",
+    "read",
+    "read_images",
+    "traceparent",
+]

@@ -10,11 +10,10 @@ from time import perf_counter
 from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
 from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
-from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client import TRANSPORTS, EncoderClient, FetchedRows, RowRequest, Submitted
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.tools.timeline import draw
-from prefill_client.transport import INLINE, TRANSPORTS
+from prefill_client.transport import INLINE
 
 CONNECT_S = 10.0  # a far server that is there answers within it
 REQUEST = "prefill-client encode"  # what the server's log says of our calls

@@ -193,8 +193,7 @@ async def trace_image(folder: Path) -> tuple[list[str], list[str]]:
     from encoder_service.app import Server
     from encoder_service.config import Config
     from encoder_service.engine.model import load_model
-    from prefill_client.client import EncoderClient
-    from prefill_client.images import RowRequest
+    from prefill_client import EncoderClient, RowRequest
     from testing.checkpoints import write_checkpoint
     from testing.photos import photo
 

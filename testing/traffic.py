@@ -12,8 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest
+from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
 
 BASES = 6  # photos that differ; every image is one of them under a name of its own

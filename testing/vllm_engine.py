@@ -12,8 +12,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
-from prefill_client.blocking import BlockingClient
-from prefill_client.images import Image, read_images
+from prefill_client import BlockingClient, Image, read_images
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
 
 CHUNK_TOKENS = 96

@@ -3,8 +3,7 @@
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest
+from prefill_client import EncoderClient, FetchedRows, RowRequest
 from prefill_client.transport.connection import Connection
 
 

@@ -14,8 +14,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decode import Decoder
 from encoder_service.observability.scrape import scrape
-from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest
+from prefill_client import EncoderClient, FetchedRows, RowRequest
 from tests.conftest import Gate
 
 

@@ -19,7 +19,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
 from encoder_service.image.decode import Decoder
 from encoder_service.image.source import Source
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from testing.checkpoints import write_checkpoint
 from testing.redis_servers import redis_cluster, redis_server
 from tests.index_replicas import (

@@ -7,8 +7,7 @@ import urllib.request
 from encoder_contract.digest import content_digest
 from encoder_service.app import Server
 from encoder_service.observability.scrape import Scrape, scrape
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 
 

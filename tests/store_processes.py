@@ -84,7 +84,7 @@ def own(folder: Path) -> None:
 
 def read(folder: Path) -> None:
     """Read held rows, which must be right, and old handles, which must be right or stale."""
-    from prefill_client.transport.shared_memory import SharedRows
+    from prefill_client import SharedRows
 
     owner = Client(str(folder / "socket"))
     rng = random.Random()

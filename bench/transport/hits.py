@@ -14,8 +14,7 @@ import torch
 
 from bench.transport.bare_stream import METHOD
 from encoder_contract.framing import MESSAGE_BYTES
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport.connection import CHANNEL_OPTIONS
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo

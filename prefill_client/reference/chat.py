@@ -13,14 +13,24 @@ from uuid import uuid4
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, ModelMismatchError
-from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, Image, RowRequest, Submitted, read_images
-from prefill_client.prompt.chunks import Chunk, plan
-from prefill_client.prompt.layout import Layout, expand_prompt
-from prefill_client.prompt.prefetch import PrefetchSession, ReadyChunk, of_image
+from prefill_client import (
+    Chunk,
+    EncoderClient,
+    FetchedRows,
+    Image,
+    Layout,
+    PrefetchSession,
+    ReadyChunk,
+    RowRequest,
+    Submitted,
+    Trace,
+    expand_prompt,
+    plan,
+    read_images,
+)
+from prefill_client.prompt.prefetch import of_image
 from prefill_client.reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_client.reference.prefix import PrefixCache
-from prefill_client.tools.trace import Trace
 from prefill_client.transport.elements import element_type
 
 Result = TypeVar("Result")

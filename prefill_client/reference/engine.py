@@ -10,8 +10,7 @@ from torch import Tensor
 
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
-from prefill_client.prompt.chunks import Chunk, plan
-from prefill_client.prompt.layout import Layout
+from prefill_client import Chunk, Layout, plan
 from prefill_client.reference.language_model import LanguageModel, Levels
 from prefill_client.reference.positions import mrope_positions
 from prefill_client.reference.prefix import Prefix

@@ -24,14 +24,13 @@ from encoder_contract.errors import (
 )
 from encoder_contract.errors import Status as Code
 from encoder_contract.traceparent import TRACEPARENT
+from prefill_client import Trace, traceparent
 from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.completions import ChatRequest, completion, piece, usage
 from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.sampling import sampler
 from prefill_client.reference.trace_folder import TraceFolder
-from prefill_client.tools.trace import Trace
-from prefill_client.transport.connection import traceparent
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.geometry import Grid
-from prefill_client.prompt.layout import Layout
+from prefill_client import Layout
 
 
 def mrope_positions(layout: Layout, grids: Sequence[Grid], merge_size: int) -> NDArray[np.int64]:

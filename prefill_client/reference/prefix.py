@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from transformers.cache_utils import DynamicLayer
 
-from prefill_client.prompt.layout import Layout, Span, TokenIds
+from prefill_client import Layout, Span
+from prefill_client.prompt.layout import TokenIds
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import uvicorn
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.settings import ConfigError
 from encoder_contract.version import __version__
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from prefill_client.reference.chat import Chat
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine

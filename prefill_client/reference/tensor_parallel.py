@@ -12,10 +12,9 @@ from torch import Tensor
 from encoder_contract.errors import UnavailableError
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.images import FetchedRows
+from prefill_client import FetchedRows, SharedRows
 from prefill_client.transport.elements import element_type, tensor_view
 from prefill_client.transport.row_stream import from_message
-from prefill_client.transport.shared_memory import SharedRows
 from prefill_client.transport.transport import Rows
 
 _LENGTH = struct.Struct("<I")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from prefill_client.tools.trace import Trace
+from prefill_client import Trace
 
 # At some tens of kilobytes each, a few megabytes: enough to look at what just happened.
 KEPT_TRACES = 100

@@ -20,10 +20,8 @@ from encoder_contract.digest import content_digest
 from encoder_service.app import Model, Server
 from encoder_service.config import Config
 from encoder_service.observability.scrape import Scrape, scrape
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.reference.metrics import Metrics as PrefillMetrics
-from prefill_client.transport import TRANSPORTS
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
 from testing.photos import photo
 from testing.redis_servers import redis_server

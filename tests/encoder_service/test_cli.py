@@ -14,8 +14,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_contract.version import __version__
 from encoder_service.api.admin_client import run as operate
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.processes import run, running
 from tests.waiting import PATIENCE_S
@@ -77,8 +76,7 @@ def test_a_store_that_does_not_fit_is_refused_naming_what_to_set(checkpoint: Pat
 
 HOLD = """
 import asyncio, sys
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 
 async def hold(endpoint, path):
     async with await EncoderClient.connect(endpoint) as client:

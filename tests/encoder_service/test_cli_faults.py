@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from encoder_contract.errors import UnavailableError
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from testing.photos import photo
 from tests.processes import SCRIPTS, run, running
 from tests.waiting import PATIENCE_S

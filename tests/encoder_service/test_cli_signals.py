@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.processes import SCRIPTS, running
 from tests.waiting import soon

@@ -21,8 +21,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decode import Decoder
-from prefill_client.client import EncoderClient
-from prefill_client.images import Image, RowRequest, read_images
+from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.photos import photo
 from tests.calls import collect, connection, named, naming, raw_submit, stub
 from tests.conftest import Gate

@@ -14,9 +14,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.engine.model import Model
 from encoder_service.image.patches import to_patches
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
-from prefill_client.transport import TRANSPORTS
+from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, naming, stub
 from tests.conftest import Gate

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from encoder_contract.errors import InvalidImageError, ModelMismatchError, UnavailableError, UnknownImageError
-from prefill_client.blocking import BlockingClient
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import BlockingClient, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.processes import running

@@ -15,13 +15,16 @@ from encoder_contract.errors import DeadlineError, StaleHandleError
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from prefill_client.client import EncoderClient
-from prefill_client.fleet.fetch_stream import FetchStream
-from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.prompt.chunks import plan
-from prefill_client.prompt.layout import expand_prompt
-from prefill_client.prompt.prefetch import PrefetchSession
-from prefill_client.transport.reading import read
+from prefill_client import (
+    EncoderClient,
+    FetchedRows,
+    FetchStream,
+    PrefetchSession,
+    RowRequest,
+    expand_prompt,
+    plan,
+    read,
+)
 from testing.photos import photo
 from tests.calls import collect
 from tests.waiting import soon
@@ -179,8 +182,7 @@ STOPPED = """
 import sys
 from hashlib import sha256
 from encoder_contract.errors import StaleHandleError
-from prefill_client.blocking import BlockingClient
-from prefill_client.images import RowRequest
+from prefill_client import BlockingClient, RowRequest
 
 endpoint, digest = sys.argv[1:]
 with BlockingClient.connect(endpoint) as client:

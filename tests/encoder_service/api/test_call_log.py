@@ -11,7 +11,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.observability.logs import ConsoleFormatter, JsonFormatter, toggle_debug
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from testing.photos import photo
 from tests.operator_view import numbers, settled, use
 

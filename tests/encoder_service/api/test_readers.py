@@ -17,8 +17,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, stub
 from tests.waiting import soon

@@ -18,8 +18,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
 from encoder_service.observability.scrape import scrape
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest, read_images
+from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.connection import Connection
 from testing.photos import photo
 from testing.redis_servers import RedisServer, redis_server

@@ -11,8 +11,7 @@ import pytest
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest, read_images
+from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.connection import Connection
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo

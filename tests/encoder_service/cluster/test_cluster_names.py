@@ -11,8 +11,7 @@ from encoder_contract.errors import Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from prefill_client.client import EncoderClient
-from prefill_client.images import read_images
+from prefill_client import EncoderClient, read_images
 from testing.photos import photo
 from tests.calls import named, naming, raw_submit, stub
 from tests.cluster_replica import Replica, Start, starting

@@ -15,8 +15,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.cluster import index, peers
 from encoder_service.cluster.solo import Solo
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect
 

@@ -16,8 +16,7 @@ from encoder_service.app import Server
 from encoder_service.cluster.contract import Location, Locations
 from encoder_service.cluster.solo import Solo
 from encoder_service.engine.submit_waiters import SubmitWaiters
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect
 from tests.operator_view import numbers

@@ -17,7 +17,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
 from encoder_service.image.decode import Decoder
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from testing.photos import encoded, photo, pixels
 from tests.encoder_service.image.test_decode import expected
 

@@ -16,8 +16,7 @@ from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
 from encoder_service.observability.metrics import PREFIX, READINGS, STAGES, reason
 from encoder_service.observability.scrape import Scrape
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.operator_view import get, numbers, settled, use
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from encoder_service.app import Server
 from encoder_service.observability import top
 from encoder_service.observability.scrape import ScrapeError, quantile, scrape
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from tests.operator_view import settled, use
 
 

@@ -18,7 +18,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api.messages import Context
 from encoder_service.api.service import SERVICE
 from encoder_service.app import Server
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from prefill_client.fleet.retries import MAX_FAILURES, MAX_REFUSED_PAUSE_S, Attempts
 from testing.photos import photo
 

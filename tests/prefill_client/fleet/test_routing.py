@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet.routing import FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
-from prefill_client.images import RowRequest
 from prefill_client.transport.connection import Connection
 from testing.photos import photo
 from testing.traffic import marked

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder_contract.errors import InvalidRequestError
-from prefill_client.prompt.chunks import Chunk, Window, plan
-from prefill_client.prompt.layout import Layout, expand_prompt
+from prefill_client import Chunk, Layout, Window, expand_prompt, plan
 
 IMAGE = 7
 

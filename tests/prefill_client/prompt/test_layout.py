@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder_contract.errors import InvalidRequestError
-from prefill_client.prompt.layout import Span, expand_prompt
+from prefill_client import Span, expand_prompt
 
 IMAGE = 7
 SIZES = st.lists(st.integers(1, 40), max_size=6)

@@ -11,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
-from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.prompt.chunks import Chunk, plan
-from prefill_client.prompt.layout import expand_prompt
-from prefill_client.prompt.prefetch import PrefetchSession
+from prefill_client import Chunk, FetchedRows, PrefetchSession, RowRequest, expand_prompt, plan
 from prefill_client.transport.inline import OwnRows
 from tests.waiting import PATIENCE_S
 

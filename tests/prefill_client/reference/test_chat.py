@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from encoder_contract.errors import InvalidImageError, InvalidRequestError, ModelMismatchError
-from prefill_client.client import EncoderClient
-from prefill_client.prompt.layout import Layout, expand_prompt
+from prefill_client import EncoderClient, Layout, expand_prompt
 from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import LanguageModel, load_language_model

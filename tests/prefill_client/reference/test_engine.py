@@ -13,8 +13,7 @@ from torch import Tensor
 
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
-from prefill_client.prompt.chunks import plan
-from prefill_client.prompt.layout import Layout, expand_prompt
+from prefill_client import Layout, expand_prompt, plan
 from prefill_client.reference.engine import Engine, prefill
 from prefill_client.reference.language_model import load_language_model
 from testing.checkpoints import write_checkpoint

@@ -20,8 +20,8 @@ import uvicorn
 
 from encoder_contract.settings import ConfigError
 from encoder_service.app import Server
+from prefill_client import EncoderClient
 from prefill_client.cli import main
-from prefill_client.client import EncoderClient
 from prefill_client.reference.chat import Chat
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError, UnavailableError
-from prefill_client.client import EncoderClient
+from prefill_client import EncoderClient
 from prefill_client.reference.http_service import Limits
 from prefill_client.reference.image_urls import ImageUrls
 from testing.photos import photo

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_contract.geometry import Grid
-from prefill_client.prompt.layout import expand_prompt
+from prefill_client import expand_prompt
 from prefill_client.reference.positions import mrope_positions
 
 IMAGE = 7

@@ -16,10 +16,8 @@ import torch.distributed as dist
 
 from encoder_contract.errors import EncoderError
 from encoder_service.api import admin_client as operator_client
-from prefill_client.blocking import BlockingClient
-from prefill_client.images import FetchedRows, RowRequest
+from prefill_client import TRANSPORTS, BlockingClient, FetchedRows, RowRequest
 from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
-from prefill_client.transport import TRANSPORTS
 from testing.photos import photo
 from tests.processes import running
 

@@ -8,9 +8,8 @@ from encoder_contract.errors import InternalError, InvalidRequestError
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.transport import SENDERS
-from prefill_client.client import EncoderClient
-from prefill_client.images import RowRequest
-from prefill_client.transport import RECEIVERS, TRANSPORTS, receivers
+from prefill_client import TRANSPORTS, EncoderClient, RowRequest
+from prefill_client.transport import RECEIVERS, receivers
 from prefill_client.transport.row_stream import RowStream
 from prefill_client.transport.server_clock import ServerClock
 from testing.photos import photo

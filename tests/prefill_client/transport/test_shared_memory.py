@@ -15,7 +15,7 @@ from encoder_contract.errors import InternalError, StaleHandleError, Unavailable
 from encoder_contract.handle import Handle
 from encoder_service.store import Store, entry_table
 from encoder_service.store.tiers import copy_bytes
-from prefill_client.transport.shared_memory import SharedRows
+from prefill_client import SharedRows
 
 WIDTH = 64  # bfloat16: 128 bytes a row, 512 rows a page
 PAGE_BYTES = 64 << 10
@@ -225,7 +225,7 @@ def test_a_handle_survives_the_wire(store):
 RANK = """
 import pickle, sys
 import numpy as np
-from prefill_client.transport.shared_memory import SharedRows
+from prefill_client import SharedRows
 rows = SharedRows(pickle.load(sys.stdin.buffer), 64, "bfloat16").copy()
 print(int(rows.sum(dtype=np.uint64)), *rows.shape, "torch" in sys.modules)
 """

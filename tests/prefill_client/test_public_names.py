@@ -1,0 +1,81 @@
+"""The public API of the client: which names there are, that each is documented, and what importing them costs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import prefill_client
+from encoder_contract import errors
+from encoder_service.app import Server
+from testing.photos import photo
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/prefill.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+CLIENTS = {"EncoderClient", "FetchStream", "BlockingClient", "BlockingFetch", "Description", "TRANSPORTS"}
+IMAGES = {"Image", "read_images", "content_digest", "Geometry", "Grid", "RowRequest", "Submitted"}
+ROWS = {"FetchedRows", "read", "Handle", "SharedRows"}
+PROMPTS = {"expand_prompt", "Layout", "Span", "plan", "Chunk", "Window", "PrefetchSession", "ReadyChunk"}
+OTHERS = {"Trace", "traceparent", "__version__"}
+ERRORS = {
+    name
+    for name, each in vars(errors).items()
+    if isinstance(each, type) and issubclass(each, errors.EncoderError)
+}
+
+
+def test_the_public_names_are_these_and_each_is_there() -> None:
+    assert set(prefill_client.__all__) == CLIENTS | IMAGES | ROWS | PROMPTS | OTHERS | ERRORS
+    assert len(prefill_client.__all__) == len(set(prefill_client.__all__))
+    for name in prefill_client.__all__:
+        assert getattr(prefill_client, name) is not None
+    assert not hasattr(prefill_client, "Encoder")
+
+
+def test_every_public_name_is_on_the_page_and_its_examples_import_nothing_else() -> None:
+    for name in prefill_client.__all__:
+        assert re.search(rf"\b{name}\b", PAGE), name
+    imported = {
+        node.module
+        for block in EXAMPLES
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert {module for module in imported if module and "_" in module} == {"prefill_client"}
+
+
+async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None:
+    (example,) = EXAMPLES
+    prefilled = []
+    given = {
+        "files": [photo(128, 96, 3), photo(64, 64, 4)],
+        "request": "example",
+        "token_ids": [1, 7, 2, 7, 3],
+        "image_token": 7,
+        "chunk_tokens": 8,
+        "tokens_in_kv_cache": 0,
+        "row_bytes": 1,
+        "embed": lambda chunk, rows: (chunk.rows, sum(map(len, rows))),
+        "run": lambda chunk, inputs: prefilled.append((chunk.tokens, *inputs)),
+    }
+    code = compile(
+        example.replace("encoder:50051", server.endpoint), "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    )
+    await eval(code, given)
+    await given["client"].close()  # type: ignore[attr-defined]
+    images = given["submitted"]
+    assert sum(tokens for tokens, _, _ in prefilled) == 3 + sum(image.tokens for image in images)  # type: ignore[attr-defined]
+    assert all(wanted == got for _, wanted, got in prefilled)
+    assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
+
+
+def test_importing_the_client_loads_neither_torch_nor_grpc_nor_the_server() -> None:
+    heavy = "{'torch', 'grpc', 'PIL', 'redis', 'encoder_service', 'transformers'}"
+    script = f"import sys, prefill_client; print({heavy} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "set()\n"

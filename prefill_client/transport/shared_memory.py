@@ -3,13 +3,13 @@
 import mmap
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from encoder_contract.errors import InternalError, StaleHandleError
@@ -137,7 +137,7 @@ class _MappedSegment:
             raise StaleHandleError(f"the rows of a handle into {self.path} are no longer held")
 
 
-_segments: OrderedDict[str, _MappedSegment] = OrderedDict()
+_segments: LRUCache[str, _MappedSegment] = LRUCache(_MAPPED_SEGMENTS)
 _segments_lock = threading.Lock()
 
 
@@ -149,20 +149,14 @@ def _mapped(handle: Handle) -> _MappedSegment:
             segment = _map(handle)
             _unmap_dead()
             _segments[handle.segment] = segment
-        _segments.move_to_end(handle.segment)
     _check_bounds(handle, len(segment.content))
     return segment
 
 
 def _unmap_dead() -> None:
-    """Let go of segments whose server has gone, lest a mapping keep memory, and of the oldest over the bound.
-
-    Views that someone still has keep their mapping alive.
-    """
+    """Let go of segments whose server has gone, lest a mapping keep memory. Views that are in use keep theirs alive."""
     for path in [path for path in _segments if not os.path.exists(path)]:
         del _segments[path]
-    while len(_segments) >= _MAPPED_SEGMENTS:
-        _segments.popitem(last=False)
 
 
 def _map(handle: Handle) -> _MappedSegment:

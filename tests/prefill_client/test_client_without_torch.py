@@ -1,67 +1,80 @@
-"""The client alone: it installs and works where there is no torch, with rows as numpy arrays."""
+"""The client alone works where there is nothing but what it depends on: no torch, no Pillow, no server."""
 
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
+import encoder_contract
+import prefill_client
 from testing.photos import photo
 from tests.processes import running
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ABSENT = ("torch", "PIL", "encoder_service", "prometheus_client", "redis", "rich", "safetensors")
 
-# Whatever is not among the client's own dependencies is not to be had.
 SCRIPT = """
-import asyncio, sys
-from importlib.abc import MetaPathFinder
+import sys
 
-class Absent(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "transformers", "nvidia", "safetensors", "redis", "fastapi",
-                                      "uvicorn", "prometheus_client", "matplotlib", "rich", "encoder_service"}:
-            raise ImportError(f"{name} is absent")
+site, endpoint, file, *absent = sys.argv[1:]
+sys.path.insert(0, site)
 
-sys.meta_path.insert(0, Absent())
+from importlib.util import find_spec
 
-from prefill_client.prompt import layout
-
-from prefill_client.prompt import chunks as plan
-
-from prefill_client.transport import shared_memory as segment
-
-from prefill_client.prompt import prefetch as session
-
+from prefill_client import *
+from prefill_client import cli
 from prefill_client.tools import timeline
 
-from prefill_client.tools import trace
-
-from prefill_client import blocking, cli, client
-from prefill_client.images import RowRequest
-
-endpoint, file = sys.argv[1:]
-with blocking.BlockingClient.connect(endpoint) as encoder:
+assert not [name for name in absent if find_spec(name)]
+with BlockingClient.connect(endpoint) as encoder:
     (image,) = encoder.submit([open(file, "rb").read()])
-    for transport in ("shm", "inline"):
+    for transport in TRANSPORTS:
         with encoder.fetch([RowRequest(image.digest)], transports=[transport]) as outcomes:
             (rows,) = outcomes
             assert rows.error is None, rows.error
             print(rows.transport, type(rows.array).__module__, rows.array.shape[0] == image.tokens)
-assert "torch" not in sys.modules
 """
 
 
-def test_without_torch_the_client_gives_rows_as_numpy_arrays(checkpoint: Path, tmp_path: Path) -> None:
+def dependencies(requirements: list[str]) -> set[str]:
+    """Return the names of distributions, and of all that they depend on."""
+    names = {
+        match[0]
+        for each in requirements
+        if "extra ==" not in each and (match := re.match(r"[\w.-]+", each)) and "python_version <" not in each
+    }
+    return names.union(*(dependencies(distribution(name).requires or []) for name in names))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder that holds the client and what it depends on, and nothing else."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    for package in (prefill_client, encoder_contract):
+        (folder / package.__name__).symlink_to(Path(str(package.__file__)).parent)
+    for name in dependencies(PROJECT["dependencies"]):
+        installed = distribution(name)
+        for top in {file.parts[0] for file in installed.files or []} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(installed.locate_file(top))))
+    return folder
+
+
+def test_the_client_gives_rows_as_numpy_arrays_where_only_its_dependencies_are(
+    checkpoint: Path, site: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "photo.jpg"
     file.write_bytes(photo(160, 120, 7))
     with running(checkpoint) as server:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, server.endpoint, str(file)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = [sys.executable, "-I", "-S", "-c", SCRIPT, str(site), server.endpoint, str(file), *ABSENT]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.stdout.split("\n")[:2] == ["shm numpy True", "inline numpy True"]
 
@@ -71,7 +84,9 @@ def test_the_packages_say_that_they_are_typed() -> None:
         assert files(package).joinpath("py.typed").is_file()
 
 
-def test_torch_is_an_extra_and_no_dependency() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert not [name for name in project["dependencies"] if name.startswith("torch")]
-    assert [name.split(">")[0] for name in project["optional-dependencies"]["torch"]] == ["torch"]
+def test_torch_and_pillow_are_extras_and_no_dependencies() -> None:
+    names = [re.split(r"[\[>]", each)[0] for each in PROJECT["dependencies"]]
+    assert not {"torch", "pillow"} & {*names}
+    extras = PROJECT["optional-dependencies"]
+    assert [name.split(">")[0] for name in extras["torch"]] == ["torch"]
+    assert {"torch", "pillow"} <= {name.split(">")[0] for name in extras["server"]}

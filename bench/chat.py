@@ -12,6 +12,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ async def chat(side: int, folder: Path, budget: Budget) -> dict[str, float]:
     path = full_checkpoint("qwen3_vl")
     files = [photo(side, side, seed) for seed in range(ROUNDS + 1)]
     ours: list[tuple[float, int]] = []
-    settings = {"store_host_gib": 0.5, "torch_threads": HALF_THE_CORES}
+    settings: dict[str, Any] = {"store_host_gib": 0.5, "torch_threads": HALF_THE_CORES}
     with running(path, log=folder / "server.log", **settings) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             await ours_ms(client, files[-1:])

@@ -187,7 +187,7 @@ def timings(backends: dict[str, str], peak_tflops: float) -> list[dict[str, Any]
     """Every case with every backend, graph and head size: milliseconds, share of the peak, peak memory."""
     folder = full_checkpoint("qwen3_vl")
     rows: list[dict[str, Any]] = []
-    variants = [
+    variants: list[dict[str, Any]] = [
         {"attention": name, "graphs": graphs, "head_size": head_size}
         for name, state in backends.items()
         if state == "runs"
@@ -237,9 +237,9 @@ def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
     """The median over `repeats` calls, by the device's clock, after warm-up."""
     for _ in range(3):
         call()
-    spent = []
+    spent: list[float] = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         call()
         end.record()

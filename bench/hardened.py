@@ -85,7 +85,7 @@ BUDGET_S = 210.0
 WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
 PATIENCE_S = 5.0  # of a request of the victim's; many times what one takes
 DRAIN_S, HEARD_S = 3, 10.0
-SETTINGS: dict[str, object] = {
+SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.05,
     "store_prefault": "no",
     "source_gib": 0.1,
@@ -123,7 +123,7 @@ class Victim:
     def __init__(self, client: EncoderClient, channel: grpc.aio.Channel, health_url: str) -> None:
         self._client = client
         self._service = EncoderServiceStub(channel)
-        self._health = health_pb2_grpc.HealthStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._health_url = health_url
         self._photo = photo(320, 240, 1)
         self._known = photo(320, 240, 2)

@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -64,9 +65,9 @@ def key_figures(files: Sequence[bytes], rounds: int) -> Figures:
         (patches,) = to_patches([pixels], [grid], GEOMETRY)
         content_digest(patches.numpy().tobytes())
 
-    by_file = [_seconds(lambda file=file: read_images([file], GEOMETRY)) for file in files * rounds]  # type: ignore[misc]
+    by_file = [_seconds(partial(read_images, [file], GEOMETRY)) for file in list(files) * rounds]
     pixels_key(files[0])
-    by_pixels = [_seconds(lambda file=file: pixels_key(file)) for file in files[: 2 * rounds]]  # type: ignore[misc]
+    by_pixels = [_seconds(partial(pixels_key, file)) for file in files[: 2 * rounds]]
     large = b"".join(files)
     hashing_s = median(_seconds(lambda: content_digest(large)) for _ in range(rounds))
     return {

@@ -81,7 +81,7 @@ async def prefill(
 def own_mib(server: ServerProcess) -> int:
     """Return the server's memory without the store, which is shared memory of a fixed size."""
     memory = psutil.Process(server.process.pid).memory_info()
-    return (memory.rss - memory.shared) // MIB
+    return int(memory.rss - memory.shared) // MIB
 
 
 async def serve(

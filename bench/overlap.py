@@ -171,7 +171,7 @@ class Others:
         times = [process.cpu_times() for process in (ours, *ours.children(recursive=True))]
         total = psutil.cpu_times()
         busy_s = total.user + total.nice + total.system + total.irq + total.softirq
-        return busy_s - sum(each.user + each.system for each in times)
+        return float(busy_s - sum(each.user + each.system for each in times))
 
 
 async def quiet() -> None:

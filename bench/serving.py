@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 
@@ -281,7 +282,11 @@ async def measure(folder: Path, rounds: int, images: int, overload_s: float, bud
     path = checkpoint(folder)
     model = load_model(Config(model=path, device="cpu"))
     figures: Figures = {}
-    settings = {"store_host_gib": 1, "torch_threads": THREADS, "batch_patches": BATCH * (SIDE // 16) ** 2}
+    settings: dict[str, Any] = {
+        "store_host_gib": 1,
+        "torch_threads": THREADS,
+        "batch_patches": BATCH * (SIDE // 16) ** 2,
+    }
     with running(path, **settings) as server:
         figures |= await overhead_section(server.endpoint, model, rounds, budget)
         images = images_of_load(images, figures["served_batch_ms"] / 1e3, budget)

@@ -140,7 +140,7 @@ def memory_figures(rounds: int) -> Figures:
 def framing_figures(rounds: int) -> Figures:
     """Frame and parse an embedding in 1 MiB messages, by hand and with the generated class; checksum it."""
     data = np.random.default_rng(0).integers(0, 256, EMBEDDING_BYTES, np.uint8)
-    view = memoryview(data)
+    view = memoryview(data)  # type: ignore[arg-type] # an array is a buffer
     target = np.empty_like(data)
     messages = list(frame_rows(3, [view]))
 

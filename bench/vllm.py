@@ -57,7 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 VISION = {"depth": 6, "hidden_size": 288, "intermediate_size": 1080, "num_heads": 4}
 TEXT_LAYERS, TEXT = 12, {"intermediate_size": 1024}
-ENGINE = {"max_num_batched_tokens": 512, "max_model_len": 8192}
+ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 8192}
 
 
 def main() -> None:
@@ -81,16 +81,16 @@ def _elsewhere() -> int:
         return 2
     service = Path(sys.executable).with_name("encoder-service")
     environment = {"ENCODER_SERVICE": str(service), **os.environ, **ENVIRONMENT}
-    command = [PYTHON, "-m", "bench.vllm", "--here", *sys.argv[1:]]
+    command: list[str | Path] = [PYTHON, "-m", "bench.vllm", "--here", *sys.argv[1:]]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def _measure(rounds: int) -> dict[str, object]:
+def _measure(rounds: int) -> dict[str, Any]:
     from testing.checkpoints import write_checkpoint
     from testing.server_process import running
     from testing.vllm_engine import Engine
 
-    told: dict[str, object] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    told: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
         size = {"size": {"longest_edge": SIDE_PIXELS**2, "shortest_edge": 1024}}
         model = write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT, preprocessor=size)
@@ -114,13 +114,13 @@ def _measure(rounds: int) -> dict[str, object]:
     return told
 
 
-def _of_way(engine: "Engine", way: str, rounds: int) -> dict[str, object]:
+def _of_way(engine: "Engine", way: str, rounds: int) -> dict[str, Any]:
     """Measure one engine; the first prompt only warms it up."""
     own, photos = way == "own", _photos()
     _first_token_ms(engine, [next(photos), "warm"], own=own)
     long_ms = [_first_token_ms(engine, [next(photos) for _ in range(IMAGES)], own=own) for _ in range(rounds)]
     chats_ms = [_chat_ms(engine, photos, own=own) for _ in range(rounds)]
-    told: dict[str, object] = {
+    told: dict[str, Any] = {
         f"{way}_16_ms": round(median(long_ms), 1),
         f"{way}_round8_ms": round(median(chat[-1] for chat in chats_ms), 1),
     }
@@ -204,7 +204,7 @@ def _photos() -> Iterator[bytes]:
         yield photo(SIDE_PIXELS, SIDE_PIXELS, seed)
 
 
-def _ratio(told: dict[str, object], above: str, below: str) -> float:
+def _ratio(told: dict[str, Any], above: str, below: str) -> float:
     return round(float(str(told[above])) / float(str(told[below])), 2)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -42,7 +43,7 @@ def run(replicas: int, model: Path | None, folder: Path) -> int:
 
 
 @contextmanager
-def _replica(model: Path, log: Path, codes: list[int], **settings: object) -> Iterator[ServerProcess]:
+def _replica(model: Path, log: Path, codes: list[int], **settings: Any) -> Iterator[ServerProcess]:
     """Run one replica; on leaving, it drains, and its exit code is added to `codes`."""
     # A session of its own: Ctrl-C is for us, who stop the replicas before their Redis.
     server = ServerProcess(model, log=log, own_session=True, store_host_gib=0.5, **settings)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -30,6 +31,9 @@ from testing import hostile_images as files
 from testing.photos import photo
 from testing.raw_http2 import RawConnection
 from testing.traffic import marked
+
+if TYPE_CHECKING:  # the class of an asyncio channel has a name for the type checker only
+    from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
 
 SUBMIT, FETCH = (f"/encoder_contract.v1.EncoderService/{name}" for name in ("Submit", "Fetch"))
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -45,7 +49,7 @@ class Target:
     grpc: str
     http: str
 
-    def stub(self) -> EncoderServiceStub:
+    def stub(self) -> "EncoderServiceAsyncStub":
         """Return a stub on a connection of its own."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 64 << 20)]
         return EncoderServiceStub(grpc.aio.insecure_channel(self.grpc, options))
@@ -139,7 +143,7 @@ async def messages(target: Target, ready: Callable[[], Awaitable[None]]) -> None
         FETCH: b"\x12\x00" * count,
         SUBMIT: b"\x12" + _varint(len(names)) + names,
     }
-    channel = grpc.aio.insecure_channel(
+    channel: Any = grpc.aio.insecure_channel(  # of bytes as they are
         target.grpc, [("grpc.max_send_message_length", 64 << 20)], compression=grpc.Compression.Gzip
     )
     await ready()
@@ -253,10 +257,10 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def _submit(
-    stub: EncoderServiceStub, names: Sequence[pb.ImageName], by_digest: dict[bytes, bytes]
+    stub: "EncoderServiceAsyncStub", names: Sequence[pb.ImageName], by_digest: dict[bytes, bytes]
 ) -> None:
     """Name images and send the bytes that are asked for and known here; whatever is answered is fine."""
-    call = stub.Submit()
+    call: Any = stub.Submit()  # whose `read` has no type but that of the end
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
@@ -284,7 +288,7 @@ def _request(digests: Sequence[bytes], grace_ms: int = 1000, rows: int = 0) -> p
     return pb.FetchRequest(images=images, grace_ms=grace_ms)
 
 
-async def _read(stub: EncoderServiceStub, request: pb.FetchRequest) -> None:
+async def _read(stub: "EncoderServiceAsyncStub", request: pb.FetchRequest) -> None:
     with suppress(grpc.aio.AioRpcError):
         async for _ in stub.Fetch(request):
             pass

@@ -3,6 +3,7 @@
 import io
 import random
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
 ORIENTATION_TAG = 0x0112
 
 # What a phone writes: a 720p JPEG comes out at 0.2 to 0.4 MB.
-_SAVE: dict[str, dict[str, object]] = {
+_SAVE: dict[str, dict[str, Any]] = {
     "JPEG": {"quality": 88},
     "WEBP": {"quality": 80, "method": 0},
     "AVIF": {"speed": 10},
@@ -65,7 +66,7 @@ def encoded(
     picture: Image.Image,
     format: str,  # noqa: A002 - Pillow's word for it
     orientation: int = 1,
-    **options: object,
+    **options: Any,
 ) -> bytes:
     """Return `picture` as a file of this format, with EXIF when the orientation is not 1."""
     arguments = {**_SAVE.get(format, {}), **options}

@@ -25,6 +25,7 @@ class RawConnection:
         self.reset: set[int] = set()
         self.closed = asyncio.Event()
         self._moved = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, endpoint: str, window: int = 65535) -> Self:
@@ -84,7 +85,8 @@ class RawConnection:
 
     async def close(self) -> None:
         """Hang up."""
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()

@@ -12,7 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -175,7 +177,7 @@ def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[RedisCluster]
 
 
 def _form(nodes: Sequence[RedisServer], masters: int) -> None:
-    clients = [node.client() for node in nodes]
+    clients: list[Any] = [node.client() for node in nodes]
     for number, client in enumerate(clients):
         client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
     for number, client in enumerate(clients[:masters]):
@@ -185,15 +187,15 @@ def _form(nodes: Sequence[RedisServer], masters: int) -> None:
         clients[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port)
     for number, client in enumerate(clients[masters:]):
         master = clients[number].execute_command("CLUSTER MYID").decode()
-        _until(lambda c=client, m=master: _replicate(c, m))
+        _until(partial(_replicate, client, master))
         # A replica that was never in step with its master does not stand for election.
-        _until(lambda c=client: c.info("replication")["master_link_status"] == "up")
+        _until(partial(_is_in_step, client))
     for client in clients:
-        _until(lambda c=client: _is_formed(c, len(nodes), len(nodes) - masters))
+        _until(partial(_is_formed, client, len(nodes), len(nodes) - masters))
         client.close()
 
 
-def _replicate(client: redis.Redis, master: str) -> bool:
+def _replicate(client: Any, master: str) -> bool:
     try:
         client.execute_command("CLUSTER REPLICATE", master)
     except redis.ResponseError:  # it has not heard of its master yet
@@ -201,12 +203,16 @@ def _replicate(client: redis.Redis, master: str) -> bool:
     return True
 
 
-def _is_formed(client: redis.Redis, nodes: int, replicas: int) -> bool:
+def _is_in_step(client: Any) -> bool:
+    return bool(client.info("replication")["master_link_status"] == "up")
+
+
+def _is_formed(client: Any, nodes: int, replicas: int) -> bool:
     info = client.execute_command("CLUSTER INFO")
     state = info if isinstance(info, dict) else dict(x.split(":") for x in info.decode().split())
     known = client.execute_command("CLUSTER NODES")
     roles = [entry["flags"] for entry in known.values()] if isinstance(known, dict) else []
-    return (
+    return bool(
         state["cluster_state"] == "ok"
         and state["cluster_known_nodes"] == str(nodes)
         and sum("slave" in role for role in roles) == replicas

@@ -57,4 +57,5 @@ def random_patches(grids: Sequence[Grid], patch_values: int, seed: int = 0) -> l
 def row_errors(rows: Tensor, truth: Tensor) -> Tensor:
     """Relative error of each row: the norm of the difference over the norm of the true row."""
     rows, truth = rows.double().cpu(), truth.double().cpu()
-    return (rows - truth).norm(dim=1) / truth.norm(dim=1)
+    errors: Tensor = (rows - truth).norm(dim=1) / truth.norm(dim=1)
+    return errors

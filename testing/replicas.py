@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from encoder_service.observability.scrape import Scrape
 from testing.redis_servers import free_port
@@ -24,7 +25,7 @@ SETTINGS = {
 class ReplicaProcess:
     """One replica, by default on an address of its own, as on a machine of its own; `start` it, also again."""
 
-    def __init__(self, model: Path, number: int, **settings: object) -> None:
+    def __init__(self, model: Path, number: int, **settings: Any) -> None:
         self.endpoint = f"127.0.0.{number + 2}:{free_port()}"
         self._model = model
         self._settings = settings
@@ -46,7 +47,7 @@ class ReplicaProcess:
         """Whether its process runs."""
         return self._server is not None and self._server.process.poll() is None
 
-    def start(self, **settings: object) -> None:
+    def start(self, **settings: Any) -> None:
         """Start it and wait until it listens; `settings` win over those it was made with."""
         given = {**SETTINGS, "listen": self.endpoint, **self._settings, **settings}
         self._server = ServerProcess(self._model, **given)

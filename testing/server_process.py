@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from encoder_contract.settings import flag
 from encoder_service.observability.scrape import Scrape, scrape
@@ -38,7 +39,7 @@ class ServerProcess:
         log: Path | None = None,
         own_session: bool = False,
         executable: Path | None = None,
-        **settings: object,
+        **settings: Any,
     ) -> None:
         if log is None:
             self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - gone with this object
@@ -99,7 +100,7 @@ class ServerProcess:
 
 @contextmanager
 def running(
-    model: Path, *, log: Path | None = None, own_session: bool = False, **settings: object
+    model: Path, *, log: Path | None = None, own_session: bool = False, **settings: Any
 ) -> Iterator[ServerProcess]:
     """Run a server for the length of a `with` block; it drains on leaving."""
     server = ServerProcess(model, log=log, own_session=own_session, **settings)

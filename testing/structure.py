@@ -123,7 +123,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 def _function_names() -> set[str]:
     """Names of all functions and methods that are not also those of a property or a field."""
-    names, values = set(), set()
+    names, values = set[str](), set[str]()
     for path in modules(SERVICE):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.AnnAssign):
@@ -221,7 +221,7 @@ async def trace_image(folder: Path) -> tuple[list[str], list[str]]:
             crossed = max(trace.withdrawals, key=len, default=set())
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
         await server.drain()
     return passed, sorted(crossed)
 

@@ -118,7 +118,7 @@ class Engine:
         (request_id,) = self.llm.enqueue_chat(
             [{"role": "user", "content": content}], sampling(tokens), use_tqdm=False
         )
-        return request_id.partition("-")[0]  # the name that its outputs have
+        return str(request_id).partition("-")[0]  # the name that its outputs have
 
     def step(self) -> dict[str, Answer]:
         """Make one step; return what ended in it."""
@@ -156,7 +156,7 @@ class Engine:
     def computed(self, request_id: str) -> int:
         """How many tokens of a request have been prefilled, or are being."""
         return next(
-            request.num_computed_tokens
+            int(request.num_computed_tokens)
             for known, request in self.scheduler.requests.items()
             if known.startswith(f"{request_id}-")
         )

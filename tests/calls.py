@@ -1,5 +1,7 @@
 """Calls to a real server: a Fetch read to its end, and the protocol spoken by hand."""
 
+from typing import Any
+
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -8,7 +10,7 @@ from prefill_client.transport.connection import Connection
 
 
 async def collect(
-    client: EncoderClient, requests: list[RowRequest], **options: object
+    client: EncoderClient, requests: list[RowRequest], **options: Any
 ) -> dict[int, FetchedRows]:
     """Return copies of all outcomes by index."""
     outcomes: dict[int, FetchedRows] = {}
@@ -25,7 +27,8 @@ async def connection(client: EncoderClient) -> Connection:
     return await client._pool.connection(endpoint)
 
 
-async def stub(client: EncoderClient) -> EncoderServiceStub:
+async def stub(client: EncoderClient) -> Any:
+    """The calls of the contract; Any, for the generated types are those of the channel that blocks."""
     return EncoderServiceStub((await connection(client)).channel)
 
 
@@ -54,5 +57,5 @@ async def raw_submit(
     return states
 
 
-def named(index: int, data: bytes, **fields: object) -> tuple[pb.ImageName, bytes]:
+def named(index: int, data: bytes, **fields: Any) -> tuple[pb.ImageName, bytes]:
     return pb.ImageName(index=index, digest=content_digest(data), **fields), data  # type: ignore[arg-type]

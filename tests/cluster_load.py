@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from encoder_service.observability.scrape import ScrapeError
 from testing.replicas import ReplicaProcess
@@ -35,7 +36,7 @@ async def alone(replica: ReplicaProcess) -> bool:
     return found.total("index_state", state="alone") == 1
 
 
-def traffic(replicas: Sequence[ReplicaProcess], **options: object) -> Traffic:
+def traffic(replicas: Sequence[ReplicaProcess], **options: Any) -> Traffic:
     return Traffic([replica.endpoint for replica in replicas], Supply(seed=next(seeds)), **options)  # type: ignore[arg-type]
 
 

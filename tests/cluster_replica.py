@@ -5,7 +5,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from encoder_service.app import Server
 from encoder_service.cluster.coordinator import Coordinator
@@ -44,7 +44,7 @@ class Replica:
         found = await asyncio.to_thread(scrape, self.server.watch.endpoint, 10)
         return int(found.total("encoded_images_total", outcome="kept"))
 
-    async def fetch(self, digest: bytes, **options: object) -> FetchedRows:
+    async def fetch(self, digest: bytes, **options: Any) -> FetchedRows:
         async with self.client.fetch(
             [RowRequest(digest)], transports=["inline"], timeout_s=60, **options
         ) as stream:  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ async def starting(config: Config, model: Model, index: str) -> AsyncIterator[St
     hosts = (f"127.0.0.{n}" for n in itertools.count(2))
     async with AsyncExitStack() as stack:
 
-        async def start(**changes: object) -> Replica:
+        async def start(**changes: Any) -> Replica:
             settings = {
                 "index": index,
                 "index_prefix": prefix,

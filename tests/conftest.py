@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import hypothesis
 import pytest
@@ -149,7 +149,7 @@ async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]
     joined: list[RedisIndex] = []
 
     async def join(
-        name: str, lease_ttl_ms: int = LEASE_TTL_MS, replica_ttl_ms: int = REPLICA_TTL_MS, **identity: object
+        name: str, lease_ttl_ms: int = LEASE_TTL_MS, replica_ttl_ms: int = REPLICA_TTL_MS, **identity: Any
     ) -> RedisIndex:
         settings = replace(
             redis_settings(url, space), lease_ttl_ms=lease_ttl_ms, replica_ttl_ms=replica_ttl_ms

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from testing import server_process
 from testing.server_process import ServerProcess
@@ -11,7 +12,7 @@ from testing.server_process import ServerProcess
 SCRIPTS = Path(sys.executable).parent
 
 
-def running(model: Path, **settings: object) -> AbstractContextManager[ServerProcess]:
+def running(model: Path, **settings: Any) -> AbstractContextManager[ServerProcess]:
     """Run a server for the length of a `with` block."""
     return server_process.running(model, **{"store_host_gib": 0.25, "store_prefault": "no", **settings})
 

@@ -41,7 +41,9 @@ def throughput(index_s: float) -> dict[str, float]:
             index_s=index_s if replicas > 1 else 0.0,
         )
         rates[replicas] = Simulation(machine, load.jobs(REQUESTS, seed=0)).run().images_per_s
-    rows = [[str(n), rate, rate / rates[1], rate / rates[1] / n] for n, rate in rates.items()]
+    rows: list[list[str | float]] = [
+        [str(n), rate, rate / rates[1], rate / rates[1] / n] for n, rate in rates.items()
+    ]
     table(
         f"Throughput in the simulator, {index_s * 1e3:.2g} ms of index before and after each image",
         ["replicas", "images/s", "over one", "of ideal"],
@@ -65,14 +67,14 @@ def on_paper(measured: Mapping[str, float]) -> dict[str, float]:
         "heartbeats": (REPLICAS * 1000 / settings.heartbeat_ms, measured["index_redis_beat_us_100"]),
     }
     shares = {name: per_s * each_us / 1e6 for name, (per_s, each_us) in calls.items()}
-    rows: list[list[str | float]] = [
+    shown: list[list[str | float]] = [
         [name, f"{per_s:,.0f}", each_us, f"{100 * shares[name]:.1f} %"]
         for name, (per_s, each_us) in calls.items()
     ]
     table(
         f"On paper: {REPLICAS} replicas x {IMAGES_PER_S:g} images/s, {ADDRESSES:,} addresses held",
         ["call", "addresses/s", "µs of Redis", "of its thread"],
-        rows,
+        shown,
     )
     sources_per_s = encoded * SOURCE_BYTES
     figures = {

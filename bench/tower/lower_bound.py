@@ -21,11 +21,11 @@ class Clock:
 clock = Clock()
 
 
-class Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the products and attention calls of a forward, with their tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
         self.bare: list[Callable[[], object]] = []
 

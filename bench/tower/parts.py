@@ -5,6 +5,7 @@ Bfloat16, the published widths; the best of many calls counts. Compiled parts ar
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import TypedDict
 
 import torch
@@ -91,7 +92,7 @@ def _rates(rows: int, inputs: int, outputs: int) -> str:
     plain, packed = _linear(inputs, outputs, packed=False), _linear(inputs, outputs)
     x = torch.randn(rows, inputs).bfloat16()
     flop = 2 * rows * inputs * outputs
-    return " → ".join(f"{flop / _best(lambda each=each: each(x)) / 1e12:.2f}" for each in (plain, packed))
+    return " → ".join(f"{flop / _best(partial(each, x)) / 1e12:.2f}" for each in (plain, packed))
 
 
 def _parts() -> dict[str, Callable[[], object]]:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -18,13 +19,13 @@ async def serve(size_bytes: int, message_bytes: int) -> None:
     sizes = [message_bytes] * (size_bytes // message_bytes) + [size_bytes % message_bytes]
     messages = [os.urandom(size) for size in sizes if size]
 
-    async def stream(_request: bytes, _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def stream(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
         for message in messages:
             yield message
 
     server = grpc.aio.server()
     service, method = METHOD.strip("/").split("/")
-    handler = grpc.unary_stream_rpc_method_handler(stream)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(stream)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

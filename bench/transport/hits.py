@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import grpc
 import torch
@@ -84,7 +85,8 @@ async def _fetch(client: EncoderClient, requests: Sequence[RowRequest], transpor
 
 async def _read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
     received = 0
-    async for message in channel.unary_stream(METHOD)(b""):
+    stream: Any = channel.unary_stream(METHOD)  # bytes as they are
+    async for message in stream(b""):
         received += len(message)
     assert received == size_bytes
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from bench.sizing import main as show_sizing
+from encoder_contract.command_line import BAD_USAGE
 from encoder_service.app import LOST_DEVICE
-from encoder_service.cli import BAD_USAGE
 from encoder_service.config import Config, ConfigError
 from prefill_client.reference.config import ServiceConfig
 

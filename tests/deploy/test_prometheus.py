@@ -17,8 +17,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from encoder_contract.digest import content_digest
-from encoder_service.app import Model, Server
+from encoder_service.app import Server
 from encoder_service.config import Config
+from encoder_service.engine.model import Model
 from encoder_service.observability.scrape import Scrape, scrape
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.reference.metrics import Metrics as PrefillMetrics

@@ -28,7 +28,7 @@ class Started:
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._folder = folder
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.ports = {name: free_port() for name in ("6379", "50051", "9464", "8000", "9090")}
         # Longest first: what a container sees, and where that is here.
         self._here = [
@@ -148,7 +148,7 @@ def started(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def chat(started: Started, *images: bytes) -> str:
     """Ask about images; return the answer."""
     urls = [f"data:image/jpeg;base64,{base64.b64encode(image).decode()}" for image in images]
-    parts: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     message = {"role": "user", "content": [*parts, {"type": "text", "text": "What is to be seen?"}]}
     url = f"http://127.0.0.1:{started.ports['8000']}/v1/chat/completions"
     answer = ask(

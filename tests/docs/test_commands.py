@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from encoder_contract.command_line import BAD_USAGE, FAILED
 from encoder_service.app import LOST_DEVICE
-from encoder_service.cli import BAD_USAGE, FAILED
 from tests.pages import PAGES, ROOT, lines_in, name_of, named
 from tests.processes import run
 

@@ -2,6 +2,7 @@
 
 import io
 import struct
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -21,7 +22,7 @@ def decoder() -> Decoder:
     return Decoder(threads=1, backend="pillow")
 
 
-def saved(picture: Image.Image = PICTURE, orientation: int = 1, **options: object) -> bytes:
+def saved(picture: Image.Image = PICTURE, orientation: int = 1, **options: Any) -> bytes:
     return encoded(picture, "AVIF", orientation, speed=10, **options)
 
 

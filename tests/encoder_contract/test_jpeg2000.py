@@ -2,6 +2,7 @@
 
 import io
 import struct
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -20,7 +21,7 @@ def decoder() -> Decoder:
     return Decoder(threads=1, backend="pillow")
 
 
-def saved(**options: object) -> bytes:
+def saved(**options: Any) -> bytes:
     return encoded(PICTURE, "JPEG2000", **options)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,11 +31,14 @@ def picture(mode: str, width: int = 97, height: int = 41) -> Image.Image:
         return Image.fromarray(deep.astype(">u2" if mode == "I;16B" else "<u2"))
     if mode == "LAB":
         profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]
-        return ImageCms.applyTransform(rgb, ImageCms.buildTransform(*profiles, "RGB", "LAB"))
+        return (
+            ImageCms.applyTransform(rgb, ImageCms.buildTransform(profiles[0], profiles[1], "RGB", "LAB"))
+            or rgb
+        )
     return rgb.convert("P").convert("PA") if mode == "PA" else rgb.convert(mode)
 
 
-def saved(mode: str, **options: object) -> bytes:
+def saved(mode: str, **options: Any) -> bytes:
     try:
         return encoded(picture(mode), "TIFF", **options)
     except OSError:

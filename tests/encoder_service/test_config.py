@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -11,7 +11,7 @@ from encoder_service.config import Config, ConfigError, flag
 from encoder_service.vision.attention import BACKENDS
 
 
-def parse(*arguments: str) -> dict[str, object]:
+def parse(*arguments: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     Config.add_flags(parser)
     return vars(parser.parse_args(arguments))

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -31,7 +32,7 @@ def small_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("small"), preprocessor={"size": size})
 
 
-async def submit(stub: EncoderServiceStub, files: list[bytes]) -> dict[int, int | str]:
+async def submit(stub: Any, files: list[bytes]) -> dict[int, int | str]:
     """Send every file, unread, and return the code of each that failed; `EncoderClient` would stop most of them."""
     call = stub.Submit(timeout=30)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
@@ -53,7 +54,7 @@ async def submit(stub: EncoderServiceStub, files: list[bytes]) -> dict[int, int 
     return outcomes
 
 
-async def fetch(stub: EncoderServiceStub, files: dict[int, bytes]) -> dict[int, int | str]:
+async def fetch(stub: Any, files: dict[int, bytes]) -> dict[int, int | str]:
     """Fetch every file's rows inline and return the one outcome of each."""
     images = [pb.FetchImage(index=index, digest=content_digest(file)) for index, file in files.items()]
     outcomes: dict[int, int | str] = {}
@@ -66,7 +67,7 @@ async def fetch(stub: EncoderServiceStub, files: dict[int, bytes]) -> dict[int, 
     return outcomes
 
 
-async def outcomes_of(stub: EncoderServiceStub, seeds: range) -> list[int | str]:
+async def outcomes_of(stub: Any, seeds: range) -> list[int | str]:
     files = dict(enumerate(damaged(seed) for seed in seeds))
     files[len(files)] = photo(300, 200, seeds.start)  # among the damaged ones, a sound one
     outcomes = await submit(stub, list(files.values()))

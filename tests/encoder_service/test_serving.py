@@ -1,6 +1,7 @@
 """A client and a real server: submit, fetch, and what a call holds while it runs."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ async def test_health_answers_while_the_server_works(client: EncoderClient, serv
     submitted = await client.submit(images)
     fetching = asyncio.create_task(collect(client, [RowRequest(s.digest) for s in submitted]))
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         while not fetching.done():
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING

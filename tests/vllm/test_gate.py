@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_more_requests_than_host_memory_holds_take_their_turns(
         engine.submit(*parts[1:])
     started = [engine.start(parts) for parts in prompts]
     reserved = []
-    ended: dict[str, object] = {}
+    ended: dict[str, Any] = {}
     while len(ended) < len(started):
         ended |= engine.step()
         reserved.append(200 - gate._free_rows)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -27,7 +28,7 @@ def request(service: str = "") -> health_pb2.HealthCheckRequest:
 
 async def test_check_and_watch_know_the_server_and_its_service_and_nothing_else(server: Server) -> None:
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICE):
             assert (await stub.Check(request(name), timeout=10)).status == SERVING
             assert (await stub.Watch(request(name), timeout=10).read()).status == SERVING
@@ -46,7 +47,7 @@ async def test_a_drain_tells_every_watcher_though_another_has_left_and_one_never
     raw = await RawConnection.open(server.endpoint, window=0)  # its first answer never finds room
     await raw.call(WATCH, b"")
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(request(), timeout=60) for _ in range(3)]
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 3
         leaver = watches.pop()
@@ -70,7 +71,7 @@ async def test_a_connection_has_a_bounded_number_of_watches_and_others_are_answe
         grpc.aio.insecure_channel(server.endpoint) as greedy,
         grpc.aio.insecure_channel(server.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as other,
     ):
-        stub = health_pb2_grpc.HealthStub(greedy)
+        stub: Any = health_pb2_grpc.HealthStub(greedy)
         watches = [stub.Watch(request(), timeout=60) for _ in range(health.MAX_WATCHES_OF_A_CONNECTION)]
         for watch in watches:
             await watch.read()
@@ -78,7 +79,8 @@ async def test_a_connection_has_a_bounded_number_of_watches_and_others_are_answe
             await stub.Watch(request(), timeout=10).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.Check(request(), timeout=10)).status == SERVING
-        assert (await health_pb2_grpc.HealthStub(other).Watch(request(), timeout=10).read()).status == SERVING
+        theirs: Any = health_pb2_grpc.HealthStub(other)
+        assert (await theirs.Watch(request(), timeout=10).read()).status == SERVING
         for watch in watches:
             watch.cancel()
 

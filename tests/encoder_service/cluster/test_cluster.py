@@ -5,7 +5,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -250,7 +250,7 @@ async def test_another_processor_in_the_same_namespace_is_refused_with_both_fing
 async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
     """Name an image to a replica and leave it waiting for the bytes; cancel what is returned to leave."""
     connection = await Connection.open(replica.endpoint)
-    call = EncoderServiceStub(connection.channel).Submit()
+    call: Any = EncoderServiceStub(connection.channel).Submit()
     (image,) = read_images([file], connection.description.geometry)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(

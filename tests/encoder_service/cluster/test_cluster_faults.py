@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,7 @@ async def test_a_replica_killed_while_it_holds_leases_gives_them_up_by_dying(
     files = [marked(base, seed + n) for n in range(8)]
     connection = await Connection.open(victim.endpoint)
     named = read_images(files, connection.description.geometry)
-    call = EncoderServiceStub(connection.channel).Submit()
+    call: Any = EncoderServiceStub(connection.channel).Submit()
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     names = [pb.ImageName(index=n, digest=image.digest) for n, image in enumerate(named)]
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))

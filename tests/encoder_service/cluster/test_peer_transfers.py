@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -37,7 +38,7 @@ Answer = Callable[[], AsyncIterator[bytes]]
 MOST_S = 2 * SILENCE_S + BYTES / MIN_BYTES_PER_S
 
 
-def ready(**changes: object) -> bytes:
+def ready(**changes: Any) -> bytes:
     fields = {
         "address": b"a" * 32,
         "grid": pb.Grid(t=GRID.t, h=GRID.h, w=GRID.w),
@@ -137,7 +138,7 @@ async def test_a_peer_that_never_gets_anywhere_is_given_up_in_time(answer: Answe
 def transfers_from(fetch: Callable[..., Awaitable[tuple[Grid, Tensor]]], store: Store) -> Transfers:
     """Transfers whose peers answer as `fetch`, beside an index that was never joined."""
     peers = Peers(b"m" * 32, b"p" * 32, ROWS)
-    peers.fetch = fetch  # type: ignore[method-assign]
+    peers.fetch = fetch  # type: ignore[method-assign, assignment]
     index = RedisIndex(redis_settings("redis://127.0.0.1:1", "none"), held=dict, load=lambda: 0.0)
     return Transfers(index, Outbox(index), peers, store)
 

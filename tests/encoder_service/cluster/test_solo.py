@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -33,7 +34,7 @@ async def wakeups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counter[str]
     ):
         made = getattr(module, name)
 
-        def counted(self: object, *_: object, name: str = name, **__: object) -> None:
+        def counted(self: object, *_: object, name: str = name, **__: Any) -> None:
             seen[name] += 1
 
         monkeypatch.setattr(made, "__init__", counted)

@@ -1,6 +1,7 @@
 """The desk and its scheduler, in any order of events: every job ends, and its image can come again."""
 
 import threading
+from typing import Any
 
 import torch
 from hypothesis import settings
@@ -192,7 +193,7 @@ class DeskMachine(RuleBasedStateMachine):
         images = self.desk.snapshot().images
         return images[state, True] + images[state, False]
 
-    def take(self, data: st.DataObject, among: list) -> object:
+    def take(self, data: st.DataObject, among: list[Any]) -> Any:
         return among.pop(data.draw(st.integers(0, len(among) - 1)))
 
 

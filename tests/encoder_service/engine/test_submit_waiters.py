@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -35,7 +36,7 @@ async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() 
     sought: dict[bytes, Callable[[bytes, Locations], None]] = {}
     cluster = Solo()
     cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
-    cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign]
+    cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign, assignment]
     waiters = SubmitWaiters(cluster, max_waiters=100)
     until = asyncio.get_running_loop().time() + 20
     tasks = [asyncio.create_task(waiters.wait(key(n % 4), f"client {n}", until)) for n in range(8)]
@@ -78,7 +79,7 @@ async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
 
 
 @pytest.fixture
-async def stub(server: Server) -> AsyncIterator[EncoderServiceStub]:
+async def stub(server: Server) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         yield EncoderServiceStub(channel)
 
@@ -89,7 +90,7 @@ def unknown(count: int, grace_ms: int) -> pb.FetchRequest:
 
 
 async def test_a_flood_of_unknown_digests_is_refused_and_costs_nobody_else_an_answer(
-    server: Server, client: EncoderClient, stub: EncoderServiceStub
+    server: Server, client: EncoderClient, stub: Any
 ) -> None:
     calls = [stub.Fetch(unknown(512, 30_000)) for _ in range(12)]
     image = photo(64, 64, 9)

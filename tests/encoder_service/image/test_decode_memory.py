@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def picture(mode: str, side: int) -> Image.Image:
     return rgb.convert(mode)
 
 
-def run(*arguments: str, code: str = CHILD) -> dict[str, object]:
+def run(*arguments: str, code: str = CHILD) -> dict[str, Any]:
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=path, check=False

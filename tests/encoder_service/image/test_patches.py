@@ -78,7 +78,7 @@ def grid_of(image: torch.Tensor, geometry: Geometry) -> Grid:
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize(("geometry", "size"), CASES, ids=str)
 def test_patches_are_within_one_level_of_the_processors(geometry, size, mode):
-    picture = Image.fromarray(pixels(*size, 3)).convert(mode)
+    picture = Image.fromarray(pixels(size[0], size[1], 3)).convert(mode)
     image = torch.from_numpy(np.array(picture.convert("RGB")))
     expected, grid = theirs(picture, geometry)
     (patches,) = to_patches([image], [grid_of(image, geometry)], geometry)

@@ -1,6 +1,7 @@
 """Processor settings: read from every form a checkpoint folder has, refused when we would not honour them."""
 
 import json
+from typing import Any
 
 import pytest
 from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
@@ -131,7 +132,7 @@ def test_a_damaged_file_is_named(tmp_path, content):
 
 
 def test_the_fingerprint_changes_with_every_setting_and_with_nothing_else(tmp_path):
-    changes = [
+    changes: list[dict[str, Any]] = [
         {},
         {"patch_size": 14},
         {"merge_size": 1},

@@ -21,9 +21,9 @@ def make(limits=ROOMY, ahead_patches=10**6, ahead_images=10**6, policy=LEAST_WOR
 
 
 def want(scheduler, address, request="r", *, patches=PATCHES, now=0.0, **claim) -> Claim:
-    claim = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
-    scheduler.admit(claim, address.encode(), patches, 1000, now)
-    return claim
+    wanted = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
+    scheduler.admit(wanted, address.encode(), patches, 1000, now)
+    return wanted
 
 
 def prepare_all(scheduler, now=0.0) -> None:

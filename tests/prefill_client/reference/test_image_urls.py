@@ -23,6 +23,8 @@ FIRST = photo(300, 220, 1)
 class Album(BaseHTTPRequestHandler):
     """A host with one image, one that redirects, one that is huge, one that never ends."""
 
+    server: ThreadingHTTPServer
+
     def do_GET(self) -> None:
         if self.path == "/elsewhere":
             self.send_response(302)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.traceparent import trace_id
-from prefill_client import EncoderClient, Span, Trace
+from prefill_client import EncoderClient, Trace
 from prefill_client.cli import main
 from prefill_client.reference.chat import Chat
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import load_language_model
 from prefill_client.tools.timeline import COLOURS, draw
-from prefill_client.tools.trace import read_spans
+from prefill_client.tools.trace import Span, read_spans
 from prefill_client.transport.server_clock import ServerClock
 from testing.photos import photo
 

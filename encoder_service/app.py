@@ -12,7 +12,7 @@ from functools import partial
 from time import time_ns
 from uuid import uuid4
 
-from encoder_contract.errors import EncoderError, ModelMismatchError
+from encoder_contract.errors import EncoderError, InvalidImageError, ModelMismatchError
 from encoder_contract.geometry import Grid
 from encoder_contract.version import __version__
 from encoder_service.api.admin import AdminService
@@ -27,12 +27,9 @@ from encoder_service.cluster.peers import Peers, RowType
 from encoder_service.cluster.solo import Solo
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.encoder import Encoder
-from encoder_service.engine.failure_cache import FailureCache
-from encoder_service.engine.job_queue import Job
+from encoder_service.engine.engine import Engine
+from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import Model
-from encoder_service.engine.pipeline import Pipeline
-from encoder_service.engine.stages import Stages
-from encoder_service.image.patches import to_patches
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.image.validation import Validator
 from encoder_service.observability.collectors import (
@@ -74,7 +71,6 @@ class Server:
         self.metrics = Metrics(partial(flops, model.tower.spec))
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
-        self._failures = FailureCache()
         self._limits = Limits(
             images=config.max_queued_images,
             patches=config.max_queued_patches,
@@ -83,7 +79,8 @@ class Server:
             client_share=config.max_client_share,
             seconds=config.max_queue_s,
         )
-        self.pipeline = self._build_pipeline()
+        self.jobs = self._build_jobs()
+        self.engine = self._build_engine()
         self.cluster = self._build_cluster()
         self._description = describe(config, model, self.replica_id)
         self.service = self._build_service()
@@ -102,7 +99,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen, join the cluster, begin. Raises `ConfigError` when a port or the index cannot be had."""
-        operator = AdminService(self.store, self._sources, self.pipeline)
+        operator = AdminService(self.store, self._sources, self.jobs)
         try:
             self._listener = Listener(
                 self._config.listen,
@@ -126,7 +123,7 @@ class Server:
             self.store.close()
             raise
         self.watch.start()
-        self.pipeline.start()
+        self.engine.start()
         if self._config.store_device_gib:
             threading.Thread(target=self.store.keep_moving, name="store-moves", daemon=True).start()
         await self._listener.start()
@@ -138,7 +135,7 @@ class Server:
             self._refuse_new_calls,
             self.cluster.leave,
             partial(self._listener.stop, self._config.drain_s),
-            self.pipeline.stop,
+            self.engine.stop,
             self.cluster.close,
             partial(asyncio.to_thread, self.watch.stop),
             partial(asyncio.to_thread, self.store.close),
@@ -172,31 +169,28 @@ class Server:
         except StoreSizeError as error:
             raise ConfigError(str(error)) from error
 
-    def _build_pipeline(self) -> Pipeline:
-        model, budget = self._model, self._config.batch_patches
-        geometry = model.processor.geometry
-        return Pipeline(
-            # One batch that waits while the next is filled.
-            Scheduler(self._limits, max_ahead_patches=2 * budget, max_ahead_images=MAX_AHEAD_IMAGES),
-            Stages(
-                batches=model.decoder.batches,
-                decode_batch=model.decoder.decode_batch,
-                decode_one=model.decoder.decode_one,
-                to_patches=partial(to_patches, geometry=geometry),
-                encode=model.tower.encode,
-                put=self.store.put,
-                pin=self.store.pin,
-                set_aside=lambda grids: self.store.set_aside(list(map(geometry.tokens, grids))),
-                give_back=lambda grid: self.store.give_back(geometry.tokens(grid)),
-            ),
+    def _build_jobs(self) -> JobQueue:
+        # One batch that waits while the next is filled.
+        ahead = 2 * self._config.batch_patches
+        return JobQueue(
+            Scheduler(self._limits, max_ahead_patches=ahead, max_ahead_images=MAX_AHEAD_IMAGES),
+            self._model.decoder,
+            self.store,
             loop=self._loop,
-            batch_patches=budget,
-            decode_threads=self._config.decode_threads,
-            decode_pixels=self._config.decode_pixels,
-            device=model.device,
             metrics=self.metrics,
             on_end=self._ended,
             on_lost_device=self._lose_device,
+        )
+
+    def _build_engine(self) -> Engine:
+        return Engine(
+            self.jobs,
+            self._model,
+            self.store,
+            self.metrics,
+            batch_patches=self._config.batch_patches,
+            decode_threads=self._config.decode_threads,
+            decode_pixels=self._config.decode_pixels,
         )
 
     def _build_cluster(self) -> Cluster:
@@ -212,7 +206,7 @@ class Server:
                 max_source_bytes=config.max_image_bytes,
             ),
             held=lambda: {address: Grid(*grid) for address, grid in self.store.grids().items()},
-            load=lambda: float(self.pipeline.queued_images),
+            load=lambda: float(len(self.jobs)),
             on_call=self.metrics.index_call,
         )
         rows = RowType(tower.spec.width, tower.dtype, recipe.dtype, self._model.processor.geometry)
@@ -230,9 +224,8 @@ class Server:
                 on_hash=partial(self.metrics.stage, "hash"),
             ),
             sources=self._sources,
-            pipeline=self.pipeline,
+            jobs=self.jobs,
             store=self.store,
-            failures=self._failures,
             cluster=self.cluster,
             max_waiting_images=config.max_waiting_images,
         )
@@ -269,11 +262,11 @@ class Server:
 
     def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
         if isinstance(outcome, EncoderError):
-            if self._failures.note(job.key.source_key, outcome):
+            if isinstance(outcome, InvalidImageError):
                 self._sources.drop(job.key.source_key)  # it takes no room from those that can be encoded
-            self.cluster.release(job.address)
+            self.cluster.release(job.key.address)
         else:
-            self.cluster.publish(job.address, Grid(*outcome.grid))
+            self.cluster.publish(job.key.address, Grid(*outcome.grid))
 
     def _on_evict(self, address: bytes, _tier: TierName) -> None:
         """Pass the word on to the event loop, from whichever thread made room."""
@@ -305,7 +298,7 @@ class Server:
         )
         yield Reading("draining", self.service.draining)
         yield Reading("padding_patches", model.tower.padding_patches)
-        yield from queue_readings(self.pipeline.snapshot(), self._limits)
+        yield from queue_readings(self.jobs.snapshot(), self._limits)
         yield from store_readings(self.store.stats())
         yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)
         yield from cluster_readings(self.cluster.status)

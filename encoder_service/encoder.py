@@ -10,8 +10,7 @@ from encoder_contract.errors import DigestMismatchError, EncoderError, UnknownIm
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Cluster, Locations
-from encoder_service.engine.failure_cache import FailureCache
-from encoder_service.engine.pipeline import Pipeline
+from encoder_service.engine.job_queue import JobQueue
 from encoder_service.engine.submit_waiters import SubmitWaiters
 from encoder_service.image.source import Source
 from encoder_service.image.source_cache import SourceCache
@@ -60,17 +59,15 @@ class Encoder:
         *,
         validator: Validator,
         sources: SourceCache,
-        pipeline: Pipeline,
+        jobs: JobQueue,
         store: Store,
-        failures: FailureCache,
         cluster: Cluster,
         max_waiting_images: int,
     ) -> None:
         self._validator = validator
         self._sources = sources
-        self._pipeline = pipeline
+        self._jobs = jobs
         self._store = store
-        self._failures = failures
         self._cluster = cluster
         self._submit_waiters = SubmitWaiters(cluster, max_waiting_images)
 
@@ -107,22 +104,18 @@ class Encoder:
 
     def withdraw(self, claim: Claim) -> None:
         """Give up a claim; an image that nobody else wants is dropped before its batch starts."""
-        self._pipeline.withdraw(claim)
+        self._jobs.withdraw(claim)
 
     def forget(self, key: ImageKey) -> None:
         """Say that bytes that were asked for will not come."""
-        if not self._pipeline.has(key.address):
+        if key not in self._jobs:
             self._cluster.release(key.address)
 
     # Fetch
 
     async def locate(self, images: Sequence[ImageKey]) -> dict[bytes, Locations]:
         """Return where peers hold those of the images that are not known here; nowhere where they only have bytes."""
-        unknown = [
-            key
-            for key in images
-            if not (self._store.contains(key.address) or self._pipeline.has(key.address))
-        ]
+        unknown = [key for key in images if not (self._store.contains(key.address) or key in self._jobs)]
         return await self._cluster.find(unknown) if unknown else {}
 
     async def rows(
@@ -158,10 +151,9 @@ class Encoder:
         self._cluster.asked(key)
         if (pin := self._store.pin(key.address)) is not None:
             return FetchResult(pin, pin.tier)
-        self._failures.check(key.source_key)
-        if (job := self._pipeline.join(key.address, claim)) is None:
+        if (job := self._jobs.join(key, claim)) is None:
             return None
-        pin = await self._pipeline.wait(job, claim)
+        pin = await self._jobs.wait(job, claim)
         return FetchResult(pin, "encoded", job.stage_ms, job.stage_began_s)
 
     # Inside
@@ -169,11 +161,10 @@ class Encoder:
     def _known_here(self, named: SubmittedImage) -> LookupResult | EncoderError | None:
         try:
             self._validator.check_name(named.key, named.claimed_grid)
-            self._failures.check(named.key.source_key)
             if (pin := self._store.pin(named.key.address)) is not None:
                 with pin:
                     return LookupResult(confirm(Grid(*pin.grid), named.claimed_grid), cached=True)
-            if (job := self._pipeline.join(named.key.address, named.claim)) is not None:
+            if (job := self._jobs.join(named.key, named.claim)) is not None:
                 return LookupResult(confirm(job.grid, named.claimed_grid))
         except EncoderError as error:
             return error
@@ -201,7 +192,7 @@ class Encoder:
         try:
             if source is None:
                 if named.claimed_grid is not None:  # a full queue says no before bytes travel
-                    self._pipeline.check_room(named.claim.client_id, named.claimed_grid.patches)
+                    self._jobs.check_room(named.claim.client_id, named.claimed_grid.patches)
                 asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, named.key)
                 return LookupResult(None)
             grid = self._validator.grid(named.key, source, named.claimed_grid)
@@ -214,7 +205,7 @@ class Encoder:
     async def _take_on(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> LookupResult:
         """Queue an image whose bytes have come, unless it is held by now or a peer is at it."""
         address = key.address
-        if not self._pipeline.has(address) and not self._store.contains(address):
+        if key not in self._jobs and not self._store.contains(address):
             # Mostly ours already; it is not when another caller gave it up, or the bytes took too long.
             acquired = await self._cluster.acquire([address])
             if address not in acquired.granted:
@@ -241,7 +232,7 @@ class Encoder:
         if held := self._store.contains(key.address):
             self._cluster.release(key.address)
         else:
-            self._pipeline.submit(key, source, grid, claim)
+            self._jobs.submit(key, source, grid, claim)
         self._submit_waiters.wake(key.address)
         return not held
 
@@ -264,7 +255,7 @@ class Encoder:
         if (source := self._sources.get(key.source_key)) is None:
             return False
         grid = self._validator.grid(key, source)
-        encode_s = self._pipeline.encode_s(grid.patches)
+        encode_s = self._jobs.encode_s(grid.patches)
         if not 0 < encode_s < self._cluster.transfer_s(self._validator.geometry.tokens(grid)):
             return False
         self._submit(key, source, grid, claim)
@@ -272,7 +263,7 @@ class Encoder:
 
     async def _submitted(self, key: ImageKey, claim: Claim, deadline: float) -> Locations:
         """Wait until an image turns up, here or elsewhere: then where; `UnknownImageError` at the deadline."""
-        if self._store.contains(key.address) or self._pipeline.has(key.address):
+        if self._store.contains(key.address) or key in self._jobs:
             return ()  # it came while the index was asked
         with suppress(TimeoutError):
             if asyncio.get_running_loop().time() < deadline:

@@ -165,7 +165,8 @@ class Trace:
         if not file:
             return
         self.files.add(file)
-        if frame.f_code.co_name in ("withdraw", "detach", "remove"):
+        # A claim that ends because its work is done goes the same way from `detach` on: that is no withdrawal.
+        if frame.f_code.co_name in ("withdraw", "detach", "remove") and _is_below(frame, "withdraw"):
             self.withdrawals.append(_files_above(frame))
 
     def clear(self) -> None:
@@ -178,6 +179,12 @@ def _service_file(frame: FrameType) -> str:
     name = frame.f_code.co_filename
     inside = str(SERVICE) in name and not name.endswith("__init__.py")
     return str(Path(name).relative_to(SERVICE)) if inside else ""
+
+
+def _is_below(frame: FrameType | None, name: str) -> bool:
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _files_above(frame: FrameType | None) -> set[str]:

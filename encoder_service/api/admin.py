@@ -10,7 +10,7 @@ from encoder_contract.v1 import admin_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.inbound import Entrance
 from encoder_service.api.messages import Context
-from encoder_service.engine.pipeline import Pipeline
+from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.store import Store
 
@@ -20,10 +20,10 @@ SERVICE = "encoder_contract.v1.AdminService"
 class AdminService:
     """Stats, Evict and Flush over the store of one server."""
 
-    def __init__(self, store: Store, sources: SourceCache, pipeline: Pipeline) -> None:
+    def __init__(self, store: Store, sources: SourceCache, jobs: JobQueue) -> None:
         self._store = store
         self._sources = sources
-        self._pipeline = pipeline
+        self._jobs = jobs
 
     async def stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         """Return the store's statistics."""
@@ -75,7 +75,7 @@ class AdminService:
             ],
             source_images=len(self._sources),
             source_bytes=self._sources.held_bytes,
-            queued_images=self._pipeline.queued_images,
+            queued_images=len(self._jobs),
         )
 
 

@@ -1,4 +1,4 @@
-"""A lane: the CUDA stream of one pipeline thread, and how tensors pass from lane to lane. On the CPU, nothing."""
+"""The CUDA stream of one worker, and how tensors pass from one stream to another. On the CPU, nothing."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class CudaStream:
-    """Work enqueued inside `with lane.use():` overlaps with that of other lanes."""
+    """Work enqueued inside `with stream.use():` overlaps with that of other streams."""
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
 
     def use(self) -> AbstractContextManager[Any]:
-        """Make this lane's stream the current one of this thread."""
+        """Make this the current stream of this thread."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> "torch.cuda.Event | None":
@@ -27,7 +27,7 @@ class CudaStream:
         return event
 
     def receive(self, event: "torch.cuda.Event | None", tensors: Iterable[Tensor]) -> None:
-        """Let this lane's next work wait for `event`; keep the memory of `tensors` until this lane is done with it."""
+        """Let this stream's next work wait for `event`; keep the memory of `tensors` until it is done with them."""
         if self._stream is None or event is None:
             return
         self._stream.wait_event(event)

@@ -16,14 +16,12 @@ class FailureCache:
     def __init__(self) -> None:
         self._errors: OrderedDict[bytes, InvalidImageError] = OrderedDict()
 
-    def note(self, key: bytes, error: EncoderError) -> bool:
-        """Remember `error` if it is the image's own fault, and say whether it is; anything else may pass."""
-        if not isinstance(error, InvalidImageError):
-            return False
-        self._errors[key] = error
-        if len(self._errors) > REFUSALS:
-            self._errors.popitem(last=False)
-        return True
+    def note(self, key: bytes, error: EncoderError) -> None:
+        """Remember `error` if it is the image's own fault; anything else may pass."""
+        if isinstance(error, InvalidImageError):
+            self._errors[key] = error
+            if len(self._errors) > REFUSALS:
+                self._errors.popitem(last=False)
 
     def check(self, key: bytes) -> None:
         """Raise the error remembered for the source of this key, if there is one."""

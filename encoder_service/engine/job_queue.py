@@ -1,7 +1,10 @@
-"""The desk: jobs by address and the scheduler that orders them, behind one lock that is held for microseconds.
+"""The job queue: jobs by address, who awaits them, and the scheduler that orders them, behind one lock.
 
-The event loop hands jobs in, the threads of the pipeline take them out; nobody holds the lock while it works.
+The event loop hands jobs in and awaits them, the workers take them out and say how they ended. The lock is held for
+microseconds: nobody works under it, and nothing is called upward under it.
 """
+
+# Over 300 lines because one lock guards it all: what the event loop does with a job and what the workers do.
 
 import asyncio
 import math
@@ -13,14 +16,22 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import UnavailableError
+from encoder_contract.errors import AbandonedError, EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
+from encoder_service.engine.failure_cache import FailureCache
+from encoder_service.image.decode import Decoder
 from encoder_service.image.source import Source
+from encoder_service.observability.incidents import known_error
+from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim, Scheduler, Snapshot, Task
-from encoder_service.store import Pin
+from encoder_service.store import Pin, Store
 
 Pick = Callable[[Scheduler, float], Sequence[Task]]
+
+# The answer to a Submit goes out before workers that slept are woken: they would contend with it for cores and
+# interpreter, and it would come milliseconds later. Workers that are busy do not wait for this.
+ANSWER_FIRST_S = 0.001
 
 
 @dataclass(eq=False, slots=True)
@@ -38,22 +49,44 @@ class Job:
     stage_began_s: dict[str, float] = field(default_factory=dict)  # on time.monotonic's clock
     waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
 
-    @property
-    def address(self) -> bytes:
-        """The store address."""
-        return self.key.address
-
     def stage(self, name: str, began_s: float, ended_s: float) -> None:
         """Note when a stage of this image began and how long it took."""
         self.stage_began_s[name] = began_s
         self.stage_ms[name] = (ended_s - began_s) * 1000
 
+    def fail(self, error: EncoderError) -> None:
+        """Raise `error` for everyone who awaits the job."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
 
 class JobQueue:
-    """Single flight: one job per address, any number of claims on it. Every method may be called by any thread."""
+    """Single flight: one job per address, any number of claims on it.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    Callers of `submit`, `join`, `wait` and `withdraw` are on the event loop. The rest may be called by any thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        decoder: Decoder,
+        store: Store,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        metrics: Metrics | None = None,
+        on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
+        on_lost_device: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_end` is told, on the event loop, the end of every job; `on_lost_device` that no other will succeed."""
         self._scheduler = scheduler
+        self._decoder = decoder
+        self._store = store
+        self._metrics = metrics or Metrics()
+        self._on_end = on_end
+        self._on_lost_device = on_lost_device
+        self._loop = loop
+        self._failures = FailureCache()
         self._turn = threading.Condition()
         self._jobs: dict[bytes, Job] = {}
         self._closed = False
@@ -65,31 +98,31 @@ class JobQueue:
         """Images on their way, in whatever stage."""
         return len(self._jobs)
 
-    def __contains__(self, address: bytes) -> bool:
-        return address in self._jobs
-
-    @property
-    def patches_per_s(self) -> float:
-        """The measured rate of the device; 0 before the first batch."""
-        return self._scheduler.patches_per_s
+    def __contains__(self, key: ImageKey) -> bool:
+        return key.address in self._jobs
 
     def snapshot(self) -> Snapshot:
         """Return the counts of the queue at this moment."""
         with self._turn:
             return self._scheduler.snapshot()
 
+    def encode_s(self, patches: int) -> float:
+        """Return how long so many patches take the device, seconds, by what was measured; 0 before that."""
+        rate = self._scheduler.patches_per_s
+        return patches / rate if rate else 0.0
+
     def check_room(self, client_id: str, patches: int) -> None:
-        """Raise `OverloadedError` if an image of so many patches would be refused now."""
+        """Raise `OverloadedError` if an image of so many patches would be refused now: no need for its bytes then."""
         with self._turn:
             self._scheduler.check_room(client_id, patches)
 
-    def submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim, *, apart: bool) -> Job:
-        """Queue an image, to be decoded in a batch or `apart`, or join its job; `wake` tells the stages.
+    # The event loop's side
 
-        Raises `OverloadedError` when the queue is full.
-        """
+    def submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> Job:
+        """Queue an image, or join its job. Raises `OverloadedError` when the queue is full."""
+        apart = not self._decoder.batches(source)
         with self._turn:
-            if (job := self._join(key.address, claim)) is not None:
+            if (job := self._join(key, claim)) is not None:
                 return job
             if self._closed:
                 raise UnavailableError("the server is shutting down: use another one")
@@ -102,44 +135,49 @@ class JobQueue:
             job = self._jobs[key.address] = Job(key, source, grid, claim.work, now)
             if self._device_waits and self._idle_since is None:
                 self._idle_since = now
+        self._loop.call_later(ANSWER_FIRST_S, self._wake)
         return job
 
-    def wake(self) -> None:
-        """Let stages that wait for work look again."""
-        with self._turn:
-            self._turn.notify_all()
+    def join(self, key: ImageKey, claim: Claim) -> Job | None:
+        """Join the job of an image, if there is one: a Fetch thereby makes it demanded.
 
-    def join(self, address: bytes, claim: Claim) -> Job | None:
-        """Join the job of `address`, if there is one: a Fetch thereby makes it demanded."""
+        Raises `InvalidImageError` for an image that has been found to be damaged.
+        """
+        self._failures.check(key.source_key)
         with self._turn:
-            return self._join(address, claim)
+            return self._join(key, claim)
 
-    def withdraw(self, claim: Claim) -> Job | None:
-        """End a claim; return the job if nobody wants it any more and it is in no batch yet: it is dropped."""
+    def wait(self, job: Job, claim: Claim) -> "asyncio.Future[Pin]":
+        """Return a future of the rows of `job`, pinned, or of its error. Its end, or cancelling it, ends `claim`."""
+        waiter: asyncio.Future[Pin] = self._loop.create_future()
+
+        def left(waiter: "asyncio.Future[Pin]") -> None:
+            job.waiters.discard(waiter)
+            self.withdraw(claim)
+
+        job.waiters.add(waiter)
+        waiter.add_done_callback(left)
+        return waiter
+
+    def withdraw(self, claim: Claim) -> None:
+        """End a claim. Work that nobody wants any more and that is in no batch yet is dropped."""
         with self._turn:
             work = self._scheduler.withdraw(claim)
             if work is None:
-                return None
+                return
             if not self._scheduler.waiting_images:
                 self._idle_since = None
             self._turn.notify_all()
-            return self._jobs.pop(work.address, None)  # None: it ended when the desk closed
+            job = self._jobs.pop(work.address, None)
+        if job is not None:  # else it ended when the queue closed
+            self._abandon(job)
 
-    def finish(self, job: Job) -> bool:
-        """Forget a job that has its outcome; False if that has happened: everyone had left it, or the desk closed."""
-        with self._turn:
-            return self._forget(job)
+    def fail_all(self, error: EncoderError) -> None:
+        """End every job that has no outcome yet with `error`."""
+        for job in list(self._jobs.values()):
+            self._finish(job, error)
 
-    def close(self) -> None:
-        """Let no more work in or out; `take` and `take_batch` return nothing from here on."""
-        with self._turn:
-            self._closed = True
-            self._turn.notify_all()
-
-    def jobs(self) -> list[Job]:
-        """Return the jobs that have no outcome yet."""
-        with self._turn:
-            return list(self._jobs.values())
+    # The workers' side
 
     def take_to_prepare(self, max_patches: int, max_images: int, max_pixels: int) -> list[Job]:
         """Wait for images to decode together and return them; one alone while the device waits. None when closed."""
@@ -196,54 +234,57 @@ class JobQueue:
             starved_s = monotonic() - self._idle_since if self._idle_since is not None else 0.0
             return jobs, starved_s
 
+    def put_back(self, jobs: Sequence[Job]) -> None:
+        """Say that jobs of a batch have to wait for another; those that nobody wants any more end."""
+        with self._turn:
+            self._drop_unwanted(jobs, self._scheduler.put_back([job.work for job in jobs]))
+
+    def failed(self, jobs: Sequence[Job], error: Exception) -> None:
+        """Say that a batch failed: an image alone ends with `error`, more are tried again in smaller batches."""
+        with self._turn:
+            ended = self._scheduler.failed([job.work for job in jobs])
+            self._drop_unwanted(jobs if len(jobs) > 1 else (), ended)
+        if len(jobs) == 1:
+            self.end(jobs[0], known_error(error))
+
     def encoded(self, works: Sequence[Task], seconds: float) -> None:
-        """Say that a batch is through, and how long the device was busy with it."""
+        """Say that a batch is through, and how long the device was busy with it; `end` follows for each of its jobs."""
         with self._turn:
             self._scheduler.done(works, seconds)
             self._turn.notify_all()
 
-    def failed(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-        """Say that a batch failed; return the jobs to blame, and those forgotten because nobody wants them any more.
-
-        The others are tried again in smaller batches.
-        """
-        with self._turn:
-            ended = self._scheduler.failed([job.work for job in jobs])
-            self._turn.notify_all()
-            return (list(jobs), []) if len(jobs) == 1 else ([], self._abandoned(jobs, ended))
-
-    def put_back(self, jobs: Sequence[Job]) -> list[Job]:
-        """Say that jobs of a batch have to wait for another; return those forgotten because nobody wants them."""
-        with self._turn:
-            ended = self._scheduler.put_back([job.work for job in jobs])
-            self._turn.notify_all()
-            return self._abandoned(jobs, ended)
-
-    def drop(self, job: Job) -> None:
-        """Say that a job needs no encoding any more."""
+    def drop(self, job: Job, error: EncoderError) -> None:
+        """End a job that needs no encoding any more."""
         with self._turn:
             self._scheduler.drop(job.work)
             self._turn.notify_all()
+        self.end(job, error)
 
-    def _join(self, address: bytes, claim: Claim) -> Job | None:
-        job = self._jobs.get(address)
+    def lose_device(self, jobs: Sequence[Job]) -> None:
+        """End the jobs of a batch at which the device was lost."""
+        for job in jobs:
+            self.drop(job, UnavailableError("the server lost its device: use another one"))
+        self._loop.call_soon_threadsafe(self._on_lost_device)
+
+    def end(self, job: Job, outcome: Pin | EncoderError) -> None:
+        """Give everyone who awaits a job its outcome: a pin for each, or the error."""
+        self._loop.call_soon_threadsafe(self._finish, job, outcome)
+
+    def close(self) -> None:
+        """Let no more work in or out: what takes jobs returns none from here on."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+    # Inside, with the lock held
+
+    def _join(self, key: ImageKey, claim: Claim) -> Job | None:
+        job = self._jobs.get(key.address)
         if job is not None and claim.work is None:
-            self._scheduler.claim(claim, address, monotonic())
+            self._scheduler.claim(claim, key.address, monotonic())
             if claim.demanded:
                 self._turn.notify_all()  # what was a guess may be decoded now, however many guesses are ahead
         return job
-
-    def _abandoned(self, jobs: Sequence[Job], ended: Sequence[Task]) -> list[Job]:
-        abandoned = [job for job in jobs if job.work in ended]
-        for job in abandoned:
-            self._forget(job)  # now: who comes for it from here on shall not share a neighbour's failure
-        return abandoned
-
-    def _forget(self, job: Job) -> bool:
-        if self._jobs.get(job.address) is not job:
-            return False
-        del self._jobs[job.address]
-        return True
 
     def _take(self, pick: Pick) -> list[Job]:
         while not self._closed:
@@ -253,3 +294,49 @@ class JobQueue:
                 return [self._jobs[work.address] for work in works]
             self._turn.wait()
         return []
+
+    def _drop_unwanted(self, jobs: Sequence[Job], ended: Sequence[Task]) -> None:
+        """Forget jobs that ended with their batch: who comes for one now shall not share a neighbour's failure."""
+        self._turn.notify_all()
+        for job in jobs:
+            if job.work in ended:
+                self._forget(job)
+                self._loop.call_soon_threadsafe(self._abandon, job)
+
+    def _forget(self, job: Job) -> bool:
+        if self._jobs.get(job.key.address) is not job:
+            return False
+        del self._jobs[job.key.address]
+        return True
+
+    # Inside, on the event loop and without the lock
+
+    def _wake(self) -> None:
+        with self._turn:
+            self._turn.notify_all()
+
+    def _abandon(self, job: Job) -> None:
+        abandoned = AbandonedError("everyone who wanted the image has left")
+        if job.key not in self:  # else someone has come for it since, and it has begun anew
+            self._on_end(job, abandoned)
+        job.fail(abandoned)
+
+    def _finish(self, job: Job, outcome: Pin | EncoderError) -> None:
+        error = outcome if isinstance(outcome, EncoderError) else None
+        with self._turn:
+            forgotten = self._forget(job)
+        if not forgotten and error is not None:
+            return  # its end was told when its last caller left
+        self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
+        if isinstance(outcome, EncoderError):
+            self._failures.note(job.key.source_key, outcome)
+            self._on_end(job, outcome)
+            job.fail(outcome)
+            return
+        self._on_end(job, outcome)
+        with outcome:  # held until everyone who waits has a hold of its own
+            for waiter in job.waiters:
+                if not waiter.done():
+                    pin = self._store.pin(job.key.address)
+                    assert pin is not None, "a pinned entry is held"
+                    waiter.set_result(pin)

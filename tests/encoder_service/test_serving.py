@@ -129,16 +129,16 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
         fetches = [client.fetch([RowRequest(content_digest(image))], timeout_s=20) for image in images]
         reading = [asyncio.create_task(anext(aiter(fetch))) for fetch in fetches]
         await asyncio.sleep(0.2)
-        assert server.pipeline.queued_images == 6
+        assert len(server.jobs) == 6
         call.cancel()
         for fetch in fetches:
             fetch.close()
         await asyncio.gather(*reading, return_exceptions=True)
         for _ in range(100):
-            if not server.pipeline.queued_images:
+            if not server.jobs:
                 break
             await asyncio.sleep(0.01)
-        assert server.pipeline.queued_images == 0
+        assert len(server.jobs) == 0
     assert server.service.held_upload_bytes == 0
     assert server.store.stats().pins == 0
 

@@ -201,7 +201,7 @@ async def test_a_drain_step_that_fails_takes_none_of_the_others_with_it(
         raise RuntimeError("on a bad day")
 
     monkeypatch.setattr(server.cluster, "leave", fails)
-    monkeypatch.setattr(server.pipeline, "stop", fails)
+    monkeypatch.setattr(server.engine, "stop", fails)
     await server.drain()
     assert not segment.exists()
     host, _, port = server.endpoint.rpartition(":")

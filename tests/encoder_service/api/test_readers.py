@@ -55,7 +55,7 @@ async def test_a_fetch_that_nobody_reads_pins_two_images_and_all_others_are_serv
         await submitted(client, PHOTOS[:8])
         names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(PHOTOS[:8])]
         unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
-        await soon(lambda: small.store.stats().misses > 0 and small.pipeline.queued_images == 0)
+        await soon(lambda: small.store.stats().misses > 0 and not small.jobs)
         await soon(lambda: small.store.stats().pins == PINNED_AHEAD)
         outcomes = await collect(other, await submitted(other, PHOTOS[8:]), transports=["inline"])
         assert [outcomes[n].error for n in range(4)] == [None] * 4

@@ -184,12 +184,12 @@ async def test_images_of_a_killed_caller_are_withdrawn_and_its_call_is_logged_ca
         )
         assert caller.stdout is not None
         assert await caller.stdout.readline() == b"submitted\n"
-        assert server.pipeline.queued_images == 5
+        assert len(server.jobs) == 5
         caller.kill()
         await caller.wait()
         await settled(server, "calls_total", 1, call="submit", status="CANCELLED")
         # One is in the decoder's hands, behind the gate.
-        await soon(lambda: server.pipeline.queued_images <= 1)
+        await soon(lambda: len(server.jobs) <= 1)
 
 
 async def test_a_cancelled_call_withdraws_and_one_that_is_half_closed_does_not_whatever_the_moment(
@@ -225,5 +225,5 @@ async def test_a_cancelled_call_withdraws_and_one_that_is_half_closed_does_not_w
                 await asyncio.gather(*(submit(2 + n, cancel=n % 2 == 0) for n in range(begin, begin + 10)))
             await settled(server, "calls_total", rounds, call="submit", status="CANCELLED")
             await settled(server, "calls_total", rounds + 1, call="submit", status="OK")
-            assert server.pipeline.queued_images == rounds + 1
+            assert len(server.jobs) == rounds + 1
     await server.drain()

@@ -1,50 +1,95 @@
-"""The desk and its scheduler, in any order of events: every job ends, and its image can come again."""
+"""The job queue and its scheduler, in any order of events: every job ends, and its image can come again."""
 
+import asyncio
 import threading
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
+from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.address import ImageKey
 from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.image.decode import Decoder
 from encoder_service.image.source import Source
 from encoder_service.scheduler import Claim, Limits, Scheduler, State
+from encoder_service.store import Pin, Store
 from testing.photos import photo
 
 GRID = Grid(1, 4, 4)
 FILE = photo(64, 64, 1)
 HEADER = read_header(FILE)
+APART = b"to be decoded by itself"
 PATCHES = torch.empty(0)
 ADDRESSES = st.sampled_from([bytes([n]) * 32 for n in range(4)])
 NO_LIMITS = Limits(images=10**6, patches=10**9, source_bytes=10**9, claims=10**6)
 
 
-def new_desk(limits: Limits = NO_LIMITS, ahead_images: int = 10**6) -> JobQueue:
-    return JobQueue(Scheduler(limits, max_ahead_patches=10**9, max_ahead_images=ahead_images))
+OUTCOME = UnavailableError("it ended")
 
 
-def submit(desk: JobQueue, address: bytes, claim: Claim, *, apart: bool = False) -> Job:
-    return desk.submit(ImageKey(address, bytes(32)), Source(address, FILE, HEADER), GRID, claim, apart=apart)
+class Posts:
+    """An event loop that runs what the workers post when it is told to, in any order."""
+
+    def __init__(self) -> None:
+        self.posted: list[partial[None]] = []
+
+    def call_soon_threadsafe(self, function: Callable[..., None], *arguments: object) -> None:
+        """Keep a call for later."""
+        self.posted.append(partial(function, *arguments))
+
+    def call_later(self, _seconds: float, function: Callable[[], None]) -> None:
+        """Call at once."""
+        function()
+
+    def jobs(self) -> set[Job]:
+        """The jobs of which something waits to be said."""
+        return {post.args[0] for post in self.posted}
 
 
-class DeskMachine(RuleBasedStateMachine):
-    """Callers, stages and outcomes in any order, as the pipeline's threads and loop would make them."""
+def key_of(address: bytes) -> ImageKey:
+    return ImageKey(address, bytes(32))
+
+
+def new_queue(
+    loop: Posts,
+    on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
+    ahead_images: int = 10**6,
+) -> JobQueue:
+    return JobQueue(
+        Scheduler(NO_LIMITS, max_ahead_patches=10**9, max_ahead_images=ahead_images),
+        cast(Decoder, SimpleNamespace(batches=lambda source: source.key != APART)),
+        cast(Store, None),  # which only outcomes with rows need
+        loop=cast(asyncio.AbstractEventLoop, loop),
+        on_end=on_end,
+    )
+
+
+def submit(queue: JobQueue, address: bytes, claim: Claim, *, apart: bool = False) -> Job:
+    return queue.submit(key_of(address), Source(APART if apart else b"", FILE, HEADER), GRID, claim)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Callers, stages and outcomes in any order, as the workers and the event loop would make them."""
 
     claims = Bundle("claims")
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = new_desk()
+        self.loop = Posts()
+        self.queue = new_queue(self.loop, self.end)
         self.made: list[Job] = []
         self.ended: list[Job] = []  # told to have ended: each job once
         self.preparing: list[Job] = []
         self.batches: list[list[Job]] = []
-        self.outcomes: list[Job] = []  # on their way from a thread to the event loop
+        self.replaced: list[Job] = []  # abandoned, and begun anew before that was told
 
     @rule(
         target=claims,
@@ -55,163 +100,160 @@ class DeskMachine(RuleBasedStateMachine):
     )
     def submit(self, address: bytes, is_demand: bool, name: str, apart: bool) -> Claim:
         claim = Claim(name, name, demanded=is_demand)
-        job = submit(self.desk, address, claim, apart=apart)
+        job = submit(self.queue, address, claim, apart=apart)
         if job not in self.made:
             self.made.append(job)
         assert job not in self.ended
-        assert claim.work is not None or job in self.outcomes, "a caller waits for work, or for an outcome"
+        assert claim.work is not None or job in self.loop.jobs(), "a caller waits for work, or for an outcome"
         return claim
 
     @rule(target=claims, address=ADDRESSES)
     def join(self, address: bytes) -> Claim:
         claim = Claim("d", "d", demanded=True)
-        job = self.desk.join(address, claim)
-        assert job is None or claim.work is not None or job in self.outcomes
+        job = self.queue.join(key_of(address), claim)
+        assert job is None or claim.work is not None or job in self.loop.jobs()
         return claim
 
     @rule(claim=claims)
     def withdraw(self, claim: Claim) -> None:
-        if (job := self.desk.withdraw(claim)) is not None:
-            self.end(job)
+        self.queue.withdraw(claim)
 
     @precondition(lambda self: self.count(State.WAITING))
     @rule(images=st.integers(1, 3))
     def take_to_prepare(self, images: int) -> None:
-        self.preparing += self.desk.take_to_prepare(10**6, images, 10**9)
+        self.preparing += self.queue.take_to_prepare(10**6, images, 10**9)
 
     @precondition(lambda self: self.count(State.APART))
     @rule()
     def take_apart(self) -> None:
-        (job,) = self.desk.take_apart(10**9)
-        self.desk.taken_apart(job)
+        (job,) = self.queue.take_apart(10**9)
+        self.queue.taken_apart(job)
         self.preparing.append(job)
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
     def put_apart(self, data: st.DataObject) -> None:
-        self.desk.put_apart(self.take(data, self.preparing))
+        self.queue.put_apart(self.take(data, self.preparing))
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
     def prepared(self, data: st.DataObject) -> None:
         job = self.take(data, self.preparing)
-        self.desk.prepared([(job, PATCHES)], None)
+        self.queue.prepared([(job, PATCHES)], None)
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        job = self.take(data, self.preparing)
-        self.desk.drop(job)
-        self.outcomes.append(job)
+        self.queue.drop(self.take(data, self.preparing), OUTCOME)
 
     @precondition(lambda self: self.count(State.PREPARED) + self.count(State.SPLIT))
     @rule(images=st.integers(1, 4))
     def take_batch(self, images: int) -> None:
-        jobs, _ = self.desk.take_batch(images * GRID.patches)
+        jobs, _ = self.queue.take_batch(images * GRID.patches)
         assert jobs
         self.batches.append(jobs)
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def encoded(self, data: st.DataObject) -> None:
-        jobs = self.take(data, self.batches)
-        self.desk.encoded([job.work for job in jobs], 0.1)
-        self.outcomes += jobs
+        self.encode(self.take(data, self.batches))
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def failed(self, data: st.DataObject) -> None:
-        blamed, abandoned = self.desk.failed(self.take(data, self.batches))
-        self.outcomes += blamed
-        for job in abandoned:
-            self.end(job)
+        self.queue.failed(self.take(data, self.batches), OUTCOME)
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def put_back(self, data: st.DataObject) -> None:
         jobs = self.take(data, self.batches)
         kept = data.draw(st.integers(0, len(jobs)))
-        for job in self.desk.put_back(jobs[kept:]):
-            self.end(job)
+        self.queue.put_back(jobs[kept:])
         if jobs[:kept]:
             self.batches.append(jobs[:kept])
 
-    @precondition(lambda self: self.outcomes)
+    @precondition(lambda self: self.loop.posted)
     @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        job = self.take(data, self.outcomes)
-        if self.desk.finish(job):
-            self.end(job)
+    def run_what_was_posted(self, data: st.DataObject) -> None:
+        self.run_post(self.take(data, self.loop.posted))
 
     @invariant()
     def every_job_is_under_way_or_has_ended(self) -> None:
-        open_jobs = self.desk.jobs()
-        assert set(self.made) == set(open_jobs) | set(self.ended)
+        open_jobs = set(self.queue._jobs.values())
+        assert set(self.made) == open_jobs | {*self.ended, *self.replaced, *self.loop.jobs()}
         for job in open_jobs:
             if job.work.state is State.GONE:
-                assert job in self.outcomes, "its outcome is on its way"
+                assert job in self.loop.jobs(), "its outcome is on its way"
             else:
                 assert job.work.claims or job.work.state is State.ENCODING, "somebody wants it"
 
     def teardown(self) -> None:
         """Let everything under way end; then every image can come again, and is made."""
         self.work_off()
-        assert not self.desk.jobs()
-        assert set(self.made) == set(self.ended)
-        empty = self.desk.snapshot()
+        assert not self.queue
+        assert set(self.made) == {*self.ended, *self.replaced}
+        empty = self.queue.snapshot()
         assert (empty.claims, empty.requests, empty.clients, empty.source_bytes) == (0, 0, 0, 0)
-        for job in {job.address: job for job in self.made}.values():
-            again = submit(self.desk, job.address, Claim("again", "again"))
+        for job in {job.key: job for job in self.made}.values():
+            again = submit(self.queue, job.key.address, Claim("again", "again"))
             assert again.work.claims
             self.made.append(again)
         self.work_off()
-        assert set(self.made) == set(self.ended)
+        assert set(self.made) == {*self.ended, *self.replaced}
 
     def work_off(self) -> None:
         while self.count(State.WAITING):
-            self.preparing += self.desk.take_to_prepare(10**6, 10**6, 10**9)
+            self.preparing += self.queue.take_to_prepare(10**6, 10**6, 10**9)
         while self.count(State.APART):
             self.take_apart()
-        self.desk.prepared([(job, PATCHES) for job in self.preparing], None)
+        self.queue.prepared([(job, PATCHES) for job in self.preparing], None)
         self.preparing.clear()
         while self.count(State.PREPARED) + self.count(State.SPLIT):
-            self.batches.append(self.desk.take_batch(10**6)[0])
+            self.batches.append(self.queue.take_batch(10**6)[0])
         for jobs in self.batches:
-            self.desk.encoded([job.work for job in jobs], 0.1)
-            self.outcomes += jobs
+            self.encode(jobs)
         self.batches.clear()
-        while self.outcomes:
-            job = self.outcomes.pop()
-            if self.desk.finish(job):
-                self.end(job)
+        while self.loop.posted:
+            self.run_post(self.loop.posted.pop())
 
-    def end(self, job: Job) -> None:
+    def encode(self, jobs: list[Job]) -> None:
+        self.queue.encoded([job.work for job in jobs], 0.1)
+        for job in jobs:
+            self.queue.end(job, OUTCOME)
+
+    def run_post(self, post: partial[None]) -> None:
+        post()
+        if (job := post.args[0]) not in self.ended:
+            assert job.key in self.queue, "it was begun anew"
+            self.replaced.append(job)
+
+    def end(self, job: Job, _outcome: Pin | EncoderError) -> None:
         assert job not in self.ended, "a job ends once"
         self.ended.append(job)
 
     def count(self, state: State) -> int:
-        images = self.desk.snapshot().images
+        images = self.queue.snapshot().images
         return images[state, True] + images[state, False]
 
     def take(self, data: st.DataObject, among: list[Any]) -> Any:
         return among.pop(data.draw(st.integers(0, len(among) - 1)))
 
 
-DeskMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
-TestDesk = DeskMachine.TestCase
+QueueMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestQueue = QueueMachine.TestCase
 
 
 def test_a_guess_that_becomes_demanded_is_decoded_although_guesses_fill_what_may_be_ahead() -> None:
-    desk = new_desk(ahead_images=1)
+    queue = new_queue(Posts(), ahead_images=1)
     address = bytes(32)
-    submit(desk, b"ahead", Claim("a", "a"))
-    desk.prepared([(job, PATCHES) for job in desk.take_to_prepare(10**6, 1, 10**9)], None)
-    submit(desk, address, Claim("b", "b"))
+    submit(queue, b"ahead", Claim("a", "a"))
+    queue.prepared([(job, PATCHES) for job in queue.take_to_prepare(10**6, 1, 10**9)], None)
+    submit(queue, address, Claim("b", "b"))
     taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(desk.take_to_prepare(10**6, 1, 10**9)), daemon=True)
+    stage = threading.Thread(target=lambda: taken.extend(queue.take_to_prepare(10**6, 1, 10**9)), daemon=True)
     stage.start()
     stage.join(0.2)
     assert stage.is_alive(), "one guess ahead is all there may be"
-    desk.join(address, Claim("c", "c", demanded=True))
+    queue.join(key_of(address), Claim("c", "c", demanded=True))
     stage.join(20)
-    assert [job.address for job in taken] == [address]
+    assert [job.key.address for job in taken] == [address]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InternalError, InvalidImageError
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import Geometry, Grid
 from encoder_service.engine.model import Model
 from encoder_service.image.patches import to_patches
 from encoder_service.image.source import Source
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from testing.photos import photo
-from tests.pipelines import Gate, demanded, running
+from tests.engines import Gate, demanded, running
 
 
 async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> None:
@@ -84,21 +84,24 @@ async def test_what_is_decoded_one_by_one_is_bounded_in_pixels_and_one_that_is_l
             assert max(most) <= (25_000 if images is small else 300 * 302)
 
 
-async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(model: Model) -> None:
+async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("nvidia.dali")
     culprit = model.processor.geometry.grid(384, 256)
     sizes: list[int] = []
 
-    def cut(pixels: Sequence[Tensor], grids: Sequence[Grid], **geometry: Any) -> list[Tensor]:
+    def cut(pixels: Sequence[Tensor], grids: Sequence[Grid], geometry: Geometry) -> list[Tensor]:
         sizes.append(len(grids))
         if culprit in grids:
             raise torch.OutOfMemoryError("this image does not fit")
-        return to_patches(pixels, grids, **geometry)  # type: ignore[arg-type]
+        return to_patches(pixels, grids, geometry)
 
+    monkeypatch.setattr("encoder_service.engine.workers.to_patches", cut)
     gate = Gate(model)
     images = [photo(256, 320 + n, n) for n in range(6)]
     images[3] = photo(384, 256, 3)
-    async with running(model, gate.encode, cut=cut) as bench:
+    async with running(model, gate.encode) as bench:
         first = asyncio.create_task(bench.rows(photo(256, 256, 99), demanded("first")))
         await gate.reached(1)
         waiting = [asyncio.create_task(bench.rows(image, demanded())) for image in images]
@@ -118,7 +121,7 @@ async def test_the_next_image_is_decoded_while_the_vit_is_busy(model: Model) -> 
         waiting = [asyncio.create_task(bench.rows(photo(256, 256 + n, n), demanded())) for n in range(4)]
         await gate.reached(1)
         async with asyncio.timeout(20):
-            while bench.pipeline.snapshot().images[State.PREPARED, True] < 2:
+            while bench.jobs.snapshot().images[State.PREPARED, True] < 2:
                 await asyncio.sleep(0.005)
         assert len(gate.batches) == 1, "the first batch is still in the tower"
         gate.open.set()

@@ -1,11 +1,11 @@
-"""A pipeline over the real rooms, and a gate before its tower."""
+"""An engine over real parts, and a gate before its tower."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -13,38 +13,37 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
+from encoder_service.engine.engine import Engine
+from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import Model
-from encoder_service.engine.pipeline import Pipeline
-from encoder_service.engine.stages import Stages
-from encoder_service.image.patches import to_patches
+from encoder_service.image.decode import Decoder
 from encoder_service.image.source import Source
+from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim, Limits, Scheduler
 from encoder_service.store import Pin, Store
-
-Encode = Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]]
-Cut = Callable[..., list[Tensor]]
+from encoder_service.vision import Tower
 
 
 @dataclass
 class Bench:
-    """A pipeline, what it runs on, and what happened."""
+    """An engine, what it runs on, and what happened."""
 
-    pipeline: Pipeline
+    engine: Engine
+    jobs: JobQueue
     store: Store
     model: Model
-    ended: dict[bytes, Pin | EncoderError] = field(default_factory=dict)
+    ended: dict[bytes, Pin | EncoderError] = field(default_factory=dict)  # by content digest
 
-    def submit(self, image: bytes, claim: Claim) -> tuple[bytes, object]:
-        """Queue an image under its digest; return address and job."""
+    def submit(self, image: bytes, claim: Claim) -> Job:
+        """Queue an image."""
         header = read_header(image)
         grid = self.model.processor.geometry.grid(*header.upright)
         key = self.model.recipe.key(content_digest(image))
-        return key.address, self.pipeline.submit(key, Source(key.source_key, image, header), grid, claim)
+        return self.jobs.submit(key, Source(key.source_key, image, header), grid, claim)
 
     async def rows(self, image: bytes, claim: Claim) -> Pin:
         """Queue an image and wait for it."""
-        _, job = self.submit(image, claim)
-        return await self.pipeline.wait(job, claim)  # type: ignore[arg-type]
+        return await self.jobs.wait(self.submit(image, claim), claim)
 
 
 def demanded(request: str = "r") -> Claim:
@@ -52,48 +51,50 @@ def demanded(request: str = "r") -> Claim:
     return Claim(request, f"client of {request}", demanded=True)
 
 
+class Changed:
+    """A real part, some of whose methods do something else."""
+
+    def __init__(self, part: object, **methods: Callable[..., object]) -> None:
+        self._part = part
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
 @asynccontextmanager
 async def running(
     model: Model,
-    encode: Encode | None = None,
+    encode: Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]] | None = None,
     *,
     batch_patches: int = 4096,
     decode_pixels: int = 50_000_000,
     limits: Limits | None = None,
     decode_one: Callable[[Source], Tensor | EncoderError] | None = None,
-    cut: Cut = to_patches,
     **store: int,
 ) -> AsyncIterator[Bench]:
-    """Run a pipeline over the real rooms; `encode`, `decode_one` and `cut` stand for the model's own stages."""
-    width = model.tower.spec.width
+    """Run an engine over real parts; `encode` and `decode_one` stand for those of the model's tower and decoder."""
+    if encode is not None:
+        model = replace(model, tower=cast(Tower, Changed(model.tower, encode=encode)))
+    if decode_one is not None:
+        model = replace(model, decoder=cast(Decoder, Changed(model.decoder, decode_one=decode_one)))
     options = {"host_bytes": 32 << 20, **store}
-    kept = Store(width=width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
-    geometry = model.processor.geometry
+    kept = Store(width=model.tower.spec.width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
     limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
     ended: dict[bytes, Pin | EncoderError] = {}
-    pipeline = Pipeline(
+    jobs = JobQueue(
         Scheduler(limits, max_ahead_patches=2 * batch_patches, max_ahead_images=64),
-        Stages(
-            batches=model.decoder.batches,
-            decode_batch=model.decoder.decode_batch,
-            decode_one=decode_one or model.decoder.decode_one,
-            to_patches=partial(cut, geometry=geometry),
-            encode=encode or model.tower.encode,
-            put=kept.put,
-            pin=kept.pin,
-            set_aside=lambda grids: kept.set_aside(list(map(geometry.tokens, grids))),
-            give_back=lambda grid: kept.give_back(geometry.tokens(grid)),
-        ),
+        model.decoder,
+        kept,
         loop=asyncio.get_running_loop(),
-        batch_patches=batch_patches,
-        decode_pixels=decode_pixels,
         on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),
     )
-    pipeline.start()
+    engine = Engine(jobs, model, kept, Metrics(), batch_patches=batch_patches, decode_pixels=decode_pixels)
+    engine.start()
     try:
-        yield Bench(pipeline, kept, model, ended)
+        yield Bench(engine, jobs, kept, model, ended)
     finally:
-        await pipeline.stop()
+        await engine.stop()
         kept.close()
 
 

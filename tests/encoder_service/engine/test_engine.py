@@ -1,4 +1,4 @@
-"""The pipeline's threads over the real rooms: order, overlap, departures, culprits, and a loop that stays free."""
+"""The engine's threads over real parts: order, overlap, departures, culprits, and a loop that stays free."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, Limits, State
 from encoder_service.store import Pin
 from testing.photos import photo
-from tests.pipelines import Gate, demanded, running
+from tests.engines import Gate, demanded, running
 from tests.waiting import PATIENCE_S, soon
 
 
@@ -75,7 +75,7 @@ async def test_the_first_waiters_cancel_leaves_the_others_and_the_last_ones_drop
         first.cancel()
         alone.cancel()
         await asyncio.gather(first, alone, return_exceptions=True)
-        assert bench.pipeline.queued_images == 2
+        assert len(bench.jobs) == 2
         assert isinstance(bench.ended[content_digest(lonely)], AbandonedError)
         gate.open.set()
         (await second).release()
@@ -112,7 +112,7 @@ async def test_a_full_queue_refuses_with_a_hint_and_goes_on(model: Model) -> Non
         assert refused.value.retry_after_ms > 0
         gate.open.set()
         async with asyncio.timeout(20):
-            while bench.pipeline.queued_images:
+            while len(bench.jobs):
                 await asyncio.sleep(0.01)
         (await bench.rows(photo(64, 64, 9), demanded("9"))).release()
 
@@ -146,7 +146,7 @@ async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None
         waiting = [asyncio.create_task(bench.rows(photo(256, 256 + 32 * n, n), demanded())) for n in range(3)]
         await gate.reached(1)
         gate.open.set()
-        await bench.pipeline.stop()
+        await bench.engine.stop()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         for result in results:
             assert isinstance(result, (Pin, EncoderError)), result
@@ -157,12 +157,12 @@ async def test_sleeping_stages_leave_the_loop_its_turn_to_answer(model: Model) -
     async with running(model) as bench:
         await asyncio.sleep(0.05)  # the stages sleep now
         image, claim = photo(64, 64, 77), demanded()
-        _, job = bench.submit(image, claim)
+        job = bench.submit(image, claim)
         time.sleep(0.05)  # the loop has not had its turn yet
-        assert bench.pipeline.queued_images == 1
-        assert not job.stage_ms  # type: ignore[attr-defined]
-        (await bench.pipeline.wait(job, claim)).release()  # type: ignore[arg-type]
-        assert job.stage_ms  # type: ignore[attr-defined]
+        assert len(bench.jobs) == 1
+        assert not job.stage_ms
+        (await bench.jobs.wait(job, claim)).release()
+        assert job.stage_ms
 
 
 async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew(model: Model) -> None:
@@ -181,7 +181,7 @@ async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew
         blocker = asyncio.create_task(bench.rows(photo(64, 64, 0), demanded("blocker")))
         await gate.reached(1)
         left = [asyncio.create_task(bench.rows(image, demanded("left"))) for image in images]
-        await soon(lambda: bench.pipeline.snapshot().images[State.PREPARED, True] == 2)
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
         gate.open.set()
         assert await asyncio.to_thread(failing.wait, 20)
         for task in left:
@@ -189,7 +189,7 @@ async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew
         await asyncio.gather(*left, return_exceptions=True)
         fail.set()
         (await blocker).release()
-        await soon(lambda: not bench.pipeline.queued_images)
+        await soon(lambda: not bench.jobs)
         for image in images:
             assert isinstance(bench.ended[content_digest(image)], AbandonedError)
             async with asyncio.timeout(20):
@@ -235,7 +235,7 @@ async def test_a_batch_larger_than_the_store_is_encoded_in_parts(model: Model) -
 
         reading = [asyncio.create_task(read(n)) for n in range(20)]
         await gate.reached(1)
-        await soon(lambda: bench.pipeline.snapshot().images[State.PREPARED, True] >= 15)
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] >= 15)
         gate.open.set()
         await asyncio.gather(*reading)
     assert max(map(len, gate.batches)) < 15

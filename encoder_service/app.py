@@ -30,6 +30,8 @@ from encoder_service.encoder import Encoder
 from encoder_service.engine.engine import Engine
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import Model
+from encoder_service.engine.row_finder import RowFinder
+from encoder_service.engine.submit_waiters import SubmitWaiters
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.image.validation import Validator
 from encoder_service.observability.collectors import (
@@ -170,10 +172,9 @@ class Server:
             raise ConfigError(str(error)) from error
 
     def _build_jobs(self) -> JobQueue:
-        # One batch that waits while the next is filled.
-        ahead = 2 * self._config.batch_patches
+        max_ahead = 2 * self._config.batch_patches  # one batch that waits while the next is filled
         return JobQueue(
-            Scheduler(self._limits, max_ahead_patches=ahead, max_ahead_images=MAX_AHEAD_IMAGES),
+            Scheduler(self._limits, max_ahead_patches=max_ahead, max_ahead_images=MAX_AHEAD_IMAGES),
             self._model.decoder,
             self.store,
             loop=self._loop,
@@ -215,20 +216,15 @@ class Server:
 
     def _build_service(self) -> EncoderService:
         config, model = self._config, self._model
-        encoder = Encoder(
-            validator=Validator(
-                model.processor.geometry,
-                max_image_bytes=config.max_image_bytes,
-                max_image_pixels=config.max_image_pixels,
-                formats=config.accepted_formats,
-                on_hash=partial(self.metrics.stage, "hash"),
-            ),
-            sources=self._sources,
-            jobs=self.jobs,
-            store=self.store,
-            cluster=self.cluster,
-            max_waiting_images=config.max_waiting_images,
+        validator = Validator(
+            model.processor.geometry,
+            max_image_bytes=config.max_image_bytes,
+            max_image_pixels=config.max_image_pixels,
+            formats=config.accepted_formats,
+            on_hash=partial(self.metrics.stage, "hash"),
         )
+        waiters = SubmitWaiters(self.cluster, config.max_waiting_images)
+        parts = validator, self._sources, self.jobs, self.store, self.cluster, waiters
         width = model.tower.spec.width
         edge = ServerInfo(
             description=self._description,
@@ -241,7 +237,7 @@ class Server:
             max_pinned_bytes=int(config.store_host_gib * GIB * config.max_pinned_share),
             max_fetched_images=self._limits.claims,
         )
-        return EncoderService(encoder, edge, self.metrics)
+        return EncoderService(Encoder(*parts), RowFinder(*parts), edge, self.metrics)
 
     async def _join_cluster(self) -> None:
         recipe = self._model.recipe

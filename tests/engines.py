@@ -39,7 +39,9 @@ class Bench:
         header = read_header(image)
         grid = self.model.processor.geometry.grid(*header.upright)
         key = self.model.recipe.key(content_digest(image))
-        return self.jobs.submit(key, Source(key.source_key, image, header), grid, claim)
+        job = self.jobs.submit(key, Source(key.source_key, image, header), grid, claim)
+        assert job is not None, "it is held already"
+        return job
 
     async def rows(self, image: bytes, claim: Claim) -> Pin:
         """Queue an image and wait for it."""

@@ -12,7 +12,7 @@ from encoder_service.address import ImageKey
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.pin_budget import PinRoom
-from encoder_service.encoder import Encoder, FetchResult
+from encoder_service.engine.row_finder import FetchResult, RowFinder
 from encoder_service.observability.incidents import known_error
 from encoder_service.scheduler import Claim
 from encoder_service.scheduler.turns import Turns
@@ -60,17 +60,17 @@ class _Outcome:
     hold: ExitStack = field(default_factory=ExitStack)  # closed, it lets go of the rows
 
 
-async def rows_anywhere(encoder: Encoder, images: Sequence[RowRequest], grace_s: float) -> RowsOf:
+async def rows_anywhere(finder: RowFinder, images: Sequence[RowRequest], grace_s: float) -> RowsOf:
     """Return what finds rows here or elsewhere; asks at once, for all images together, who else holds them."""
-    located = await encoder.locate([wanted.key for wanted in images])
-    return lambda wanted: encoder.rows(wanted.key, wanted.claim, grace_s, located)
+    located = await finder.locate([wanted.key for wanted in images])
+    return lambda wanted: finder.rows(wanted.key, wanted.claim, grace_s, located)
 
 
-def rows_of_this_replica(encoder: Encoder) -> RowsOf:
+def rows_of_this_replica(finder: RowFinder) -> RowsOf:
     """Return what finds rows that are held or being made here; anything else is unknown."""
 
     async def rows_of(wanted: RowRequest) -> FetchResult:
-        found = await encoder.rows_here(wanted.key, wanted.claim)
+        found = await finder.rows_here(wanted.key, wanted.claim)
         if found is None:
             raise UnknownImageError(f"this replica does not hold image {wanted.key.digest.hex()}")
         return found

@@ -23,6 +23,7 @@ from encoder_service.api.pin_budget import PinRoom
 from encoder_service.api.submit import SubmitCall
 from encoder_service.api.upload_budget import Uploads
 from encoder_service.encoder import Encoder
+from encoder_service.engine.row_finder import RowFinder
 from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim
 from encoder_service.scheduler.shares import Shares
@@ -50,8 +51,9 @@ class ServerInfo:
 class EncoderService:
     """The three calls. One instance serves all connections, on one event loop."""
 
-    def __init__(self, encoder: Encoder, edge: ServerInfo, metrics: Metrics) -> None:
+    def __init__(self, encoder: Encoder, finder: RowFinder, edge: ServerInfo, metrics: Metrics) -> None:
         self._encoder = encoder
+        self._finder = finder
         self._edge = edge
         self._metrics = metrics
         self._upload_room = Shares(edge.max_upload_bytes, "uploads")
@@ -142,9 +144,9 @@ class EncoderService:
         wanted = self._wanted(request, context)
         grace_ms = min(request.grace_ms, self._edge.description.limits.max_grace_ms)
         rows_of = (
-            rows_of_this_replica(self._encoder)
+            rows_of_this_replica(self._finder)
             if request.local_only
-            else await rows_anywhere(self._encoder, wanted, grace_ms / 1000)
+            else await rows_anywhere(self._finder, wanted, grace_ms / 1000)
         )
         return fetch(
             rows_of,

@@ -101,6 +101,10 @@ class JobQueue:
     def __contains__(self, key: ImageKey) -> bool:
         return key.address in self._jobs
 
+    def knows(self, key: ImageKey) -> bool:
+        """Whether an image is on its way, or its rows are held."""
+        return key in self or self._store.contains(key.address)
+
     def snapshot(self) -> Snapshot:
         """Return the counts of the queue at this moment."""
         with self._turn:
@@ -118,8 +122,10 @@ class JobQueue:
 
     # The event loop's side
 
-    def submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> Job:
-        """Queue an image, or join its job. Raises `OverloadedError` when the queue is full."""
+    def submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> Job | None:
+        """Queue an image, or join its job; None if its rows are held. Raises `OverloadedError` for a full queue."""
+        if self._store.contains(key.address):
+            return None
         apart = not self._decoder.batches(source)
         with self._turn:
             if (job := self._join(key, claim)) is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from encoder_contract.errors import UnknownImageError
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Cluster, Locations
 from encoder_service.scheduler.shares import Shares
@@ -18,8 +19,11 @@ class SubmitWaiters:
     async def wait(self, key: ImageKey, client_id: str, until: float) -> Locations:
         """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
 
-        Raises `TimeoutError` at `until`, on the clock of the loop, and `OverloadedError` when too many wait.
+        Raises `UnknownImageError` at `until`, on the clock of the loop, and `OverloadedError` when too many wait.
         """
+        unknown = UnknownImageError(f"image {key.digest.hex()} was not submitted: submit it, then fetch")
+        if asyncio.get_running_loop().time() >= until:
+            raise unknown
         self._room.take((client_id,))
         waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(key.address, set()).add(waiter)
@@ -27,6 +31,8 @@ class SubmitWaiters:
         try:
             async with asyncio.timeout_at(until):
                 return await waiter
+        except TimeoutError:
+            raise unknown from None
         finally:
             self._room.give_back((client_id,))
             self._leave(key.address, waiter)

@@ -66,14 +66,16 @@ def new_queue(
     return JobQueue(
         Scheduler(NO_LIMITS, max_ahead_patches=10**9, max_ahead_images=ahead_images),
         cast(Decoder, SimpleNamespace(batches=lambda source: source.key != APART)),
-        cast(Store, None),  # which only outcomes with rows need
+        cast(Store, SimpleNamespace(contains=lambda _address: False)),
         loop=cast(asyncio.AbstractEventLoop, loop),
         on_end=on_end,
     )
 
 
 def submit(queue: JobQueue, address: bytes, claim: Claim, *, apart: bool = False) -> Job:
-    return queue.submit(key_of(address), Source(APART if apart else b"", FILE, HEADER), GRID, claim)
+    job = queue.submit(key_of(address), Source(APART if apart else b"", FILE, HEADER), GRID, claim)
+    assert job is not None
+    return job
 
 
 class QueueMachine(RuleBasedStateMachine):

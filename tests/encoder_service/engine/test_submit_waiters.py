@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import OverloadedError, Status
+from encoder_contract.errors import OverloadedError, Status, UnknownImageError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -74,7 +74,7 @@ async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
     for task in greedy:
         task.cancel()
     await asyncio.gather(*greedy, return_exceptions=True)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(UnknownImageError):
         await waiters.wait(key(1), "greedy", asyncio.get_running_loop().time() + 0.01)
 
 

@@ -57,7 +57,7 @@ test: setup ## The test suite: no GPU, Redis or network needed
 	@$(PY) -m pytest -m 'not gpu and not fleet'
 
 .PHONY: test-fleet
-test-fleet: setup ## The bad days of a fleet: replicas and a real Redis, killed under load (four minutes)
+test-fleet: setup ## Faults of a fleet: replicas and a real Redis, killed under load (four minutes)
 	@$(PY) -m pytest -m fleet
 
 # vLLM brings more than two hundred packages of its own choice: it gets an environment of its own.

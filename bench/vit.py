@@ -1,10 +1,10 @@
-"""How fast and how exact the vision towers are: ours, `transformers`, and the floor of our own products and attention.
+"""How fast and exact the vision towers are: ours, `transformers`, and the lower bound of our products and attention.
 
-Same weights, same threads, alternating in one run after warm-up; full depth, seeded random weights. The floor of a
-forward is every product and attention call it makes, replayed one by one on the same tensors and timed alone; the
+Same weights, same threads, alternating in one run after warm-up; full depth, seeded random weights. The lower bound of
+a forward is every product and attention call it makes, replayed one by one on the same tensors and timed alone; the
 best replay counts, as does the best forward. (`luckiest` counts each call with its own best time instead: with a
 thousand calls that is several percent below any replay.) Our products carry their activation or residual sum as an
-epilogue; the bare floor leaves those out, so what they cost shows there.
+epilogue; the bare one leaves those out, so what they cost shows there.
 """
 
 # Over 300 lines because all of it shares two towers and one measure of time.
@@ -27,7 +27,7 @@ from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import DEFAULT_S, Budget
 from bench.harness.results import hardware
 from bench.tower import parts
-from bench.tower.lower_bound import Calls, Floor, best_of, clock, seconds
+from bench.tower.lower_bound import Calls, LowerBound, best_of, clock, seconds
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
@@ -36,7 +36,7 @@ from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 
 def _case_figures(name: str, says: str) -> tuple[Figure, ...]:
-    least_ratio, most_over_floor = {"720p": (">= 1.2", "<= 1.12"), "8x256": (">= 1.2", "<= 1.15")}.get(
+    least_ratio, most_over_lower_bound = {"720p": (">= 1.2", "<= 1.12"), "8x256": (">= 1.2", "<= 1.15")}.get(
         name, ("", "")
     )
     quoted = (
@@ -48,12 +48,12 @@ def _case_figures(name: str, says: str) -> tuple[Figure, ...]:
         Figure(f"cases.{name}.ours", f"{says}: ours", "ms", scale=1e3),
         Figure(f"ratio_{name}", f"{says}: `transformers` / ours", target=least_ratio, summary=in_summary[0]),
         Figure(
-            f"over_floor_{name}",
+            f"over_lower_bound_{name}",
             f"{says}: ours / its own products and attention",
-            target=most_over_floor,
+            target=most_over_lower_bound,
             summary=in_summary[1],
         ),
-        Figure(f"over_luckiest_floor_{name}", f"{says}: the same, each call with its own best time"),
+        Figure(f"over_luckiest_bound_{name}", f"{says}: the same, each call with its own best time"),
     )
 
 
@@ -105,7 +105,7 @@ OURS_IN_ROUND, THEIRS_IN_ROUND = 3, 2
 STAGES_OF_A_ROUND, OURS_OF_A_ROUND = 1.0, 0.2
 
 HEADER = (
-    f"{'case':>12} {'ours ms':>8} {'theirs':>8} {'ratio':>8} {'/floor':>8} {'luckiest':>8} {'/bare':>8}"
+    f"{'case':>12} {'ours ms':>8} {'theirs':>8} {'ratio':>8} {'/bound':>8} {'luckiest':>8} {'/bare':>8}"
     f" {'theirs':>8} {'TFLOP/s':>8} {'of peak':>8} {'MB':>6} {'theirs':>7}"
 )
 
@@ -116,22 +116,22 @@ class Timing:
 
     ours: float
     theirs: float
-    floor: float
-    luckiest_floor: float
-    bare_floor: float
-    their_floor: float
+    lower_bound: float
+    luckiest_bound: float
+    bare_bound: float
+    their_bound: float
     flop: int
     our_peak_bytes: int
     their_peak_bytes: int
 
     def ratios(self) -> dict[str, float]:
-        """Ours over each floor, and theirs over ours."""
+        """Ours over each lower bound, and theirs over ours."""
         return {
             "ratio": self.theirs / self.ours,
-            "over_floor": self.ours / self.floor,
-            "over_luckiest_floor": self.ours / self.luckiest_floor,
-            "over_bare_floor": self.ours / self.bare_floor,
-            "their_over_floor": self.theirs / self.their_floor,
+            "over_lower_bound": self.ours / self.lower_bound,
+            "over_luckiest_bound": self.ours / self.luckiest_bound,
+            "over_bare_bound": self.ours / self.bare_bound,
+            "their_over_bound": self.theirs / self.their_bound,
         }
 
     def row(self, name: str, peak: float) -> str:
@@ -254,7 +254,7 @@ def case_grids(tower: Tower, name: str) -> list[Grid]:
 
 
 def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], rounds: int) -> Timing:
-    """Alternate ours, theirs and both floors."""
+    """Alternate ours, theirs and both lower bounds."""
     patches = random_patches(grids, tower.spec.patch_values)
     pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
 
@@ -269,18 +269,18 @@ def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], roun
         ours()
     with Calls() as their_recorded:
         theirs()
-    floor, bare, theirs_alone = (
-        Floor(calls) for calls in (recorded.calls, recorded.bare, their_recorded.calls)
+    whole, bare, theirs_alone = (
+        LowerBound(calls) for calls in (recorded.calls, recorded.bare, their_recorded.calls)
     )
     fastest = their_fastest = float("inf")
     for _ in range(rounds):
         fastest = min(fastest, seconds(ours))
         their_fastest = min(their_fastest, seconds(theirs))
-        for alone in (floor, bare, theirs_alone):
+        for alone in (whole, bare, theirs_alone):
             alone.replay()
     flop = sum(flops(tower.spec, grid) for grid in grids)
-    floors = floor.best, floor.luckiest, bare.best, theirs_alone.best
-    return Timing(fastest, their_fastest, *floors, flop, our_peak, their_peak)
+    bounds = whole.best, whole.luckiest, bare.best, theirs_alone.best
+    return Timing(fastest, their_fastest, *bounds, flop, our_peak, their_peak)
 
 
 def peak_bytes(call: Callable[[], None]) -> int:

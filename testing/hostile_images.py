@@ -20,10 +20,11 @@ def newlines_png(newlines: int = 1 << 20) -> bytes:
     """Return a PNG without pixels whose compressed text, a profile in hexadecimal, is nothing but newlines."""
     start = photo(8, 8, 1, "PNG")[:33]
     text = b"Raw profile type exif\0\0" + zlib.compress(b"\n" * newlines, 9)
-    return start + _chunk(b"zTXt", text) + _chunk(b"IEND", b"")
+    return start + png_chunk(b"zTXt", text) + png_chunk(b"IEND", b"")
 
 
-def _chunk(kind: bytes, payload: bytes) -> bytes:
+def png_chunk(kind: bytes, payload: bytes) -> bytes:
+    """Return a chunk of a PNG."""
     return struct.pack(">L", len(payload)) + kind + payload + struct.pack(">L", zlib.crc32(kind + payload))
 
 

@@ -1,5 +1,6 @@
 """Seeded images: photo-like files of any size, format, orientation and mode, and damaged ones."""
 
+import base64
 import io
 import random
 from functools import lru_cache
@@ -146,3 +147,8 @@ def _splice(draw: random.Random, image: bytearray) -> None:
     other = _sound(draw.randrange(len(_KINDS)), draw.randrange(3), 1)
     where = draw.randrange(len(image) + 1)
     image[where:] = other[draw.randrange(len(other)) :]
+
+
+def data_url(image: bytes) -> str:
+    """Return a JPEG as a URL that holds it."""
+    return "data:image/jpeg;base64," + base64.b64encode(image).decode()

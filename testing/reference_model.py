@@ -1,4 +1,4 @@
-"""The yardstick: `transformers` running a whole prompt in one go in float32, pixels in."""
+"""The reference model: `transformers` running a whole prompt in one go in float32, pixels in."""
 
 from collections.abc import Sequence
 from pathlib import Path

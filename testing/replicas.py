@@ -11,7 +11,7 @@ from testing.redis_servers import free_port
 from testing.server_process import ServerProcess
 
 # Small machines run all replicas of a fleet: one thread each keeps them from fighting over cores. A busy machine is no
-# bad day of the index either.
+# fault of the index either.
 SETTINGS = {
     "torch_threads": 1,
     "decode_threads": 1,

@@ -1,11 +1,11 @@
-"""A TCP cable that can be cut, fall silent, or be slow."""
+"""A TCP proxy that can be cut, fall silent, or be slow."""
 
 import asyncio
 import contextlib
 
 
 class TcpProxy:
-    """A TCP cable to a server on 127.0.0.1 that can be cut, so that one client loses a server that others keep."""
+    """A TCP proxy of a server on 127.0.0.1 that can be cut, so that one client loses a server that others keep."""
 
     def __init__(self, to_port: int) -> None:
         self._to_port = to_port
@@ -16,7 +16,7 @@ class TcpProxy:
         self._bytes_per_s = float("inf")
         self.port = 0
 
-    async def lay(self) -> "TcpProxy":
+    async def start(self) -> "TcpProxy":
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
@@ -39,7 +39,7 @@ class TcpProxy:
         self._is_cut = self._is_silent = False
         self._bytes_per_s = float("inf")
 
-    async def remove(self) -> None:
+    async def stop(self) -> None:
         self.cut()
         self._server.close()
         for task in self._tasks:

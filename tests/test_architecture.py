@@ -16,8 +16,8 @@ FOLDERS = [*PACKAGES, "testing", "demo", "bench", "tests"]
 MAX_LINES = 300  # a longer file says why, in a line that begins with this:
 LONG_BECAUSE = "# Over 300 lines because "
 
-# The service from the top down: an entry imports only from floors below its own.
-FLOORS = [
+# The service from the top down: an entry imports only from layers below its own.
+LAYERS = [
     ["cli"],
     ["app"],
     ["api"],
@@ -73,7 +73,7 @@ ENVIRONMENT = {
 # What `python -m testing.structure` counts in the source may not grow beyond this.
 LIMITS = {
     "entries": 15,
-    "floors": 8,
+    "layers": 8,
     "arrows": 50,
 }
 
@@ -103,12 +103,12 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def floor(entry: str) -> int:
-    return next(number for number, entries in enumerate(FLOORS) if entry in entries)
+def layer(entry: str) -> int:
+    return next(number for number, entries in enumerate(LAYERS) if entry in entries)
 
 
-def test_every_entry_of_the_service_stands_on_a_floor() -> None:
-    assert sorted(structure.entries()) == sorted(entry for entries in FLOORS for entry in entries)
+def test_every_entry_of_the_service_belongs_to_a_layer() -> None:
+    assert sorted(structure.entries()) == sorted(entry for entries in LAYERS for entry in entries)
 
 
 def test_there_is_no_more_structure_than_a_person_can_hold() -> None:
@@ -126,8 +126,8 @@ def test_a_module_imports_only_from_lower_floors_and_inside_the_fences(path: Pat
         if package == "encoder_contract":
             assert top not in ("torch", "numpy", "encoder_service", "prefill_client"), imported
         if package == top == "encoder_service" and inner and rest[0] != "__init__" and inner[0] != rest[0]:
-            assert floor(rest[0]) < floor(inner[0]), (
-                f"{name_of(path)} imports {imported} of the same floor or above"
+            assert layer(rest[0]) < layer(inner[0]), (
+                f"{name_of(path)} imports {imported} of the same layer or above"
             )
         if top in FENCES:
             assert any(name_of(path).startswith(allowed) for allowed in FENCES[top]), (

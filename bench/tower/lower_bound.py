@@ -1,4 +1,4 @@
-"""The floor under a forward: every product and attention call it makes, recorded, then timed alone."""
+"""The lower bound of a forward: every product and attention call it makes, recorded, then timed alone."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def best_of(most: int, call: Callable[[], object]) -> float:
     return min(times)
 
 
-class Floor:
+class LowerBound:
     """Calls timed alone, over several replays.
 
     `best` [s] is the sum of the best replay: a minimum over as many rounds as the forward it is compared with has.

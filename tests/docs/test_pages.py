@@ -14,7 +14,7 @@ from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.observability.metrics import PREFIX, READINGS, Metrics
 from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
-from tests.test_architecture import FLOORS
+from tests.test_architecture import LAYERS
 
 OURS = ("encoder_service", "prefill_client", "encoder_contract", "proto", "bench", "tests", "deploy", "docs")
 WRITTEN_BY_THE_READER = {"deploy/.env"}
@@ -181,10 +181,10 @@ def test_every_alert_and_panel_that_the_operators_page_names_exists() -> None:
     assert named(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", page) <= panels | elsewhere
 
 
-def test_the_map_shows_every_module_on_its_floor() -> None:
+def test_the_map_shows_every_module_in_its_layer() -> None:
     (drawn,) = re.findall(r"^```\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.M | re.S)
-    floors = [line.split("│")[0].split() for line in drawn.splitlines()]
-    assert [sorted(floor) for floor in floors] == [sorted(floor) for floor in FLOORS]
+    layers = [line.split("│")[0].split() for line in drawn.splitlines()]
+    assert [sorted(layer) for layer in layers] == [sorted(layer) for layer in LAYERS]
 
 
 def test_every_benchmark_has_its_table_and_a_command_that_exists() -> None:

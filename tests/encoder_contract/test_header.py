@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.header import FORMATS, Header, check_limits, read_header
 from encoder_contract.orientation import orientation
+from testing.hostile_images import png_chunk
 from testing.photos import damaged, encoded, photo
 
 # Pillow warns about the damaged EXIF that it is asked to compare.
@@ -112,10 +113,6 @@ def test_unusual_orientation_in_a_jpeg(segments, expected):
     image = jpeg_with(*segments)
     assert read_header(image).orientation == expected
     assert read_header(image).upright == by_pillow(image)[2]
-
-
-def png_chunk(kind: bytes, payload: bytes) -> bytes:
-    return struct.pack(">L", len(payload)) + kind + payload + struct.pack(">L", zlib.crc32(kind + payload))
 
 
 RAW_PROFILE = b"\nexif\n      " + str(len(EXIF[6])).encode() + b"\n" + EXIF[6].hex().encode() + b"\n"

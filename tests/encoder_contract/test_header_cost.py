@@ -14,6 +14,7 @@ from PIL import Image
 from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
 from encoder_contract.header import MAX_JPEG_SCANS, read_header
 from encoder_contract.orientation import orientation
+from testing.hostile_images import png_chunk
 from testing.photos import encoded, photo
 
 PNG_START = photo(8, 8, 1, "PNG")[:33]
@@ -26,10 +27,6 @@ PROGRESSIVE = encoded(Image.new("RGB", (64, 48), "teal"), "JPEG", progressive=Tr
 
 def jpeg_segment(marker: int, payload: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
-
-
-def png_chunk(kind: bytes, payload: bytes) -> bytes:
-    return struct.pack(">L", len(payload)) + kind + payload + struct.pack(">L", zlib.crc32(kind + payload))
 
 
 def png_text(inflated: bytes, keyword: bytes = b"Raw profile type exif") -> bytes:

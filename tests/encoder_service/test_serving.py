@@ -161,7 +161,7 @@ async def test_shared_rows_are_pinned_exactly_while_their_stream_is_open(
 
 
 async def test_a_caller_whose_machine_falls_silent_holds_no_pins_for_long(server: Server) -> None:
-    proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).lay()
+    proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
     async with await EncoderClient.connect(f"127.0.0.1:{proxy.port}") as far:
         (image,) = await far.submit([photo(128, 128, 21)])
         async with far.fetch([RowRequest(image.digest)], timeout_s=600) as stream:
@@ -169,7 +169,7 @@ async def test_a_caller_whose_machine_falls_silent_holds_no_pins_for_long(server
             assert server.store.stats().pins == 1
             proxy.fall_silent()
             await soon(lambda: server.store.stats().pins == 0, 15)
-    await proxy.remove()
+    await proxy.stop()
 
 
 async def test_handles_are_for_callers_who_can_read_the_segment_and_others_get_their_rows_inline(

@@ -198,7 +198,7 @@ async def test_a_drain_step_that_fails_takes_none_of_the_others_with_it(
     segment = server.store.segment.path
 
     async def fails(*_: object) -> None:
-        raise RuntimeError("on a bad day")
+        raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(server.cluster, "leave", fails)
     monkeypatch.setattr(server.engine, "stop", fails)

@@ -1,4 +1,4 @@
-"""Bad days of a fleet, under load: every image ends in its rows or one error, in time, and is encoded once per life."""
+"""Faults of a fleet, under load: every image ends in its rows or one error, in time, and is encoded once per life."""
 
 import asyncio
 import shutil

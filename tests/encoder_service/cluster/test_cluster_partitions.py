@@ -25,7 +25,7 @@ def redis() -> Iterator[RedisServer]:
 async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
     checkpoint: Path, redis: RedisServer
 ) -> None:
-    proxy = await TcpProxy(redis.port).lay()
+    proxy = await TcpProxy(redis.port).start()
     urls = (f"redis://127.0.0.1:{proxy.port}", redis.url)
     replicas = [
         ReplicaProcess(checkpoint, n, index=url, index_prefix="cut-from-redis") for n, url in enumerate(urls)
@@ -46,7 +46,7 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
     finally:
         for replica in replicas:
             replica.kill()
-        await proxy.remove()
+        await proxy.stop()
 
 
 async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_nothing(
@@ -56,8 +56,8 @@ async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_n
         ReplicaProcess(checkpoint, n, index=redis.url, index_prefix="cut-from-peers") for n in range(2)
     ]
     a, b = replicas
-    a.endpoint = f"127.0.0.1:{a.port}"  # where a cable leads
-    proxy = await TcpProxy(a.port).lay()
+    a.endpoint = f"127.0.0.1:{a.port}"  # where a proxy listens
+    proxy = await TcpProxy(a.port).start()
     try:
         await asyncio.gather(
             asyncio.to_thread(a.start, advertise=f"127.0.0.1:{proxy.port}"), asyncio.to_thread(b.start)
@@ -77,7 +77,7 @@ async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_n
     finally:
         for replica in replicas:
             replica.kill()
-        await proxy.remove()
+        await proxy.stop()
 
 
 async def test_a_cluster_failover_costs_no_image(checkpoint: Path) -> None:

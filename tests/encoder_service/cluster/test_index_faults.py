@@ -231,7 +231,7 @@ async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(join
 async def test_a_replica_cut_off_from_redis_goes_on_alone_and_the_others_without_it(
     server: RedisServer, join: JoinWatched
 ) -> None:
-    proxy = await TcpProxy(server.port).lay()
+    proxy = await TcpProxy(server.port).start()
     a, b = await join(server.url, "a"), await join(f"redis://127.0.0.1:{proxy.port}", "b")
     held = new_addresses(3)
     await b.hold(held)
@@ -252,7 +252,7 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_the_others_without
         return len(await a.index.locate(held)) == 3
 
     await soon(back)
-    await proxy.remove()
+    await proxy.stop()
 
 
 async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(join: JoinWatched) -> None:

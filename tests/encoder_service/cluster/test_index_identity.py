@@ -36,7 +36,7 @@ async def test_a_second_process_under_the_same_name_takes_over_and_the_first_say
 async def test_another_model_that_took_the_namespace_during_an_outage_keeps_us_alone(
     server: RedisServer, join: JoinWatched
 ) -> None:
-    proxy = await TcpProxy(server.port).lay()
+    proxy = await TcpProxy(server.port).start()
     a = await join(f"redis://127.0.0.1:{proxy.port}", "a")
     proxy.cut()
     await a.until(IndexState.ALONE)
@@ -45,7 +45,7 @@ async def test_another_model_that_took_the_namespace_during_an_outage_keeps_us_a
     proxy.mend()
     await soon(lambda: "another model" in a.said[-1][1])
     assert a.index.state is IndexState.ALONE
-    await proxy.remove()
+    await proxy.stop()
 
 
 async def test_a_password_is_taken_from_the_url_and_a_wrong_one_keeps_us_alone(join: JoinWatched) -> None:

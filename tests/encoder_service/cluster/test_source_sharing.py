@@ -46,9 +46,9 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def proxy(redis: RedisServer) -> AsyncIterator[TcpProxy]:
-    proxy = await TcpProxy(redis.port).lay()
+    proxy = await TcpProxy(redis.port).start()
     yield proxy
-    await proxy.remove()
+    await proxy.stop()
 
 
 @pytest.fixture

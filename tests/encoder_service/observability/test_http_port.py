@@ -17,6 +17,7 @@ from encoder_service.engine.model import Model
 from encoder_service.observability.http_port import MAX_CONNECTIONS, STUCK_S, HttpPort
 from encoder_service.observability.metrics import Metrics
 from tests.operator_view import get, numbers
+from tests.waiting import PATIENCE_S
 
 
 async def test_the_page_says_what_runs_and_links_to_the_rest(server: Server) -> None:
@@ -40,7 +41,7 @@ async def test_the_page_says_what_runs_and_links_to_the_rest(server: Server) -> 
 
 
 def test_a_loop_that_is_stuck_is_not_healthy() -> None:
-    landing = HttpPort(
+    http = HttpPort(
         "127.0.0.1:0",
         title="t",
         facts={"<b>": "&"},
@@ -48,20 +49,20 @@ def test_a_loop_that_is_stuck_is_not_healthy() -> None:
         last_tick=lambda: time.monotonic() - STUCK_S - 1,
         draining=lambda: False,
     )
-    landing.start()
+    http.start()
     try:
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://{landing.endpoint}/healthz", timeout=5)
-        page = urllib.request.urlopen(f"http://{landing.endpoint}/", timeout=5).read().decode()
+            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=5)
+        page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=5).read().decode()
         assert "&lt;b&gt;" in page
         assert "has not turned" in page
     finally:
-        landing.stop()
+        http.stop()
 
 
 @contextmanager
-def landed() -> Iterator[HttpPort]:
-    landing = HttpPort(
+def serving() -> Iterator[HttpPort]:
+    http = HttpPort(
         "127.0.0.1:0",
         title="t",
         facts={},
@@ -69,11 +70,11 @@ def landed() -> Iterator[HttpPort]:
         last_tick=time.monotonic,
         draining=lambda: False,
     )
-    landing.start()
+    http.start()
     try:
-        yield landing
+        yield http
     finally:
-        landing.stop()
+        http.stop()
 
 
 class Drips:
@@ -113,20 +114,23 @@ def threads_of_connections() -> int:
 
 
 def test_health_is_answered_beside_dripping_connections_and_threads_are_bounded() -> None:
-    with landed() as landing, Drips(landing.endpoint, 2 * MAX_CONNECTIONS) as drips:
+    with serving() as http, Drips(http.endpoint, 2 * MAX_CONNECTIONS) as drips:
         for _ in range(20):
-            with urllib.request.urlopen(f"http://{landing.endpoint}/healthz", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30) as answer:
                 assert answer.read() == b"ok\n"
-            with urllib.request.urlopen(f"http://{landing.endpoint}/metrics", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{http.endpoint}/metrics", timeout=30) as answer:
                 assert b"encsvc_" in answer.read()
             assert threads_of_connections() <= MAX_CONNECTIONS
+        until = time.monotonic() + PATIENCE_S  # those that were cut off for others notice at their next byte
+        while not drips.reopened and time.monotonic() < until:
+            time.sleep(0.02)
         assert drips.reopened > 0
 
 
 def test_a_connection_has_its_time_however_often_it_sends_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_service.observability.http_port.CONNECTION_S", 0.5)
-    with landed() as landing:
-        host, _, port = landing.endpoint.rpartition(":")
+    with serving() as http:
+        host, _, port = http.endpoint.rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=30)
         connection.settimeout(0.05)
         with connection, suppress(ConnectionError):
@@ -139,10 +143,10 @@ def test_a_connection_has_its_time_however_often_it_sends_a_byte(monkeypatch: py
 
 
 def test_connections_that_say_nothing_end_with_the_port() -> None:
-    with landed() as landing:
-        host, _, port = landing.endpoint.rpartition(":")
+    with serving() as http:
+        host, _, port = http.endpoint.rpartition(":")
         idle = socket.create_connection((host, int(port)), timeout=30)
-        urllib.request.urlopen(f"http://{landing.endpoint}/healthz", timeout=30).close()
+        urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30).close()
     with idle:
         assert idle.recv(1) == b""
 

@@ -1,7 +1,6 @@
 """The reference prefill service over HTTP, with the official OpenAI client and with bad input."""
 
 import asyncio
-import base64
 import json
 import re
 import signal
@@ -31,7 +30,7 @@ from prefill_client.reference.language_model import load_language_model
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.prefix import PrefixCache
 from prefill_client.reference.trace_folder import TraceFolder
-from testing.photos import photo
+from testing.photos import data_url, photo
 from tests.conftest import Gate
 
 MODEL = "tiny"
@@ -86,10 +85,6 @@ async def service(client: EncoderClient, checkpoint: Path) -> AsyncIterator[Serv
     limits = Limits(requests=2, body_bytes=4 << 20, request_s=20)
     async with serving(client, checkpoint, limits) as service:
         yield service
-
-
-def data_url(image: bytes) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(image).decode()
 
 
 def user(text: str, *urls: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Image URLs of chat requests: what is loaded, from where, and within what bounds."""
 
 import asyncio
-import base64
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +12,7 @@ from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImag
 from prefill_client import EncoderClient
 from prefill_client.reference.http_service import Limits
 from prefill_client.reference.image_urls import ImageUrls
-from testing.photos import photo
+from testing.photos import data_url, photo
 from tests.dripping_host import HEAD, dripping_host
 from tests.prefill_client.reference.test_http_service import serving, user
 
@@ -134,7 +133,3 @@ async def test_data_url_over_the_limit_is_refused_before_it_is_decoded() -> None
     assert await urls.load(data_url(bytes(1000))) == bytes(1000)
     with pytest.raises(ImageLimitError, match="1000 bytes"):
         await urls.load(data_url(bytes(1010)))
-
-
-def data_url(image: bytes) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(image).decode()

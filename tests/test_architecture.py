@@ -75,6 +75,10 @@ LIMITS = {
     "entries": 15,
     "layers": 8,
     "arrows": 50,
+    "encoder_lines": 160,
+    "encoder_methods": 9,
+    "encoder_collaborators": 6,
+    "handed_functions": 12,
 }
 
 

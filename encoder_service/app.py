@@ -47,7 +47,6 @@ from encoder_service.observability.watch import Watch
 from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.store import Pin, Store, StoreSizeError, TierName
 from encoder_service.transport import READS_DEVICE, Transports
-from encoder_service.vision import flops
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class Server:
         self._lost_device = False
         self.replica_id = uuid4().hex[:12]
         self.endpoint = ""  # host:port or unix:path, once it listens
-        self.metrics = Metrics(partial(flops, model.tower.spec))
+        self.metrics = Metrics()
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
         self._limits = Limits(

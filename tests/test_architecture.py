@@ -78,7 +78,7 @@ LIMITS = {
     "encoder_lines": 160,
     "encoder_methods": 9,
     "encoder_collaborators": 6,
-    "handed_functions": 12,
+    "handed_functions": 11,
 }
 
 

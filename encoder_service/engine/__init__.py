@@ -1,1 +1,1 @@
-"""The threads that encode: one job queue, three workers, CUDA streams, and the failure cache."""
+"""The engine: the job queue, the workers on threads, and where the rows that a Fetch waits for come from."""

@@ -21,6 +21,7 @@ from encoder_service.observability.incidents import known_error
 from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Task
 from encoder_service.store import Pin, Store
+from encoder_service.vision import flops
 
 log = logging.getLogger(__name__)
 
@@ -222,6 +223,7 @@ class CopyOut:
     def __init__(self, jobs: JobQueue, model: Model, store: Store, metrics: Metrics) -> None:
         self._jobs = jobs
         self._tokens = model.processor.geometry.tokens
+        self._spec = model.tower.spec
         self._device = model.device
         self._store = store
         self._metrics = metrics
@@ -250,7 +252,8 @@ class CopyOut:
             return
         stream.receive(batch.end, batch.rows)
         self._jobs.encoded(batch.works, seconds)
-        self._metrics.batch([job.grid for job in batch.jobs], seconds)
+        grids = [job.grid for job in batch.jobs]
+        self._metrics.batch(grids, seconds, sum(flops(self._spec, grid) for grid in grids))
         for job, rows in zip(batch.jobs, batch.rows, strict=True):
             began = monotonic()
             job.stage("vit", batch.began_at, batch.began_at + seconds)

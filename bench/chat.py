@@ -19,7 +19,7 @@ import torch
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import Budget
 from bench.tower.bare_engine import tower_seconds
-from bench.vit import full_checkpoint
+from bench.tower.cases import full_checkpoint
 from encoder_service.config import Config
 from encoder_service.engine.model import load_model
 from prefill_client import EncoderClient, RowRequest

@@ -1,251 +1,275 @@
-"""On a CUDA machine: is every path of the vision towers right, and how fast is it.
+"""On a CUDA machine: is every path right, and how fast is it. One command, in parts; on a CPU, a dry run of them all.
 
-Parity of every attention backend that runs here, CUDA graphs against eager, then timings; the results go to
-bench/results/<date>-<machine>.json. Exits non-zero, saying why, without a CUDA device or when a check fails.
+    python -m bench.gpu --part env attention --out DIR [--budget-s 600]
+    python -m bench.gpu --dry-run             # every part on a tiny tower on the CPU: no figure means anything
+    python -m bench.gpu --keep DIR/gpu.jsonl  # what came back from such a machine, into bench/results/
+
+A line of JSON for each measurement goes to DIR/gpu.jsonl as it is made, and a summary to the end of the output. Each
+part is a process of its own, ended when its share of the time is spent, and needs only the packages that it measures:
+`make gpu-wheels` gathers those that a machine with torch lacks. Exits non-zero when something failed.
 """
 
 import argparse
-import datetime
+import importlib
 import json
 import math
+import multiprocessing
+import os
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.harness.benchmark import Benchmark
-from bench.harness.results import Result, hardware, keep, path_of, versions
+from bench.harness.results import ROOT, Result, keep, path_of
 from bench.harness.tables import markdown
-from bench.vit import CASES, case_grids, full_checkpoint
-from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision import Tower, flops, load_tower
-from encoder_service.vision.attention import BACKENDS, why_not
-from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
-DEVICE = torch.device("cuda:0")
-MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
-# Square, several tiles, cut windows, and more images than a graph for one image takes.
-PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16, 16)] * 5]
+# Part → its share of the time. In the order of what is worth knowing first.
+PARTS = {
+    "env": 1,
+    "attention": 4,
+    "products": 3,
+    "tests": 5,
+    "tower": 8,
+    "decode": 4,
+    "server": 5,
+    "sanitize": 4,
+}
+BUDGET_S = 1500.0
+DRY_BUDGET_S = 86_400.0  # nothing is left out because a machine is busy
+LATE_S = 60.0  # a part looks at its time between measurements; one that is so late hangs
+MAX_SUMMARY = 8000  # characters
+# Torch is imported once, by a process that leaves CUDA alone; it begins in each of its children. In a dry run so is all
+# that parts share, which takes longer than what they do; else a library that a machine lacks, or that breaks, is to
+# cost the part that needs it, and no other.
+PROCESSES = multiprocessing.get_context("forkserver")
+PRELOADED = ["bench.gpu_parts.probe"]
+PRELOADED_DRY = [*PRELOADED, "bench.gpu_parts.server", "bench.gpu_parts.tower", "pytest"]
+
+Lines = list[dict[str, Any]]
 
 
 def _no_cuda() -> str:
+    import torch  # not at once: this process only waits for others
+
     return "" if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
 def comparison(figures: Mapping[str, Any]) -> str:
-    """Return milliseconds of each case: the fastest of ours by its name, and `transformers`."""
-    best: dict[str, dict[str, Any]] = {}
+    """Return what failed; the fastest tower of each case beside `transformers`; attention, decoders and the server."""
+    lines: Lines = figures.get("lines", [])
+    cases = {part: [line for line in _rows_of(part, lines) if "case" in line] for part in PARTS}
+    cases["attention"] = [line for line in cases["attention"] if line.get("head_size") == 72]
+    tables = [_fastest(cases["tower"], _best_product(lines))] if cases["tower"] else []
+    tables += [
+        f"{part}:\n\n{_table(cases[part])}" for part in ("attention", "decode", "server") if cases[part]
+    ]
+    return "\n\n".join([_failures(lines), *tables])
+
+
+def _best_product(lines: Lines) -> float:
+    """TFLOP/s of the best product, which no tower exceeds."""
+    return max((line["tflops"] for line in _rows_of("products", lines) if "tflops" in line), default=math.nan)
+
+
+def _fastest(cases: Lines, best_tflops: float) -> str:
+    ours: dict[str, dict[str, Any]] = {}
     theirs: dict[str, float] = {}
-    for case in figures.get("cases", []):
-        if str(case["attention"]).startswith("transformers"):
-            theirs[case["case"]] = case["ms"]
-        elif case["case"] not in best or case["ms"] < best[case["case"]]["ms"]:
-            best[case["case"]] = case
-    checks = figures.get("checks", [])
-    passed = sum(check["passed"] for check in checks)
+    for line in (line for line in cases if "ms" in line):
+        if line["attention"] == "transformers":
+            theirs[line["case"]] = line["ms"]
+        elif line["case"] not in ours or line["ms"] < ours[line["case"]]["ms"]:
+            ours[line["case"]] = line
     rows = [
         (
             name,
-            f"{case['ms']:.2f}",
-            f"{case['attention']}{', graphs' if case.get('graphs') else ''}",
-            f"{case['of_peak']:.0%}",
+            f"{line['ms']:.2f}",
+            f"{line['attention']}{', graphs' if line.get('graphs') else ''}",
+            f"{line['tflops'] / best_tflops:.0%}",
             f"{theirs.get(name, math.nan):.2f}",
-            f"{theirs.get(name, math.nan) / case['ms']:.2f}",
+            f"{theirs.get(name, math.nan) / line['ms']:.2f}",
         )
-        for name, case in best.items()
+        for name, line in ours.items()
     ]
     heads = ("images", "ours, ms", "attention", "of the best product", "`transformers`, ms", "ratio")
-    says = f"{passed} of {len(checks)} checks of exactness passed"
-    return f"{says}; best product {figures.get('product_tflops', math.nan):.0f} TFLOP/s.\n\n{markdown(heads, rows)}"
+    return markdown(heads, rows)
 
 
 BENCHMARK = Benchmark(
-    "gpu", "How fast is the tower on a GPU?", limit_s=600, why_not=_no_cuda, shown_as=comparison
+    "gpu", "How fast is the tower on a GPU?", limit_s=1700, why_not=_no_cuda, shown_as=comparison
 )
 
 
-def main() -> int:
-    """Check, measure, write the file; the number returned is the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 when something failed, 2 where there is no device."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="end with one JSON object, and leave keeping it to `python -m bench`",
+        "--out", type=Path, help="folder for what is found; by default one that is gone afterwards"
     )
-    parser.add_argument("--checks-only", action="store_true", help="parity and graphs, no timings")
-    options = parser.parse_args()
-    if why_not_here := _no_cuda():
-        print(f"bench.gpu: {why_not_here}", file=sys.stderr)
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        help=f"seconds for all parts together (default {BUDGET_S:g}, in a dry run a day)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in tiny sizes")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="put what is in FILE into bench/results/, and end"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object, for `python -m bench`")
+    given = parser.parse_args(arguments)
+    if given.keep:
+        return _keep(given.keep)
+    if not given.dry_run and (why := _no_cuda()):
+        print(f"bench.gpu: {why}; --dry-run walks every part on the CPU", file=sys.stderr)
         return 2
-    torch.backends.cudnn.allow_tf32 = False  # the reference's float32 convolution is the truth
-    torch.backends.cuda.matmul.allow_tf32 = False
-    began = time.monotonic()
-    result: dict[str, Any] = {
-        "backends": {name: why_not(name, DEVICE, torch.bfloat16) or "runs" for name in BACKENDS}
-    }
-    for name, state in result["backends"].items():
-        print(f"{name:>8}: {state}")
-    checks = [check for model_type in MODEL_TYPES for check in parity(model_type, result["backends"])]
-    result["checks"] = checks
-    if not options.checks_only:
-        result["product_tflops"] = product_peak() / 1e12
-        result["cases"] = timings(result["backends"], result["product_tflops"])
-    failed = [check for check in checks if not check["passed"]]
-    for check in failed:
-        print(f"FAILED: {check}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print(f"wrote {keep_figures(result, time.monotonic() - began, options.checks_only)}")
-    return 1 if failed else 0
+    with tempfile.TemporaryDirectory() as scratch:
+        out: Path = given.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        budget_s = given.budget_s
+        if budget_s is None:
+            budget_s = DRY_BUDGET_S if given.dry_run else BUDGET_S
+        PROCESSES.set_forkserver_preload(PRELOADED_DRY if given.dry_run else PRELOADED)
+        _run(given.part, out, time.monotonic() + budget_s, dry=given.dry_run)
+        lines = read(out / "gpu.jsonl")
+        (out / "summary.txt").write_text(said := summary(lines))
+    print(json.dumps({"lines": lines}) if given.json else said, flush=True)
+    return int(any(_has_failed(line) for line in lines))
 
 
-def keep_figures(figures: dict[str, Any], seconds: float, quick: bool) -> Path:
-    """Keep what was found here as `python -m bench` would; return the file."""
-    machine = hardware()
-    path = path_of(machine, quick=quick)
-    today = datetime.date.today().isoformat()
-    command = "python -m bench.gpu"
-    keep(
-        path,
-        Result("gpu", machine, "ok", command, today, round(seconds, 1), figures=figures, versions=versions()),
-    )
-    return path
+def _run(parts: Sequence[str], out: Path, ends: float, *, dry: bool) -> None:
+    """Run the parts one after the other, each for its share of the time that is left."""
+    for number, part in enumerate(parts):
+        share = PARTS[part] / sum(PARTS[each] for each in parts[number:])
+        budget_s = max(ends - time.monotonic(), 0) * share
+        began = time.monotonic()
+        print(f"[{number + 1}/{len(parts)}] {part} ", end="", flush=True)
+        how = _run_part(part, out, budget_s, dry)
+        print(f"{time.monotonic() - began:.0f} s{how and f', {how}'}", flush=True)
+        line = {
+            "part": part,
+            "seconds": round(time.monotonic() - began, 3),
+            **({"failed": how} if how else {}),
+        }
+        with (out / "gpu.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
-def load(folder: Path, dtype: str = "bfloat16", **options: Any) -> Tower:
-    """Our tower on the device."""
-    processor = ProcessorSettings.from_folder(folder)
-    return load_tower(folder, device=str(DEVICE), dtype=dtype, processor=processor, **options)
+def _run_part(part: str, out: Path, budget_s: float, dry: bool) -> str:
+    """Run a part as a process of its own session; return how it failed, or nothing."""
+    process = PROCESSES.Process(target=_part, args=(part, out, budget_s, dry))
+    process.start()
+    process.join(budget_s + LATE_S)
+    late = process.is_alive()
+    assert process.pid
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it, and the servers that it may have left
+    process.kill()  # one that hung before it had a session
+    process.join()
+    if late:
+        return f"ended {LATE_S:.0f} s after its time"
+    return f"exit code {process.exitcode}" if process.exitcode else ""
 
 
-def parity(model_type: str, backends: dict[str, str]) -> list[dict[str, Any]]:
-    """Every backend, with and without graphs, against float32 of `transformers`, beside its own bfloat16 error."""
-    folder = full_checkpoint(model_type)
-    truth_tower = ReferenceTower(folder, torch.float32, str(DEVICE))
-    patches = random_patches(PARITY_GRIDS, 3 * truth_tower.module.config.patch_size**2)
-    pixels = truth_tower.pixels(patches)
-    truth = truth_tower.rows(pixels, PARITY_GRIDS)
-    del truth_tower
-    theirs = row_errors(ReferenceTower(folder, torch.bfloat16, str(DEVICE)).rows(pixels, PARITY_GRIDS), truth)
-    checks = []
+def _part(part: str, out: Path, budget_s: float, dry: bool) -> None:
+    os.setsid()
+    import torch
 
-    def check(what: str, mean: float, largest: float, bound: float) -> None:
-        passed = mean <= bound
-        checks.append(
-            {
-                "model": model_type,
-                "check": what,
-                "mean": mean,
-                "max": largest,
-                "bound": bound,
-                "passed": passed,
-            }
-        )
-        print(
-            f"{model_type:>12} {what:>24} mean {mean:.2e} max {largest:.2e} bound {bound:.2e} {passed}",
-            flush=True,
-        )
+    from bench.gpu_parts.probe import Probe
 
-    exact = load(folder, "float32", attention="sdpa", graphs=False)
-    errors = row_errors(torch.cat(exact.encode(patches, PARITY_GRIDS)), truth)
-    check("float32 sdpa", float(errors.max()), float(errors.max()), 1e-5)
-    del exact
-    for name in [name for name, state in backends.items() if state == "runs"]:
-        for graphs in (False, True) if name != "sdpa" else (False,):
-            tower = load(folder, attention=name, graphs=graphs)
-            rows = tower.encode(patches, PARITY_GRIDS)
-            errors = row_errors(torch.cat(rows), truth)
-            what = f"{name} {'graphs' if graphs else 'eager'}"
-            check(what, float(errors.mean()), float(errors.max()), 1.05 * float(theirs.mean()))
-            alone = [
-                tower.encode([image], [grid])[0] for image, grid in zip(patches, PARITY_GRIDS, strict=True)
-            ]
-            errors = row_errors(torch.cat(alone), truth)
-            check(f"{what} alone", float(errors.mean()), float(errors.max()), 1.05 * float(theirs.mean()))
-            del tower
-            torch.cuda.empty_cache()
-    return checks
+    if dry:
+        torch.set_num_threads(1)  # on a machine that is busy two wait for each other
+    module = importlib.import_module(f"bench.gpu_parts.{part}")
+    with tempfile.TemporaryDirectory() as scratch:
+        module.run(Probe(part, out, Path(scratch), budget_s=budget_s, dry=dry))
 
 
-@torch.inference_mode()
-def product_peak() -> float:
-    """The best rate of a bfloat16 product here, FLOP/s."""
-    best = 0.0
-    for size in (4096, 8192):
-        x, weight = (torch.randn(size, size, device=DEVICE).bfloat16() for _ in range(2))
-        best = max(best, 2 * size**3 / milliseconds(lambda: x @ weight) * 1e3)  # noqa: B023
-    print(f"best product: {best / 1e12:.0f} TFLOP/s")
-    return best
-
-
-def timings(backends: dict[str, str], peak_tflops: float) -> list[dict[str, Any]]:
-    """Every case with every backend, graph and head size: milliseconds, share of the peak, peak memory."""
-    folder = full_checkpoint("qwen3_vl")
-    rows: list[dict[str, Any]] = []
-    variants: list[dict[str, Any]] = [
-        {"attention": name, "graphs": graphs, "head_size": head_size}
-        for name, state in backends.items()
-        if state == "runs"
-        for graphs in ((False, True) if name != "sdpa" else (False,))
-        for head_size in (72, 80)
-    ]
-    variants.append({"attention": "auto", "batch_invariant": True})
-    for options in variants:
-        tower = load(folder, **options)
-        for name in CASES:
-            grids = case_grids(tower, name)
-            rows.append({**options, "case": name, **time_case(tower, grids, peak_tflops)})
-            print(rows[-1], flush=True)
-        del tower
-        torch.cuda.empty_cache()
-    reference = ReferenceTower(folder, torch.bfloat16, str(DEVICE))
-    spec_tower = load(folder, graphs=False)
-    for name in CASES:
-        grids = case_grids(spec_tower, name)
-        pixels = reference.pixels(random_patches(grids, spec_tower.spec.patch_values)).bfloat16()
-        shape = torch.tensor(grids, device=DEVICE)
+def read(path: Path) -> Lines:
+    """Return the lines of a file; the last of a process that was killed may be half of one."""
+    lines = []
+    for line in path.read_text().splitlines():
         try:
-            spent = milliseconds(lambda: reference.forward(pixels, shape))  # noqa: B023
-        except torch.cuda.OutOfMemoryError:
-            spent = float("nan")
-        rows.append({"attention": "transformers sdpa", "case": name, "ms": spent})
-        print(rows[-1], flush=True)
-    return rows
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            lines.append({"part": "env", "failed": f"half a line: {line[:80]}"})
+    return lines
 
 
-def time_case(tower: Tower, grids: Sequence[Grid], peak_tflops: float) -> dict[str, float]:
-    """Patches lie on the device, as after decoding there; rows stay there."""
-    patches = [image.to(DEVICE) for image in random_patches(grids, tower.spec.patch_values)]
-    torch.cuda.reset_peak_memory_stats(DEVICE)
-    before = torch.cuda.memory_allocated(DEVICE)
-    spent = milliseconds(lambda: tower.encode(patches, grids))
-    rate = sum(flops(tower.spec, grid) for grid in grids) / spent / 1e9
-    return {
-        "ms": spent,
-        "tflops": rate,
-        "of_peak": rate / peak_tflops,
-        "peak_mib": (torch.cuda.max_memory_allocated(DEVICE) - before) / 2**20,
-    }
+def summary(lines: Lines) -> str:
+    """Return what was found in at most `MAX_SUMMARY` characters: failures first, then as much of each part as fits."""
+    parts = [part for part in PARTS if any(line["part"] == part for line in lines)]
+    said = _failures(lines)[: MAX_SUMMARY // 4]
+    for number, part in enumerate(parts):
+        room = (MAX_SUMMARY - len(said)) // (len(parts) - number)
+        text = "\n".join([f"\n\n== {part}", *(_in_short(row) for row in _rows_of(part, lines))])
+        said += (
+            text if len(text) <= room else f"{text[: room - 40].rpartition(chr(10))[0]}\n… more in gpu.jsonl"
+        )
+    return said
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
-    """The median over `repeats` calls, by the device's clock, after warm-up."""
-    for _ in range(3):
-        call()
-    spent: list[float] = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        spent.append(begin.elapsed_time(end))
-    return sorted(spent)[repeats // 2]
+def _failures(lines: Lines) -> str:
+    failed = [line for line in lines if _has_failed(line)]
+    skipped = sum("skipped" in line for line in lines)
+    head = f"{len(lines)} measurements, {len(failed)} failed, {skipped} left out for lack of time."
+    return "\n".join([head, *(f"- {line['part']}: {_in_short(line)}" for line in failed)])
+
+
+def _has_failed(line: Mapping[str, Any]) -> bool:
+    return "failed" in line or line.get("passed") is False or line.get("outcome") in ("failed", "error")
+
+
+def _rows_of(part: str, lines: Lines) -> Lines:
+    return [
+        line for line in lines if line["part"] == part and not _has_failed(line) and "skipped" not in line
+    ]
+
+
+def _in_short(line: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name}={_shown(value)}" for name, value in line.items() if name != "part")
+
+
+def _table(rows: Lines) -> str:
+    """One table for each set of columns, in the order in which they came."""
+    kinds: dict[tuple[str, ...], list[list[str]]] = {}
+    for row in rows:
+        names = tuple(name for name in row if name != "part")
+        kinds.setdefault(names, []).append([_shown(row[name]) for name in names])
+    return "\n\n".join(markdown(names, cells) for names, cells in kinds.items())
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "/")
+
+
+def _keep(path: Path) -> int:
+    """Put what a machine found into bench/results/, under that machine's name and its versions."""
+    lines = read(path)
+    about = next((line for line in lines if "hardware" in line), None)
+    if about is None or about.get("dry"):
+        print(
+            f"bench.gpu: {path} has no figures of a machine: it needs part env, and no dry run",
+            file=sys.stderr,
+        )
+        return 2
+    seconds = sum(line.get("seconds", 0.0) for line in lines)
+    day = date.fromtimestamp(path.stat().st_mtime).isoformat()
+    result = Result(
+        *("gpu", about["hardware"], "ok", "python -m bench.gpu", day, seconds),
+        figures={"lines": lines},
+        versions=about["versions"],
+    )
+    target = path_of(about["hardware"], quick=False)
+    keep(target, result)
+    print(f"wrote {target.relative_to(ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":

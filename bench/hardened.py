@@ -3,8 +3,9 @@
 A real server process with small bounds, so that an attacker reaches them soon; the victim asks for its description and
 health, submits two photos of which one is new, and fetches their rows, again and again. Rounds without an attacker
 alternate with rounds beside one, each attacker on a server of its own. Each request counts as a whole; one that fails,
-or takes longer than its patience, counts as failed and as slow as that. Beside the last attacker the server is also
-told to stop: the victim's own watcher must hear of it, and the server must end.
+or takes longer than its patience, counts as failed and as slow as that. An honest neighbour, whose images are as large
+as those of the attackers, comes first: what the victim feels of that is the price of sharing a server, not of attacks.
+Beside the last attacker the server is also told to stop: the victim's own watcher must hear of it, and it must end.
 """
 
 import argparse
@@ -34,12 +35,14 @@ from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient, RowRequest
-from testing.attackers import ATTACKS, Target, attacking
+from testing.attackers import attacking
+from testing.attacks import ATTACKS, Target
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess
 from testing.traffic import marked
 
+NEIGHBOUR = "neighbour"
 BENCHMARK = Benchmark(
     "hardened",
     "What does a well-behaved client feel while others attack?",
@@ -56,10 +59,12 @@ BENCHMARK = Benchmark(
             target="<= 0",
             summary="requests of that client that failed",
         ),
+        Figure("victim_p99_over_neighbour", "p99 beside the worst attacker / beside an honest neighbour"),
         Figure("calm_p99_ms", "p99 of a request with none", "ms"),
         *(
             figure
             for name, says in (
+                (NEIGHBOUR, "an honest client with images as large"),
                 ("headers", "files with headers that are long to read"),
                 ("uploads", "uploads that never end"),
                 ("readers", "Fetches that are never read"),
@@ -228,7 +233,7 @@ async def measure(names: Sequence[str], budget_s: float) -> tuple[dict[str, Besi
     until, slowest_s = time.monotonic() + budget_s, 0.0
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
-        for name in names:
+        for name in (NEIGHBOUR, *names):
             if time.monotonic() + slowest_s > until:
                 break
             began = time.monotonic()
@@ -253,12 +258,14 @@ def report(found: dict[str, Beside], left_out: Sequence[str]) -> dict[str, Any]:
         for complaint, times in Counter(each.attacked.failed).most_common(3):
             print(f"{name}: {times} times: {complaint}")
     ratios = {name: each.attacked.p99_ms / calm.p99_ms for name, each in found.items()}
+    worst = max(ratio for name, ratio in ratios.items() if name != NEIGHBOUR)
     return {
-        "victim_p99_ratio": max(ratios.values()),
+        "victim_p99_ratio": worst,
+        "victim_p99_over_neighbour": worst / ratios[NEIGHBOUR],
         "victim_failed": sum(len(each.attacked.failed) for each in found.values()),
         "calm_failed": len(calm.failed),
         "calm_p99_ms": calm.p99_ms,
-        "attacks": len(found),
+        "attacks": len(found) - 1,
         "left_out": list(left_out),
         **{f"p99_ratio_{name}": ratio for name, ratio in ratios.items()},
         **{f"failed_{name}": len(each.attacked.failed) for name, each in found.items()},
@@ -267,15 +274,8 @@ def report(found: dict[str, Beside], left_out: Sequence[str]) -> dict[str, Any]:
 
 
 def _row(name: str, felt: Felt, calm: Felt) -> list[str | float]:
-    p50_ms = median(felt.seconds) * 1e3
-    return [
-        name,
-        str(len(felt.seconds)),
-        str(len(felt.failed)),
-        p50_ms,
-        felt.p99_ms,
-        felt.p99_ms / calm.p99_ms,
-    ]
+    counts = [str(len(felt.seconds)), str(len(felt.failed))]
+    return [name, *counts, median(felt.seconds) * 1e3, felt.p99_ms, felt.p99_ms / calm.p99_ms]
 
 
 def main() -> None:

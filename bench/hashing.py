@@ -21,6 +21,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Geometry
 from encoder_service.image.decode import Decoder
 from encoder_service.image.patches import to_patches
+from encoder_service.image.resize import PlainResize
 from prefill_client import EncoderClient, read_images
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
@@ -62,7 +63,7 @@ def key_figures(files: Sequence[bytes], rounds: int) -> Figures:
         (pixels,) = decoder.decode([file])
         assert isinstance(pixels, torch.Tensor)
         grid = GEOMETRY.grid(pixels.shape[1], pixels.shape[0])
-        (patches,) = to_patches([pixels], [grid], GEOMETRY)
+        (patches,) = to_patches([pixels], [grid], PlainResize(GEOMETRY))
         content_digest(patches.numpy().tobytes())
 
     by_file = [_seconds(partial(read_images, [file], GEOMETRY)) for file in list(files) * rounds]

@@ -19,7 +19,7 @@ import torch
 
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import Budget
-from bench.vit import peak_bytes
+from bench.harness.peak_memory import peak_bytes
 from encoder_contract.geometry import Grid
 from prefill_client import EncoderClient, PrefetchSession, RowRequest, expand_prompt, plan
 from testing.checkpoints import write_checkpoint

@@ -13,6 +13,7 @@ import numpy as np
 
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.tables import Table, table
+from bench.simulation.policies import POLICIES
 from bench.simulation.simulator import UNLIMITED, Load
 from bench.simulation.trials import (
     BIG_IMAGES,
@@ -25,7 +26,7 @@ from bench.simulation.trials import (
     Trial,
     answer,
 )
-from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, Limits, Scheduler
 
 BENCHMARK = Benchmark(
     "scheduler",
@@ -179,8 +180,8 @@ def cost_section() -> Section:
             claims.append(claim)
         if turn < 2_000:
             continue
-        for work in timed("next_to_prepare", scheduler.next_to_prepare, now, 8_192, 8):
-            timed("prepared", scheduler.prepared, work, now)
+        for task in timed("next_to_prepare", scheduler.next_to_prepare, now, 8_192, 8):
+            timed("prepared", scheduler.prepared, task, now)
         timed("done", scheduler.done, timed("next_batch", scheduler.next_batch, now, 8_192), 0.05)
         timed("withdraw", scheduler.withdraw, source.choice(claims))
     rows = [(name, np.percentile(us, 50), np.percentile(us, 99)) for name, us in spent.items()]

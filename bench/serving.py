@@ -1,15 +1,11 @@
 """The real server on this machine: Submit and hit latency, what serving adds to the bare engine, busy share, lag."""
 
-# Over 300 lines because its sections share one server, one load and one measure of time.
-
 import argparse
 import asyncio
 import json
 import math
-import random
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,9 +15,9 @@ import torch
 
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import Budget
+from bench.harness.open_load import offer
 from bench.tower.bare_engine import tower_seconds
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import OverloadedError
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
 from encoder_service.observability.scrape import Window
@@ -69,31 +65,50 @@ Figures = dict[str, float]
 BUDGET_S = 240.0
 SIDE = 256
 BATCH = 8  # images of SIDE x SIDE: what the ratio to the bare engine is taken on
-# A refusal whose hint lies beyond this is an outcome: the client would otherwise wait and ask again.
-REFUSED_S = 2.0
 THREADS = torch.get_num_threads()
 # Of the time there is: the rest is for the overload, whose length is given.
-SHARE_OF_OVERHEAD, SHARE_OF_LOAD, LEAST_ROUNDS = 0.4, 0.3, 2
+SHARE_OF_OVERHEAD, SHARE_OF_LOAD, SHARE_OF_LATENCY = 0.4, 0.3, 0.5
+LEAST_ROUNDS, LEAST_PHOTOS = 2, 5
+PHOTOS = 15
 DEPTH = 27  # full: a shallow tower would flatter or blame the service, whichever is smaller
+SHALLOW = 4  # blocks, where it is the service alone that is measured
+# Batches that pass through the deep tower at least: warming up, `LEAST_ROUNDS`, both ways, and the full load.
+LEAST_BATCHES = 2 * (1 + LEAST_ROUNDS) + 2
 
 
-def checkpoint(folder: Path, depth: int = DEPTH) -> Path:
+def checkpoint(folder: Path, depth: int) -> Path:
     """Write a tower of the published width and `depth` blocks, bfloat16, random weights."""
     return write_checkpoint(folder / "model", vision_only=True, depth=depth)
 
 
-async def latency_section(endpoint: str) -> Figures:
+def affordable_depth(shallow: Path, budget: Budget) -> int:
+    """Return how many blocks there is time for: all, unless the processor has no products of bfloat16."""
+    model = load_model(Config(model=shallow, device="cpu"))
+    files = [photo(SIDE, SIDE, seed) for seed in range(BATCH)]
+    block_s = min(tower_seconds(model, files) for _ in range(2)) / SHALLOW
+    blocks_s = LEAST_BATCHES * block_s
+    return budget.count("blocks of the tower", DEPTH, blocks_s, share=SHARE_OF_OVERHEAD, least=SHALLOW)
+
+
+async def latency_section(endpoint: str, budget: Budget) -> Figures:
     """Time a Submit answer for a 720p photo, new and known, and a hit; nothing else is under way."""
-    new_ms, known_ms, hit_ms = [], [], []
+    new_ms: list[float] = []
+    known_ms: list[float] = []
+    hit_ms: list[float] = []
+    photos = PHOTOS
     async with await EncoderClient.connect(endpoint) as client:
-        for seed in range(15):
-            file = photo(1280, 720, seed)
+        while len(new_ms) < photos:
+            began = time.perf_counter()
+            file = photo(1280, 720, seed=len(new_ms))
             new_ms.append(await _ms(client.submit([file])))
             digest = content_digest(file)
             await _fetch(client, [digest])
             for _ in range(5):
                 known_ms.append(await _ms(client.submit([file])))
                 hit_ms.append(await _ms(_fetch(client, [digest])))
+            if len(new_ms) == 1:
+                photo_s = time.perf_counter() - began
+                photos = budget.count("photos", PHOTOS, photo_s, share=SHARE_OF_LATENCY, least=LEAST_PHOTOS)
     return {
         "submit_new_720p_ms": median(new_ms),
         "submit_known_720p_ms": median(known_ms),
@@ -158,7 +173,7 @@ async def load_section(server: ServerProcess, images: int) -> Figures:
 async def calm_section(endpoint: str, seconds: float) -> tuple[float, float]:
     """Return what the server can do, images per second, and the p99 of a Fetch at 80 % of it, seconds."""
     rate = await _capacity(endpoint)
-    calm = await _offer(endpoint, 0.8 * rate, seconds, 20_000)
+    calm = await offer(endpoint, 0.8 * rate, seconds, photo(SIDE, SIDE, 20_000))
     return rate, _p99(calm.seconds)
 
 
@@ -168,15 +183,14 @@ async def storm_section(server: ServerProcess, rate: float, calm_p99_s: float, s
     The server's queue is bounded to half of what a calm day's p99 takes, as an operator would who wants to keep
     it: the rest is for the image's own encode.
     """
-    await _capacity(
-        server.endpoint
-    )  # a server that has measured nothing yet cannot say how long its queue takes
+    # A server that has measured nothing yet cannot say how long its queue takes.
+    await _capacity(server.endpoint)
     print(
         f"offering {10 * rate:.0f} images a second, ten times what it can do, for {seconds:g} s ...",
         flush=True,
     )
     before = server.metrics().total("process_resident_memory_bytes")
-    storm = await _offer(server.endpoint, 10 * rate, seconds, 40_000)
+    storm = await offer(server.endpoint, 10 * rate, seconds, photo(SIDE, SIDE, 40_000))
     after = server.metrics().total("process_resident_memory_bytes")
     if storm.others:
         print(f"errors other than a full queue: {dict(storm.others)}")
@@ -189,50 +203,6 @@ async def storm_section(server: ServerProcess, rate: float, calm_p99_s: float, s
         "overload_p99_over_calm": _p99(storm.seconds) / calm_p99_s,
         "overload_memory_growth_mib": (after - before) / 2**20,
     }
-
-
-class Offered:
-    """What became of the images of an open load."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.refused = 0
-        self.others: Counter[str] = Counter()
-
-
-async def _offer(endpoint: str, images_per_s: float, seconds: float, first_seed: int) -> Offered:
-    """Offer images at random moments, each once and without the client's patience: a refusal is an outcome."""
-    outcome = Offered()
-    spread = random.Random(first_seed)
-    count = int(images_per_s * seconds)
-    # Files that differ in their last bytes only: making a photo takes longer than refusing it.
-    base = photo(SIDE, SIDE, first_seed)
-    files = [base[:-2] + n.to_bytes(4, "big") + base[-2:] for n in range(count)]
-    async with await EncoderClient.connect(endpoint) as client:
-
-        async def one(file: bytes) -> None:
-            (submitted,) = await client.submit([file], timeout_s=REFUSED_S)
-            began = time.perf_counter()
-            if submitted.error is not None:
-                outcome.refused += isinstance(submitted.error, OverloadedError)
-                if not isinstance(submitted.error, OverloadedError):
-                    outcome.others[str(submitted.error)[-60:]] += 1
-                return
-            async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
-                async for rows in stream:
-                    if rows.error is None:
-                        outcome.seconds.append(time.perf_counter() - began)
-                    elif isinstance(rows.error, OverloadedError):
-                        outcome.refused += 1
-                    else:
-                        outcome.others[str(rows.error)[-60:]] += 1
-
-        tasks = []
-        for file in files:
-            tasks.append(asyncio.create_task(one(file)))
-            await asyncio.sleep(spread.expovariate(images_per_s))
-        await asyncio.gather(*tasks)
-    return outcome
 
 
 async def _capacity(endpoint: str) -> float:
@@ -269,9 +239,7 @@ def server_section(rounds: int, images: int, overload_s: float, budget: Budget) 
     """Run everything here, print it as a table, and return the figures."""
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(measure(Path(folder), rounds, images, overload_s, budget))
-    print(
-        f"\nA real server on this machine ({torch.get_num_threads()} threads, {DEPTH} blocks, {SIDE}x{SIDE} images)"
-    )
+    print(f"\nA real server on this machine ({torch.get_num_threads()} threads, {SIDE}x{SIDE} images)")
     for name, value in figures.items():
         print(f"{name:<28} {value:10.3f}")
     return figures
@@ -279,7 +247,8 @@ def server_section(rounds: int, images: int, overload_s: float, budget: Budget) 
 
 async def measure(folder: Path, rounds: int, images: int, overload_s: float, budget: Budget) -> Figures:
     """Run all sections against one server process, the overload against one with a shallow tower."""
-    path = checkpoint(folder)
+    small = checkpoint(folder / "small", SHALLOW)
+    path = checkpoint(folder / "deep", affordable_depth(small, budget))
     model = load_model(Config(model=path, device="cpu"))
     figures: Figures = {}
     settings: dict[str, Any] = {
@@ -291,9 +260,8 @@ async def measure(folder: Path, rounds: int, images: int, overload_s: float, bud
         figures |= await overhead_section(server.endpoint, model, rounds, budget)
         images = images_of_load(images, figures["served_batch_ms"] / 1e3, budget)
         figures |= await load_section(server, images)
-    small = checkpoint(folder / "small", depth=4)
     with running(small, **settings) as server:
-        figures |= await latency_section(server.endpoint)
+        figures |= await latency_section(server.endpoint, budget)
     if overload_s:
         with running(small, **settings) as server:
             rate, calm_p99_s = await calm_section(server.endpoint, overload_s / 2)

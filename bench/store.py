@@ -45,6 +45,16 @@ BENCHMARK = Benchmark(
         Figure("inline_gbps", "28.8 MB embedding inline", "GB/s", ">= 0.9", summary="rows inline, over gRPC"),
         Figure("bare_gbps", "a bare gRPC stream of as many bytes", "GB/s"),
         Figure("inline_over_bare", "inline / bare stream", target=">= 0.8"),
+        Figure(
+            "tls_over_plain_inline",
+            "28.8 MB embedding inline by TLS / without",
+            target="<= 1.3",
+            summary="rows inline by TLS / without",
+        ),
+        Figure(
+            "tls_over_plain_bare", "a bare gRPC stream of as many bytes by TLS / without: gRPC's own cost"
+        ),
+        Figure("tls_over_plain_shm", "the same hit over shared memory: by TLS / without", target="<= 1.1"),
         Figure("memcpy_gbps", "memcpy of as many bytes", "GB/s"),
         Figure("read_gbps", "read out of the shared segment", "GB/s"),
         Figure("put_gbps", "put into the store", "GB/s"),

@@ -7,32 +7,26 @@ thousand calls that is several percent below any replay.) Our products carry the
 epilogue; the bare one leaves those out, so what they cost shows there.
 """
 
-# Over 300 lines because all of it shares two towers and one measure of time.
-
 import argparse
-import ctypes
 import json
-import resource
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.budget import DEFAULT_S, Budget
+from bench.harness.peak_memory import peak_bytes
 from bench.harness.results import hardware
 from bench.tower import parts
+from bench.tower.cases import CASES, case_grids, full_checkpoint, load_ours, work
+from bench.tower.exactness import error_ratios
 from bench.tower.lower_bound import Calls, LowerBound, best_of, clock, seconds
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision import Tower, flops, load_tower
-from testing.checkpoints import write_checkpoint
-from testing.reference_tower import ReferenceTower, random_patches, row_errors
+from encoder_service.vision import Tower, flops
+from testing.reference_tower import ReferenceTower, random_patches
 
 
 def _case_figures(name: str, says: str) -> tuple[Figure, ...]:
@@ -82,17 +76,6 @@ BENCHMARK = Benchmark(
     quick=("--rounds", "1", "--cases", "256"),
 )
 
-# Name → (width, height, images).
-CASES = {
-    "256": (256, 256, 1),
-    "8x256": (256, 256, 8),
-    "560": (560, 560, 1),
-    "720p": (1280, 720, 1),
-    "960x1280": (960, 1280, 1),
-    "1080p": (1920, 1080, 1),
-    "1440p": (2560, 1440, 1),
-    "20x960x1280": (960, 1280, 20),
-}
 QUICK = ("256", "8x256", "560", "720p", "960x1280")
 # What a slow machine measures first: the cases whose ratios have targets.
 WITH_TARGETS = ("720p", "8x256")
@@ -206,11 +189,6 @@ def pace_of(tower: Tower, reference: ReferenceTower) -> float:
     return (OURS_IN_ROUND * ours_s + THEIRS_IN_ROUND * theirs_s) / work(tower, PACE_CASE)
 
 
-def work(tower: Tower, case: str) -> int:
-    """Return the FLOP of a forward of a case."""
-    return sum(flops(tower.spec, grid) for grid in case_grids(tower, case))
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -229,28 +207,6 @@ def parse() -> argparse.Namespace:
         "--json", action="store_true", help="accepted for symmetry: the last line always is JSON"
     )
     return parser.parse_args()
-
-
-def full_checkpoint(model_type: str) -> Path:
-    """A checkpoint of the published tower, written once per machine."""
-    folder = Path(tempfile.gettempdir()) / "encoder-service-bench" / model_type
-    if not (folder / "model.safetensors").is_file() or not (folder / "tokenizer.json").is_file():
-        print(f"writing {folder} ...", flush=True)
-        write_checkpoint(folder, model_type, vision_only=True)
-    return folder
-
-
-def load_ours(folder: Path, dtype: str, **options: Any) -> Tower:
-    """Our tower of a folder, on the CPU."""
-    processor = ProcessorSettings.from_folder(folder)
-    return load_tower(folder, device="cpu", dtype=dtype, processor=processor, **options)
-
-
-def case_grids(tower: Tower, name: str) -> list[Grid]:
-    """The grids of a case."""
-    width, height, images = CASES[name]
-    side = tower.spec.patch_size * tower.spec.merge_size
-    return [Grid(1, 2 * round(height / side), 2 * round(width / side))] * images
 
 
 def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], rounds: int) -> Timing:
@@ -281,25 +237,6 @@ def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], roun
     flop = sum(flops(tower.spec, grid) for grid in grids)
     bounds = whole.best, whole.luckiest, bare.best, theirs_alone.best
     return Timing(fastest, their_fastest, *bounds, flop, our_peak, their_peak)
-
-
-def peak_bytes(call: Callable[[], None]) -> int:
-    """How far the process's memory rises during a call."""
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # what the allocator kept of earlier work would hide what this call needs
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    call()
-    return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    """A memory figure of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @torch.inference_mode()
@@ -353,43 +290,6 @@ def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
         f"\npatch embed at 720p: ours {ours * 1e3:.1f} ms, Conv3d {theirs * 1e3:.1f} ms, {theirs / ours:.0f}×"
     )
     return theirs / ours
-
-
-def error_ratios(budget: Budget) -> dict[str, float]:
-    """Relative row errors over float32 truth at full depth, ours and theirs, for every architecture."""
-    heads = ("ours mean", "theirs", "ours max", "theirs", "mean ratio", "float32 max")
-    print(f"\n{'bf16 error':>12} " + " ".join(f"{head:>11}" for head in heads))
-    ratios = {}
-    slowest_s = 0.0
-    for model_type in ("qwen3_vl", "qwen2_5_vl", "qwen3_5"):
-        if not budget.affords(f"exactness of {model_type}", slowest_s):
-            continue
-        began = time.monotonic()
-        exact, ours, theirs = errors(full_checkpoint(model_type))
-        slowest_s = max(slowest_s, time.monotonic() - began)
-        ratio = float(ours.mean() / theirs.mean())
-        numbers = (*(float(each) for each in (ours.mean(), theirs.mean(), ours.max(), theirs.max())), ratio)
-        print(f"{model_type:>12} " + " ".join(f"{number:11.5f}" for number in numbers) + f" {exact:11.1e}")
-        ratios[f"error_ratio_{model_type}"] = ratio
-        ratios[f"max_error_ratio_{model_type}"] = float(ours.max() / theirs.max())
-        ratios[f"float32_error_{model_type}"] = exact
-    return ratios
-
-
-def errors(folder: Path) -> tuple[float, Tensor, Tensor]:
-    """Relative row errors against float32 of `transformers`: our largest in float32, ours and its own in bfloat16."""
-    grids = [Grid(1, 16, 16), Grid(1, 20, 26)]
-    truth_tower = ReferenceTower(folder, torch.float32)
-    patches = random_patches(grids, 3 * truth_tower.module.config.patch_size**2)
-    pixels = truth_tower.pixels(patches)
-    truth = truth_tower.rows(pixels, grids)
-    del truth_tower
-    theirs = row_errors(ReferenceTower(folder, torch.bfloat16).rows(pixels, grids), truth)
-    exact, ours = (
-        row_errors(torch.cat(load_ours(folder, dtype).encode(patches, grids)), truth)
-        for dtype in ("float32", "bfloat16")
-    )
-    return float(exact.max()), ours, theirs
 
 
 if __name__ == "__main__":

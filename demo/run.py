@@ -137,7 +137,7 @@ def prefill_events(
         try:
             for line in process.stdout:
                 yield json.loads(line)
-        except BaseException:
+        except BaseException:  # Ctrl-C, and the end of a caller that reads no further
             process.kill()
             raise
     if process.returncode:

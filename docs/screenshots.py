@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PICTURES, help="folder (default %(default)s)")
     given = parser.parse_args()
     (given.out / "top.svg").write_text(asyncio.run(picture_top(given.endpoints, given.seconds)))
-    picture_page(given.endpoints[0], given.out / "landing.png")
+    picture_page(given.endpoints[0], given.out / "status-page.png")
 
 
 if __name__ == "__main__":

@@ -6,16 +6,18 @@ from functools import cached_property
 import blake3
 
 from encoder_contract.digest import DIGEST_BYTES
+from encoder_contract.producer import EngineKey, Producer
 
 MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mistake
 
 
 @dataclass(frozen=True)
 class ImageKey:
-    """An image as a caller names it, and its address on this server; made once per call, by `Recipe.key`.
+    """An image as a caller names it, and its address on this server; made once per call, by `Recipe` or `put_key`.
 
     The digest is that of the file, the pixel bounds are those of the variant (0: the model's), the salt is the
-    tenant's.
+    tenant's. With a producer, the rows are those that it put; it may name the image by a key of its own, and the digest
+    is then empty.
     """
 
     address: bytes
@@ -23,15 +25,37 @@ class ImageKey:
     min_pixels: int = 0
     max_pixels: int = 0
     salt: bytes = b""
+    producer: Producer | None = None
+    engine_key: EngineKey | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.digest) == DIGEST_BYTES, self.digest
+        assert len(self.digest) == (DIGEST_BYTES if self.engine_key is None else 0), self.digest
         assert len(self.salt) <= MAX_SALT_BYTES, self.salt
 
     @cached_property
     def source_key(self) -> bytes:
-        """32 bytes that name the image's file; tenants must not learn what others sent, so the salt is in it."""
+        """32 bytes that name the image's file; tenants must not learn what others sent, so the salt is in it.
+
+        Rows that were put have no file: nothing is ever kept under the name that they get.
+        """
+        if self.producer is not None:
+            return _hash(b"encoder-service no source v1", self.address)
         return _hash(b"encoder-service source v1", self.digest, self.salt)
+
+    @property
+    def named(self) -> str:
+        """What the image is called in messages."""
+        return f"image {self.digest.hex() or self.address.hex()}"
+
+    @property
+    def unknown(self) -> str:
+        """What to tell who asks for rows that nobody has."""
+        if self.producer is None:
+            return f"{self.named} was not submitted: submit it, then fetch"
+        return (
+            f"the rows of {self.named} are not held: nobody has put them, or they were evicted, and they cannot be "
+            "made again here: compute them"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,41 @@ class Recipe:
             salt,
         )
         return ImageKey(address, digest, min_pixels, max_pixels, salt)
+
+
+def put_key(
+    producer: Producer,
+    name: bytes | EngineKey,
+    min_pixels: int = 0,
+    max_pixels: int = 0,
+    salt: bytes = b"",
+) -> ImageKey:
+    """Return the key of rows that `producer` puts, of the image with this content digest or engine's key."""
+    names: tuple[bytes, ...]
+    if isinstance(name, EngineKey):
+        purpose, names = b"encoder-service put by engine key v1", (name.scheme.encode(), name.key)
+        digest, engine_key = b"", name
+    else:
+        purpose, names = b"encoder-service put by digest v1", (name,)
+        digest, engine_key = name, None
+    address = _hash(
+        purpose,
+        *names,
+        producer.model,
+        producer.weights,
+        producer.processor,
+        producer.dtype.encode(),
+        producer.implementation.encode(),
+        min_pixels.to_bytes(8, "little"),
+        max_pixels.to_bytes(8, "little"),
+        salt,
+    )
+    return ImageKey(address, digest, min_pixels, max_pixels, salt, producer, engine_key)
+
+
+def url_key(url_digest: bytes, salt: bytes) -> bytes:
+    """Return the 32 bytes under which is kept what a tenant found a URL to hold: nobody else asks by the same."""
+    return _hash(b"encoder-service url v1", url_digest, salt)
 
 
 def _hash(purpose: bytes, *fields: bytes) -> bytes:

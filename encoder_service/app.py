@@ -1,37 +1,48 @@
-"""The composition root: builds the rooms from a `Config`, strings them together, serves, and drains."""
+"""The composition root: constructs and wires the components from a `Config`, serves, and drains."""
 
-# Over 300 lines because it is the one place that knows every room.
+# Over 300 lines because it is the one place that knows every component.
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from time import time_ns
+from typing import Any
 from uuid import uuid4
 
-from encoder_contract.errors import EncoderError, InvalidImageError, ModelMismatchError
+from encoder_contract.endpoint import is_local
+from encoder_contract.errors import EncoderError, InvalidImageError, ModelMismatchError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.version import __version__
 from encoder_service.api.admin import AdminService
-from encoder_service.api.describe import banner, describe, facts, reachable
+from encoder_service.api.describe import ServerInfo, banner, describe, facts, reachable
 from encoder_service.api.fetch import RowFormat
+from encoder_service.api.identity import Identity
 from encoder_service.api.listener import Listener
-from encoder_service.api.service import EncoderService, ServerInfo
+from encoder_service.api.messages import PIECE_BYTES, PUT_PIECE_BYTES
+from encoder_service.api.service import EncoderService
+from encoder_service.api.tenants import read_tenants
 from encoder_service.cluster.contract import Cluster, IndexState, Replica
 from encoder_service.cluster.coordinator import Coordinator
 from encoder_service.cluster.index import RedisIndex, RedisSettings, namespace
-from encoder_service.cluster.peers import Peers, RowType
+from encoder_service.cluster.index.tasks import DIED
+from encoder_service.cluster.peers import SILENCE_S, Peers, RowType
 from encoder_service.cluster.solo import Solo
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.encoder import Encoder
 from encoder_service.engine.engine import Engine
 from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.model import Model
+from encoder_service.engine.memory_plan import MemoryPlan
+from encoder_service.engine.model import Model, decode_threads
+from encoder_service.engine.put_leases import PutLeases
 from encoder_service.engine.row_finder import RowFinder
 from encoder_service.engine.submit_waiters import SubmitWaiters
+from encoder_service.engine.url_resolver import UrlResolver
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.image.validation import Validator
 from encoder_service.observability.collectors import (
@@ -42,34 +53,49 @@ from encoder_service.observability.collectors import (
     store_readings,
 )
 from encoder_service.observability.logs import toggle_debug
-from encoder_service.observability.metrics import Metrics, Reading
+from encoder_service.observability.metrics import Metrics
+from encoder_service.observability.readings import Reading
 from encoder_service.observability.watch import Watch
 from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.store import Pin, Store, StoreSizeError, TierName
-from encoder_service.transport import READS_DEVICE, Transports
+from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
 
 LOST_DEVICE = 70  # exit code: the orchestrator starts a fresh process
-# Images decoded ahead of the ViT, beside the bound in patches: a thousand thumbnails are one batch.
+ABORT_S = 10.0  # beyond `drain_s`: a thread may wait for ever for a device that is lost
+# Images decoded ahead of the ViT, besides the bound in patches, within which there may be a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
-# Claims cost memory but no device time: joining is free until here, for each image that may be queued.
+MIN_BATCH_AHEAD = 16384  # patches: 25 MB
+# Claims per image that may be queued. They cost memory but no device time, so up to here joining is free.
 CLAIMS_PER_IMAGE = 16
+# Of the host store, what rows that callers put may take before they are complete.
+MAX_PUT_SHARE = 0.5
 
 
 class Server:
-    """One serving process. Build it on the event loop that is to serve."""
+    """One serving process. Construct it on the event loop that is to serve."""
 
-    def __init__(self, config: Config, model: Model) -> None:
-        """Build the rooms. Raises `ConfigError` when the memory of the store cannot be had."""
+    def __init__(self, config: Config, model: Model, *, patience: float = 1.0) -> None:
+        """Construct the components. Raises `ConfigError` if the memory for the store is unavailable.
+
+        Redis, and other replicas, may be silent for `patience` times as long as in production before they are taken to
+        have failed: several servers in one process of a busy machine must not take its stalls for failures.
+        """
         self._config = config
         self._model = model
+        self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._lost_device = False
+        self._aborted = False
         self.replica_id = uuid4().hex[:12]
+        self._certificates = config.certificates()
+        self._fleet_key = config.fleet_key()
+        self._identity = Identity(read_tenants(config), self._fleet_key)
         self.endpoint = ""  # host:port or unix:path, once it listens
         self.metrics = Metrics()
+        self._memory_plan = MemoryPlan.of(model, model.device.memory(), config)
+        self._memory_plan.check()
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
         self._limits = Limits(
@@ -83,41 +109,50 @@ class Server:
         self.jobs = self._build_jobs()
         self.engine = self._build_engine()
         self.cluster = self._build_cluster()
+        self._waiters = SubmitWaiters(self.cluster, config.max_waiting_images)
         self._description = describe(config, model, self.replica_id)
         self.service = self._build_service()
 
     async def serve(self) -> int:
-        """Serve until SIGTERM or SIGINT, then drain: refuse new calls, finish what runs; return the exit code."""
+        """Serve until SIGTERM or SIGINT, then drain: refuse new calls, finish running ones. Return the exit code."""
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
         self._loop.add_signal_handler(signal.SIGUSR1, toggle_debug, self._config.log_level)
+        self._loop.set_exception_handler(self._on_loop_error)
         await self.start()
-        with suppress(OSError):  # a full disk under our output is no reason not to serve
-            print(self.banner(), flush=True)  # noqa: T201 - the one block that says what was chosen
+        with suppress(OSError):  # standard output on a full disk is no reason not to serve
+            print(self.banner(), flush=True)  # noqa: T201 - the settings in effect
         await self._stop.wait()
+        if self._aborted:
+            last = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (LOST_DEVICE,))
+            last.daemon = True
+            last.start()
         await self.drain()
-        return LOST_DEVICE if self._lost_device else 0
+        return LOST_DEVICE if self._aborted else 0
 
     async def start(self) -> None:
-        """Listen, join the cluster, begin. Raises `ConfigError` when a port or the index cannot be had."""
-        operator = AdminService(self.store, self._sources, self.jobs)
+        """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""
+        operator = AdminService(self.store, self._sources, self.jobs, self._identity)
         try:
             self._listener = Listener(
                 self._config.listen,
                 self.service,
                 operator,
+                certificates=self._certificates,
                 max_calls=self._config.max_calls,
                 max_images=self._config.max_images_per_call,
+                piece_bytes=PUT_PIECE_BYTES if self._config.accept_put == "yes" else PIECE_BYTES,
                 reader_idle_s=self._config.reader_idle_s,
             )
             self.endpoint = self._listener.endpoint
             self.watch = Watch(
                 self._config.metrics_listen,
                 self.metrics,
-                self._readings,
+                self,
                 title=f"encoder-service {__version__}",
                 facts=self._facts(),
-                draining=lambda: self.service.draining,
+                certificates=self._certificates,
+                readers=None if is_local(self._config.metrics_listen) else self._identity,
             )
             await self._join_cluster()
         except ConfigError:
@@ -125,14 +160,12 @@ class Server:
             raise
         self.watch.start()
         self.engine.start()
-        if self._config.store_device_gib:
-            threading.Thread(target=self.store.keep_moving, name="store-moves", daemon=True).start()
         await self._listener.start()
 
     async def drain(self) -> None:
-        """Leave the index, refuse new calls, let running ones end (at most `drain_s`), give everything back."""
+        """Hand over, refuse new calls, leave the index, let running calls end (at most `drain_s`), free everything."""
         for step in (
-            partial(self.cluster.hand_over, self._config.hand_over_s),
+            partial(self.cluster.hand_over, 0.0 if self._aborted else self._config.hand_over_s),
             self._refuse_new_calls,
             self.cluster.leave,
             partial(self._listener.stop, self._config.drain_s),
@@ -143,7 +176,7 @@ class Server:
         ):
             try:
                 await step()
-            except Exception:  # a step that fails takes none of the others with it
+            except Exception:  # a step that fails does not keep the others from running
                 log.exception("while draining")
         log.info("drained")
 
@@ -151,7 +184,7 @@ class Server:
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
 
-    # Building
+    # Construction
 
     def _build_store(self) -> Store:
         config = self._config
@@ -159,11 +192,10 @@ class Server:
             return Store(
                 host_bytes=int(config.store_host_gib * GIB),
                 device_bytes=int(config.store_device_gib * GIB),
-                device=self._model.device,
+                device=self._model.device.name,
                 width=self._model.tower.spec.width,
                 dtype=self._model.tower.dtype,
                 segment_dir=str(config.store_segment_dir),
-                promotes=READS_DEVICE,
                 on_evict=self._on_evict,
                 prefault=config.store_prefault == "yes",
             )
@@ -171,7 +203,8 @@ class Server:
             raise ConfigError(str(error)) from error
 
     def _build_jobs(self) -> JobQueue:
-        max_ahead = 2 * self._config.batch_patches  # one batch that waits while the next is filled
+        # One batch that waits while the next is filled; but never so few that small images cannot pass large ones.
+        max_ahead = 2 * max(self._model.tower.batch_patches, MIN_BATCH_AHEAD)
         return JobQueue(
             Scheduler(self._limits, max_ahead_patches=max_ahead, max_ahead_images=MAX_AHEAD_IMAGES),
             self._model.decoder,
@@ -179,7 +212,8 @@ class Server:
             loop=self._loop,
             metrics=self.metrics,
             on_end=self._ended,
-            on_lost_device=self._lose_device,
+            device=self._model.device,
+            on_abort=self._abort,
         )
 
     def _build_engine(self) -> Engine:
@@ -188,8 +222,8 @@ class Server:
             self._model,
             self.store,
             self.metrics,
-            batch_patches=self._config.batch_patches,
-            decode_threads=self._config.decode_threads,
+            batch_patches=self._model.tower.batch_patches,
+            decode_threads=decode_threads(self._config, self._model.device),
             decode_pixels=self._config.decode_pixels,
         )
 
@@ -203,15 +237,24 @@ class Server:
                 namespace=namespace(config.index_prefix, recipe.model),
                 call_timeout_ms=config.index_timeout_ms,
                 source_ttl_s=int(config.source_ttl_s),
-                max_source_bytes=config.max_image_bytes,
-            ),
-            held=lambda: {address: Grid(*grid) for address, grid in self.store.grids().items()},
-            load=lambda: float(len(self.jobs)),
+                max_source_bytes=config.max_shared_bytes,
+            ).patient(self._patience),
+            self.store,
+            self.jobs,
             on_call=self.metrics.index_call,
         )
         rows = RowType(tower.spec.width, tower.dtype, recipe.dtype, self._model.processor.geometry)
-        peers = Peers(recipe.model, recipe.processor, rows, on_fetch=self.metrics.peer_fetch)
-        return Coordinator(index, peers, self.store)
+        peers = Peers(
+            recipe.model,
+            recipe.processor,
+            rows,
+            certificates=config.peer_certificates(),
+            name=config.tls_peer_name,
+            key=self._fleet_key,
+            on_fetch=self.metrics.peer_fetch,
+            silence_s=SILENCE_S * self._patience,
+        )
+        return Coordinator(index, peers, self.store, self._fleet_key)
 
     def _build_service(self) -> EncoderService:
         config, model = self._config, self._model
@@ -222,10 +265,17 @@ class Server:
             formats=config.accepted_formats,
             on_hash=partial(self.metrics.stage, "hash"),
         )
-        waiters = SubmitWaiters(self.cluster, config.max_waiting_images)
-        parts = validator, self._sources, self.jobs, self.store, self.cluster, waiters
+        self.leases = PutLeases(
+            validator,
+            self.store,
+            self.cluster,
+            self._waiters,
+            lease_s=config.put_lease_s,
+            max_leases=config.max_queued_images,
+        )
+        parts = validator, self._sources, self.jobs, self.store, self.cluster, self._waiters
         width = model.tower.spec.width
-        edge = ServerInfo(
+        info = ServerInfo(
             description=self._description,
             recipe=model.recipe,
             geometry=model.processor.geometry,
@@ -235,12 +285,21 @@ class Server:
             upload_idle_s=config.upload_idle_s,
             max_pinned_bytes=int(config.store_host_gib * GIB * config.max_pinned_share),
             max_fetched_images=self._limits.claims,
+            accepts_put=config.accept_put == "yes",
+            shares_urls=config.shares_urls,
+            encodes=not config.stores_only,
+            max_put_bytes=int(config.store_host_gib * GIB * MAX_PUT_SHARE),
+            identity=self._identity,
+            fleet_key=self._fleet_key,
         )
-        return EncoderService(Encoder(*parts), RowFinder(*parts), edge, self.metrics)
+        finder = RowFinder(*parts, encodes=not config.stores_only)
+        resolver = UrlResolver(model.recipe, self._sources, self.jobs, self.cluster)
+        return EncoderService(Encoder(*parts), finder, self.leases, resolver, self.store, info, self.metrics)
 
     async def _join_cluster(self) -> None:
         recipe = self._model.recipe
         advertised = self._config.advertise or reachable(self.endpoint)
+        self._identity.advertised = advertised
         replica = Replica(self.replica_id, time_ns(), advertised, recipe.model, recipe.processor)
         try:
             await self.cluster.join(replica)
@@ -249,22 +308,22 @@ class Server:
         if self.cluster.status.state is not IndexState.JOINED and self._config.index_at_start == "require":
             await self.cluster.close()
             raise ConfigError(
-                f"{flag('index')} {self._config.index_for_people} cannot be reached; {flag('index_at_start')} alone "
-                "starts without it and joins when it is there"
+                f"{flag('index')} {self._config.index_for_people} is unavailable; {flag('index_at_start')} alone "
+                "starts without it and joins once it is available"
             )
 
-    # What rooms tell each other through the root
+    # Callbacks of components, and what monitoring reads
 
     def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
         if isinstance(outcome, EncoderError):
             if isinstance(outcome, InvalidImageError):
-                self._sources.drop(job.key.source_key)  # it takes no room from those that can be encoded
+                self._sources.drop(job.key.source_key)  # it can never be encoded: make room
             self.cluster.release(job.key.address)
         else:
             self.cluster.publish(job.key.address, Grid(*outcome.grid))
 
     def _on_evict(self, address: bytes, _tier: TierName) -> None:
-        """Pass the word on to the event loop, from whichever thread made room."""
+        """Hand the eviction over to the event loop; called on the thread that evicted."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._evicted, address)
 
@@ -277,30 +336,55 @@ class Server:
             self._listener.cut()
         self._stop.set()
 
-    def _lose_device(self) -> None:
-        self._lost_device = True
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the process if a background task died: like a dead thread, it would leave the replica half alive."""
+        if (name := context.get(DIED)) is None or self._stop.is_set():
+            loop.default_exception_handler(context)
+        else:
+            self.jobs.abort(f"the server's task {name} died", context["exception"])
+
+    def _abort(self, why: UnavailableError) -> None:
+        self._aborted = True
+        self._waiters.end(why)
+        self.service.draining = True
         self._stop.set()
 
-    def _readings(self) -> Iterator[Reading]:
-        """Read what the rooms count, at a scrape."""
+    @property
+    def draining(self) -> bool:
+        """Whether new calls are refused."""
+        return self.service.draining
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield the state of the components: called at each scrape, on a thread of the HTTP port."""
         model = self._model
         yield from identity_readings(
             self._description,
-            device=model.device,
+            device=model.device.name,
             attention=model.tower.attention,
             decoder=model.decoder.name,
             peak_flops=self._config.device_peak_tflops * 1e12,
         )
-        yield Reading("draining", self.service.draining)
+        yield Reading("draining", self.draining)
+        for state, size_bytes in asdict(model.device.memory()).items():
+            yield Reading("device_memory_bytes", size_bytes, (state,))
+        for reason, deaths in model.decoder.deaths.items():
+            yield Reading("decoder_restarts", deaths, (reason,))
+        yield Reading("batches", model.tower.graph_batches, ("graph",))
+        yield Reading("batches", model.tower.eager_batches, ("eager",))
         yield Reading("padding_patches", model.tower.padding_patches)
         yield from queue_readings(self.jobs.snapshot(), self._limits)
         yield from store_readings(self.store.stats())
         yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)
+        yield Reading("put_leases", len(self.leases))
         yield from cluster_readings(self.cluster.status)
 
     def banner(self) -> str:
-        """Return the block that says what was chosen; its last line says where the server listens."""
-        return banner(facts(self._config, self._model, self.replica_id), self.watch.endpoint, self.endpoint)
+        """Return the settings in effect, for standard output; the last line says where the server listens."""
+        return banner(self._settings(), self.watch.url, self.endpoint)
 
     def _facts(self) -> dict[str, str]:
-        return {**facts(self._config, self._model, self.replica_id), "listening": self.endpoint}
+        return {**self._settings(), "listening": self.endpoint}
+
+    def _settings(self) -> dict[str, str]:
+        plan = {"device memory": str(self._memory_plan)} if self._memory_plan.total else {}
+        return {**facts(self._config, self._model, self.replica_id), **plan}

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -9,10 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
+from encoder_contract.credentials import Credentials
 from encoder_contract.version import __version__
 from encoder_service.api.port_check import require_free
+from encoder_service.api.tenants import read_tenants
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.allocator import keep_freed_memory
+from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.observability.logs import set_up_logging
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
@@ -67,6 +70,15 @@ def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
         help=f"what the servers have as --metrics-listen (default {DEFAULT_METRICS})",
     )
     top.add_argument("--interval-s", type=seconds, default=2.0, help="seconds between frames (default 2)")
+    top.add_argument(
+        "--tls-ca", default="", metavar="FILE", help="PEM file of authorities of servers at https://host:port"
+    )
+    top.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="file with the token of a tenant that may read metrics",
+    )
     top.add_argument("--once", action="store_true", help="print one frame, over each server's life, and end")
 
 
@@ -92,6 +104,7 @@ def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
             metavar="HOST:PORT",
             help="where the server listens; or unix:/path (default %(default)s)",
         )
+        Credentials.add_flags(command)
 
 
 def _operate(command: str, given: dict[str, Any]) -> int:
@@ -99,7 +112,7 @@ def _operate(command: str, given: dict[str, Any]) -> int:
 
     try:
         with output():
-            print(run(command, **given))
+            print(run(command, given["server"], given.get("address", ""), Credentials.from_flags(given)))
     except OperatorError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return FAILED
@@ -118,6 +131,8 @@ def _top(given: dict[str, Any]) -> int:
             return asyncio.run(run(endpoints, console=Console(), **given))
     except KeyboardInterrupt:
         return 0
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _serve(given: dict[str, object]) -> int:
@@ -128,8 +143,12 @@ def _serve(given: dict[str, object]) -> int:
     require_free("listen", config.listen)
     if config.metrics_listen:
         require_free("metrics_listen", config.metrics_listen)
+    config.certificates()
+    config.peer_certificates()
+    config.fleet_key()
+    read_tenants(config)
     # torch takes seconds to import: not before the flags are known to be good.
-    from encoder_service.app import Server
+    from encoder_service.app import LOST_DEVICE, Server
     from encoder_service.engine.model import load_model
 
     model = load_model(config)
@@ -137,4 +156,11 @@ def _serve(given: dict[str, object]) -> int:
     async def serve() -> int:
         return await Server(config, model).serve()
 
-    return asyncio.run(serve())
+    with out_of_collections():
+        code = asyncio.run(serve())
+    if code == LOST_DEVICE:  # what is left of the device may hang or crash an interpreter that ends in order
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    model.decoder.close()
+    return code

@@ -1,8 +1,8 @@
-"""The path of an image, from its name to the job queue: what a Submit does. On the event loop, and no pixels.
+"""The path of an image from its name to the job queue: what a Submit does. Runs on the event loop; touches no pixels.
 
-A name is answered from what this replica knows, or else by the cluster; who is to encode the image asks for its bytes,
-checks them and queues it. From there it goes on in the engine: decode, ViT, store. A Fetch finds its rows there with
-`RowFinder`.
+A name is answered from what this replica knows, or else by the cluster. If this replica is to encode the image, it asks
+for the bytes, checks them and queues the image. The engine goes on from there: decode, ViT, store. A Fetch then gets
+its rows from `RowFinder`.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from encoder_service.image.validation import Validator, confirm
 from encoder_service.scheduler import Claim
 from encoder_service.store import Store
 
-# Bytes that were asked for and are not here after so long give the lease back: a caller that stalls stalls nobody
-# else. Should they come after all, the lease is asked for again.
+# If requested bytes have not arrived after this time, the lease is released, so that a caller that stalls delays no
+# other replica. If they arrive later, the lease is acquired again.
 UPLOAD_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedImage:
-    """An image of a Submit call, the grid its caller computed, and the claim that goes with it."""
+    """An image of a Submit call, the grid its caller computed, and the call's claim on it."""
 
     key: ImageKey
     claimed_grid: Grid | None
@@ -37,14 +37,14 @@ class SubmittedImage:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What is known of a named image; `grid` is None when its bytes are needed."""
+    """What is known about a named image; `grid` is None if its bytes are needed."""
 
     grid: Grid | None
     cached: bool = False
 
 
 class Encoder:
-    """Answers the names of images, and takes their bytes. One event loop's."""
+    """Answers the names of images and receives their bytes. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Encoder:
         self._waiters = waiters
 
     async def name(self, images: Sequence[SubmittedImage]) -> list[LookupResult | EncoderError]:
-        """Answer submitted names: cached, queued now, refused, or (grid None) the bytes are needed.
+        """Answer each submitted name: cached, queued, an error, or (grid None) bytes needed.
 
-        Asks the cluster about all that is not known here in one step.
+        Asks the cluster about everything that is not known here in one step.
         """
         answers = [self._known_here(image) for image in images]
         unknown = [image for image, answer in zip(images, answers, strict=True) if answer is None]
@@ -73,7 +73,7 @@ class Encoder:
         return [answer or self._asked(image, acquired) for image, answer in zip(images, answers, strict=True)]
 
     async def receive(self, image: SubmittedImage, data: bytes) -> LookupResult:
-        """Take the bytes of an image, check them against their name and the limits, and queue it.
+        """Check the bytes of an image against its name and the limits, and queue it.
 
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
@@ -82,9 +82,9 @@ class Encoder:
         grid = self._validator.grid(key, source, image.claimed_grid)
         self._sources.put(source)
         if not self._jobs.knows(key):
-            # Mostly ours already; it is not when another caller gave it up, or the bytes took too long.
+            # The lease is usually ours already, but not if another caller gave it up or the bytes took too long.
             acquired = await self._cluster.acquire([key.address])
-            if key.address not in acquired.granted:  # a peer holds it or is at it
+            if key.address not in acquired.granted:  # a peer holds it or encodes it
                 self._waiters.wake(key.address)
                 self._cluster.share_source(key, data)
                 return LookupResult(grid, cached=key.address in acquired.located)
@@ -93,11 +93,11 @@ class Encoder:
         return LookupResult(grid, cached=not queued)
 
     def withdraw(self, claim: Claim) -> None:
-        """Give up a claim; an image that nobody else wants is dropped before its batch starts."""
+        """Give up a claim; an image without claims is dropped unless its batch has started."""
         self._jobs.withdraw(claim)
 
     def forget(self, key: ImageKey) -> None:
-        """Say that bytes that were asked for will not come."""
+        """Release the lease of an image whose requested bytes will not come."""
         if key not in self._jobs:
             self._cluster.release(key.address)
 
@@ -114,9 +114,9 @@ class Encoder:
         return None
 
     def _asked(self, image: SubmittedImage, acquired: Acquired) -> LookupResult | EncoderError:
-        """Answer a name as the cluster did: it is ours to encode, or peers hold the image, or are at it.
+        """Answer a name by what the cluster said: this replica is to encode the image, or peers hold or encode it.
 
-        With the bytes here none are asked for: a Fetch encodes it here should that peer die.
+        Bytes that are here already are not asked for again: if that peer dies, a Fetch encodes the image here.
         """
         if image.key.address in acquired.granted:
             return self._granted(image)
@@ -130,20 +130,20 @@ class Encoder:
         return LookupResult(grid, cached=bool(locations))
 
     def _granted(self, image: SubmittedImage) -> LookupResult | EncoderError:
-        """Answer a name that is ours to encode, unless it was begun or ended here while the cluster was asked."""
+        """Answer a name that this replica is to encode, unless it was queued or encoded here meanwhile."""
         if (known := self._known_here(image)) is None:
             return self._begun(image)
         self.forget(image.key)
         return known
 
     def _begun(self, image: SubmittedImage) -> LookupResult | EncoderError:
-        """Queue an image whose bytes are here; else ask for them."""
+        """Queue an image whose bytes are here; otherwise ask for them."""
         try:
             if (source := self._sources.get(image.key.source_key)) is not None:
                 grid = self._validator.grid(image.key, source, image.claimed_grid)
                 self._queue(image, source, grid)
                 return LookupResult(grid)
-            if image.claimed_grid is not None:  # a full queue says no before bytes travel
+            if image.claimed_grid is not None:  # a full queue refuses before bytes are sent
                 self._jobs.check_room(image.claim.client_id, image.claimed_grid.patches)
         except EncoderError as error:
             self._cluster.release(image.key.address)
@@ -152,7 +152,7 @@ class Encoder:
         return LookupResult(None)
 
     def _queue(self, image: SubmittedImage, source: Source, grid: Grid) -> bool:
-        """Queue an image; False when it is held by now: it came to be so while the cluster was asked."""
+        """Queue an image; return False if its rows are held by now: they came while the cluster was asked."""
         job = self._jobs.submit(image.key, source, grid, image.claim)
         if job is None:
             self._cluster.release(image.key.address)

@@ -1,4 +1,4 @@
-"""The client of the encoder service, for LLM servers: everything that is public. docs/prefill.md shows how it is used.
+"""The client of the encoder service, for LLM servers: its public API. docs/prefill.md shows how to use it.
 
 It never imports the server, and torch only where a tensor is asked for.
 """
@@ -6,6 +6,7 @@ It never imports the server, and torch only where a tensor is asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from encoder_contract.credentials import Credentials
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import (
     AbandonedError,
@@ -22,33 +23,47 @@ from encoder_contract.errors import (
     StaleHandleError,
     UnauthenticatedError,
     UnavailableError,
+    UndecodableImageError,
     UnknownImageError,
 )
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
+from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.version import __version__
-from prefill_client.images import FetchedRows, Image, RowRequest, Submitted, read_images
+from prefill_client.images import (
+    FetchedRows,
+    Image,
+    PutAnswer,
+    PutImage,
+    RowRequest,
+    Submitted,
+    read_images,
+)
 from prefill_client.prompt.chunks import Chunk, Window, plan
 from prefill_client.prompt.layout import Layout, Span, expand_prompt
 from prefill_client.prompt.prefetch import PrefetchSession, ReadyChunk
 from prefill_client.tools.trace import Trace
 from prefill_client.transport import TRANSPORTS
+from prefill_client.transport.device import DeviceRows
 from prefill_client.transport.reading import read
 from prefill_client.transport.shared_memory import SharedRows
 
 if TYPE_CHECKING:
-    from prefill_client.blocking import BlockingClient, BlockingFetch
+    from prefill_client.blocking import BlockingClient, BlockingFetch, BlockingPut
     from prefill_client.client import EncoderClient
     from prefill_client.fleet.fetch_stream import FetchStream
+    from prefill_client.fleet.put_session import PutSession
     from prefill_client.transport.connection import Description, traceparent
 else:
-    # Loaded when first used, as they need gRPC: a process that plans or reads rows by handle does without.
+    # Loaded when first used, because they need gRPC: a process that only plans, or reads rows by handle, does not.
     _WITH_GRPC = {
         "BlockingClient": "prefill_client.blocking",
         "BlockingFetch": "prefill_client.blocking",
+        "BlockingPut": "prefill_client.blocking",
         "Description": "prefill_client.transport.connection",
         "EncoderClient": "prefill_client.client",
         "FetchStream": "prefill_client.fleet.fetch_stream",
+        "PutSession": "prefill_client.fleet.put_session",
         "traceparent": "prefill_client.transport.connection",
     }
 
@@ -63,12 +78,16 @@ __all__ = [
     "AbandonedError",
     "BlockingClient",
     "BlockingFetch",
+    "BlockingPut",
     "Chunk",
+    "Credentials",
     "DeadlineError",
     "Description",
+    "DeviceRows",
     "DigestMismatchError",
     "EncoderClient",
     "EncoderError",
+    "EngineKey",
     "FetchStream",
     "FetchedRows",
     "ForbiddenError",
@@ -84,6 +103,10 @@ __all__ = [
     "ModelMismatchError",
     "OverloadedError",
     "PrefetchSession",
+    "Producer",
+    "PutAnswer",
+    "PutImage",
+    "PutSession",
     "ReadyChunk",
     "RowRequest",
     "SharedRows",
@@ -93,6 +116,7 @@ __all__ = [
     "Trace",
     "UnauthenticatedError",
     "UnavailableError",
+    "UndecodableImageError",
     "UnknownImageError",
     "Window",
     "__version__",

@@ -1,17 +1,22 @@
-"""A synchronous face of the client for plain threads: the asynchronous one, on an event loop in a thread of its own."""
+"""The client for plain threads: the asynchronous one, on an event loop in a thread of its own."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_contract.errors import StaleHandleError, UnavailableError
+from encoder_contract.producer import Producer
 from prefill_client.client import DEFAULT_GRACE_MS, DEFAULT_TIMEOUT_S, EncoderClient
 from prefill_client.fleet.fetch_stream import FetchStream
-from prefill_client.images import FetchedRows, RowRequest, Submitted
-from prefill_client.transport import TRANSPORTS
+from prefill_client.fleet.put_session import PutSession
+from prefill_client.images import FetchedRows, Image, PutAnswer, PutImage, RowRequest, Submitted
+from prefill_client.loop_thread import LoopThread
+from prefill_client.transport import BY_DEFAULT
 from prefill_client.transport.connection import Description
 from prefill_client.transport.reading import Use, again, use_in_place
 
@@ -21,10 +26,10 @@ Result = TypeVar("Result")
 class BlockingClient:
     """What `EncoderClient` does, for any number of plain threads at once; make one with `connect` and share it.
 
-    Every call blocks its own thread only. Not to be called from a running event loop: that has `EncoderClient`.
+    A call blocks only the thread that makes it. Inside a running event loop, use `EncoderClient` instead.
     """
 
-    def __init__(self, loop: "_LoopThread", client: EncoderClient) -> None:
+    def __init__(self, loop: LoopThread, client: EncoderClient) -> None:
         self.description: Description = client.description
         self._loop = loop
         self._client = client
@@ -38,11 +43,12 @@ class BlockingClient:
         processor_fingerprint: bytes = b"",
         client_id: str = "",
         tenant_salt: bytes = b"",
+        credentials: Credentials = NO_CREDENTIALS,
         timeout_s: float = 10.0,
         wait: bool = True,
     ) -> Self:
         """Connect as `EncoderClient.connect` does, and raise what it raises."""
-        loop = _LoopThread()
+        loop = LoopThread("encoder-client")
         try:
             client = loop.run(
                 EncoderClient.connect(
@@ -51,11 +57,12 @@ class BlockingClient:
                     processor_fingerprint=processor_fingerprint,
                     client_id=client_id,
                     tenant_salt=tenant_salt,
+                    credentials=credentials,
                     timeout_s=timeout_s,
                     wait=wait,
                 )
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else would end the thread
             loop.stop()
             raise
         return cls(loop, client)
@@ -67,12 +74,12 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and end the thread; calls of other threads end with `UnavailableError`."""
+        """Close the connections and end the loop's thread; calls of other threads end with `UnavailableError`."""
         self._loop.stop(self._client.close())
 
     def submit(
         self,
-        files: Sequence[bytes],
+        files: Sequence[bytes | Image],
         *,
         request_id: str = "",
         priority: int = 0,
@@ -90,13 +97,15 @@ class BlockingClient:
         request_id: str = "",
         priority: int = 0,
         grace_ms: int = DEFAULT_GRACE_MS,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        producer: Producer | None = None,
     ) -> "BlockingFetch":
         """Ask for rows; iterate it for one outcome per request, in the order of readiness.
 
-        `transports` names how rows may come, best first; inline they always may. Use it in `with`: rows that come by
-        shared memory are held until its end, however long after `timeout_s`.
+        `transports` lists the transports to use, best first; inline is always possible. Use it in `with`: rows in
+        shared memory are held until it ends, however long after `timeout_s`. With a `producer`, the rows are those that
+        it put.
         """
 
         async def begin() -> FetchStream:
@@ -107,15 +116,30 @@ class BlockingClient:
                 grace_ms=grace_ms,
                 transports=transports,
                 timeout_s=timeout_s,
+                producer=producer,
             )
 
         return BlockingFetch(self._loop, self._loop.run(begin()))
+
+    def put(
+        self,
+        producer: Producer,
+        *,
+        request_id: str = "",
+        transports: Sequence[str] = BY_DEFAULT,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> "BlockingPut":
+        """Put rows that `producer` computes; keep it open, in `with`, while anything is put, from any thread."""
+        session = self._client.put(
+            producer, request_id=request_id, transports=transports, timeout_s=timeout_s
+        )
+        return BlockingPut(self._loop, session)
 
 
 class BlockingFetch:
     """A fetch under way; belongs to one thread."""
 
-    def __init__(self, loop: "_LoopThread", stream: FetchStream) -> None:
+    def __init__(self, loop: LoopThread, stream: FetchStream) -> None:
         self._loop = loop
         self._stream = stream
         self._outcomes: AsyncIterator[FetchedRows] = aiter(stream)
@@ -142,7 +166,7 @@ class BlockingFetch:
                 rows = self._loop.run(_gathered(again(rows, error)))
 
     def close(self) -> None:
-        """End the call and with it everything it held."""
+        """End the call and release everything that it holds."""
         with suppress(UnavailableError):  # the client was closed, and with it this
             self._loop.run(self._stream.__aexit__())
 
@@ -150,60 +174,36 @@ class BlockingFetch:
         return await anext(self._outcomes, None)
 
 
+class BlockingPut:
+    """What `PutSession` does, for any number of plain threads at once."""
+
+    def __init__(self, loop: LoopThread, session: PutSession) -> None:
+        self._loop = loop
+        self._session = session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def name(self, images: Sequence[PutImage]) -> list[PutAnswer]:
+        """Name images together; return the answer to each, in order, which may be its error."""
+        return self._loop.run(self._session.name(images))
+
+    def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
+        """Send the rows [tokens, width] of an image that is `yours`; return its last answer: `held`, or its error."""
+        return self._loop.run(self._session.put(answer, rows))
+
+    def abandon(self, answer: PutAnswer) -> None:
+        """Give up an image that is `yours`: another caller may compute it."""
+        self._loop.run(self._session.abandon(answer))
+
+    def close(self) -> None:
+        """End the calls; leases are released, and rows that are not complete are dropped."""
+        with suppress(UnavailableError):  # the client was closed, and with it this
+            self._loop.run(self._session.close())
+
+
 async def _gathered(fetches: Sequence[Awaitable[FetchedRows]]) -> list[FetchedRows]:
     return await asyncio.gather(*fetches)
-
-
-class _LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="encoder-client", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run `work` on the loop and return its result; a caller that is interrupted cancels it."""
-        with self._lock:  # nothing is handed to a loop that will not turn again
-            if self._stopped:
-                work.close()
-                raise UnavailableError("the client is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise UnavailableError("the client was closed meanwhile") from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Cancel what runs, do `last`, and end the thread; a second time does nothing."""
-        with self._lock:
-            if self._stopped:
-                if last is not None:
-                    last.close()
-                return
-            self._stopped = True
-            ended = asyncio.run_coroutine_threadsafe(_end(last), self._loop)
-        try:
-            ended.result()
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-
-async def _end(last: Coroutine[Any, Any, None] | None) -> None:
-    """Do `last`, then cancel every other task of the loop."""
-    if last is not None:
-        await last
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    loop = asyncio.get_running_loop()
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()

@@ -8,12 +8,13 @@ from pathlib import Path
 from time import perf_counter
 
 from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
+from encoder_contract.credentials import Credentials
 from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
-from prefill_client import TRANSPORTS, EncoderClient, FetchedRows, RowRequest, Submitted
+from prefill_client import EncoderClient, FetchedRows, RowRequest, Submitted
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.tools.timeline import draw
-from prefill_client.transport import INLINE
+from prefill_client.transport import BY_DEFAULT, INLINE
 
 CONNECT_S = 10.0  # a far server that is there answers within it
 REQUEST = "prefill-client encode"  # what the server's log says of our calls
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     encode.add_argument(
         "--timeout-s", type=seconds, default=120.0, help="give up after this long (default %(default)s)"
     )
+    Credentials.add_flags(encode)
     encode.add_argument("--inline", action="store_true", help="do not use shared memory")
     timeline = commands.add_parser(
         "timeline", help="draw traces of requests: a lane for each image, one for each chunk"
@@ -105,11 +107,16 @@ def _encode_files(given: argparse.Namespace) -> int:
     except EncoderError as error:
         print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
+    except ValueError as error:
+        print(f"prefill-client: {error}", file=sys.stderr)
+        return BAD_USAGE
 
 
 async def _encode(given: argparse.Namespace, files: list[bytes]) -> int:
     timeout_s = min(given.timeout_s, CONNECT_S)
-    async with await EncoderClient.connect(given.server, timeout_s=timeout_s, wait=False) as client:
+    async with await EncoderClient.connect(
+        given.server, credentials=Credentials.from_flags(vars(given)), timeout_s=timeout_s, wait=False
+    ) as client:
         began = perf_counter()
         submitted = await client.submit(files, request_id=REQUEST, timeout_s=given.timeout_s)
         submit_ms = (perf_counter() - began) * 1000
@@ -129,7 +136,7 @@ async def _encode(given: argparse.Namespace, files: list[bytes]) -> int:
             return FAILED
         requests = [RowRequest(image.digest) for _, image in good]
         began = perf_counter()
-        transports = [INLINE] if given.inline else TRANSPORTS
+        transports = [INLINE] if given.inline else BY_DEFAULT
         fetch = client.fetch(requests, request_id=REQUEST, timeout_s=given.timeout_s, transports=transports)
         async with fetch as stream:
             async for rows in stream:

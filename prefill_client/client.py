@@ -1,4 +1,4 @@
-"""The client of an LLM server: submit images, fetch their rows; routing, retries and failover are its own business."""
+"""The client of an LLM server: submits images and fetches their rows; it routes, retries and fails over by itself."""
 
 import asyncio
 from collections import defaultdict
@@ -8,14 +8,25 @@ from time import monotonic
 from typing import Self
 from uuid import uuid4
 
-from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, UnavailableError
+from encoder_contract.credentials import NO_CREDENTIALS, Credentials
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    InvalidRequestError,
+    UnavailableError,
+    UnknownImageError,
+)
+from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.pool import Pool
+from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.retries import Attempts
 from prefill_client.fleet.sent_images import SentImages
+from prefill_client.fleet.url_calls import UrlCalls
 from prefill_client.images import Image, RowRequest, Submitted, read_images
-from prefill_client.transport import TRANSPORTS
+from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
 
 DEFAULT_GRACE_MS = 10_000  # a Submit of another process may be this far behind its Fetch
@@ -41,6 +52,7 @@ class EncoderClient:
         processor_fingerprint: bytes = b"",
         client_id: str = "",
         tenant_salt: bytes = b"",
+        credentials: Credentials = NO_CREDENTIALS,
         timeout_s: float = 10.0,
         wait: bool = True,
     ) -> Self:
@@ -48,22 +60,29 @@ class EncoderClient:
 
         An endpoint is host:port, unix:/path, or dns:host:port for every address that the name has. Raises
         `ModelMismatchError` when a given fingerprint is not the server's, and `UnavailableError` when none can be
-        reached in `timeout_s`: time for one that is being started, and refuses connections until it has read its
-        weights. Without `wait`, none is tried again that refused.
+        reached within `timeout_s`. A server that is starting refuses connections until it has read its weights: it is
+        tried again, unless `wait` is False. Raises `ValueError` for credentials that cannot be used.
         """
         pool = Pool(
             [endpoints] if isinstance(endpoints, str) else endpoints,
             model=model_fingerprint,
             processor=processor_fingerprint,
+            channels=Channels(credentials),
             connect_timeout_s=timeout_s,
             wait=wait,
         )
         try:
             description = await pool.open()
-        except BaseException:
+        except BaseException:  # cancelled too: nobody else knows of its connections
             await pool.close()
             raise
         return cls(pool, description, client_id=client_id, tenant_salt=tenant_salt)
+
+    def for_tenant(self, tenant_salt: bytes) -> Self:
+        """Return a client of another tenant over the same connections: close this one, not those made of it."""
+        if tenant_salt == self._tenant_salt:
+            return self
+        return type(self)(self._pool, self.description, client_id=self._client_id, tenant_salt=tenant_salt)
 
     async def __aenter__(self) -> Self:
         return self
@@ -77,7 +96,7 @@ class EncoderClient:
 
     async def submit(
         self,
-        files: Sequence[bytes],
+        files: Sequence[bytes | Image],
         *,
         request_id: str = "",
         priority: int = 0,
@@ -85,8 +104,9 @@ class EncoderClient:
     ) -> list[Submitted]:
         """Submit image files; return, in order, the confirmed grid and token count of each, or its error.
 
-        A file that is no image fails here, alone, without a word to a server. Bytes travel only for images that the
-        server does not know. What a retry can help is retried, at another server if need be, until `timeout_s`.
+        A file that is not an image fails here, alone, before any server is asked; an `Image` was read already. Bytes
+        are sent, and loaded from elsewhere, only for images that the server does not know. Errors that a retry may cure
+        are retried, at another server if need be, until `timeout_s`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
         images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
@@ -102,7 +122,8 @@ class EncoderClient:
         while images:
             now_s = monotonic()
             due = {index: image for index, image in images.items() if due_s[index] <= now_s}
-            for index, answer in (await self._submit_once(due, caller, attempts)).items():
+            answered = await self._submit_once(due, caller, attempts)
+            for index, answer in (await _bring(images, answered)).items():
                 pause_s = None
                 if answer.error is not None:
                     pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
@@ -122,15 +143,17 @@ class EncoderClient:
         request_id: str = "",
         priority: int = 0,
         grace_ms: int = DEFAULT_GRACE_MS,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        producer: Producer | None = None,
     ) -> FetchStream:
         """Ask for rows; iterate the stream for one outcome per request, in the order of readiness.
 
-        `transports` names how rows may come, best first; inline they always may, where nothing else works. Use the
-        stream with `async with`: rows that come by shared memory are held until its end, however long after
-        `timeout_s`, which bounds the wait for outcomes. An image that this client submitted and a server has lost is
-        submitted again without a word. Raises `InvalidRequestError` for an unknown transport.
+        `transports` lists the transports to use, best first; inline is the fallback in any case. "device" is for
+        callers that compute on a GPU. Use the stream with `async with`: rows that stay at the server are held until it
+        ends, however long after `timeout_s`, which bounds the wait for outcomes. An image that this client submitted
+        and a server has lost is submitted again by itself. With a `producer`, the rows are those that it put. Raises
+        `InvalidRequestError` for an unknown transport.
         """
         if unknown := {*transports} - {*TRANSPORTS}:
             raise InvalidRequestError(
@@ -138,8 +161,8 @@ class EncoderClient:
             )
         caller = self._caller(request_id, priority)
 
-        def submit(files: Sequence[bytes], left_s: float) -> Awaitable[list[Submitted]]:
-            return self.submit(files, request_id=caller.request_id, priority=priority, timeout_s=left_s)
+        def submit(images: Sequence[Image], left_s: float) -> Awaitable[list[Submitted]]:
+            return self.submit(images, request_id=caller.request_id, priority=priority, timeout_s=left_s)
 
         return FetchStream(
             self._pool,
@@ -150,7 +173,28 @@ class EncoderClient:
             grace_ms=grace_ms,
             transports=transports,
             timeout_s=timeout_s,
+            producer=producer,
         )
+
+    @property
+    def url_calls(self) -> UrlCalls:
+        """The calls by which the clients of a fleet share what image URLs hold."""
+        return UrlCalls(self._pool, self._caller("", 0))
+
+    def put(
+        self,
+        producer: Producer,
+        *,
+        request_id: str = "",
+        transports: Sequence[str] = BY_DEFAULT,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> PutSession:
+        """Put rows that `producer` computes, at servers that accept Put; one session serves for many images.
+
+        `transports` lists the transports to use; inline is always possible. `timeout_s` bounds each step.
+        """
+        caller = self._caller(request_id, 0)
+        return PutSession(self._pool, producer, caller, shared=SHM in transports, timeout_s=timeout_s)
 
     async def _submit_once(
         self, images: dict[int, Image], caller: pb.Caller, attempts: dict[int, Attempts]
@@ -198,7 +242,7 @@ class EncoderClient:
         self._pool.router.succeeded(endpoint)
         for image, answer in zip(images.values(), answers, strict=True):
             if answer.error is None:
-                self._recent.sent(image.digest, image.data, endpoint)
+                self._recent.sent(image, endpoint)
         return dict(zip(images, answers, strict=True))
 
     def _caller(self, request_id: str, priority: int) -> pb.Caller:
@@ -210,3 +254,25 @@ class EncoderClient:
             tenant_salt=self._tenant_salt,
             client_id=self._client_id,
         )
+
+
+async def _bring(images: dict[int, Image], answers: dict[int, Submitted]) -> dict[int, Submitted]:
+    """Put the file in the place of each image that a server needs from elsewhere; return the other answers.
+
+    An image whose file cannot be had is answered with the error.
+    """
+    lacking = [
+        index
+        for index, answer in answers.items()
+        if isinstance(answer.error, UnknownImageError) and images[index].elsewhere is not None
+    ]
+    brought = await asyncio.gather(*(images[index].brought() for index in lacking), return_exceptions=True)
+    for index, outcome in zip(lacking, brought, strict=True):
+        if isinstance(outcome, Image):
+            images[index] = outcome
+            del answers[index]
+        elif isinstance(outcome, EncoderError):
+            answers[index] = replace(answers[index], error=outcome)
+        else:
+            raise outcome
+    return answers

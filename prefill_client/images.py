@@ -1,19 +1,21 @@
-"""What is said about images on the client's side: before they are sent, when submitted, when their rows arrive."""
+"""Images on the client's side: before they are sent, once they are submitted, and when their rows arrive."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.header import read_header
-from prefill_client.transport.elements import tensor_view
+from encoder_contract.producer import EngineKey
+from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.inline import OwnRows
 from prefill_client.transport.server_clock import ServerClock
 from prefill_client.transport.transport import Rows
@@ -24,19 +26,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image file with what its bytes alone decide: its name and, from the header, grid and tokens."""
+    """An image file and what follows from its bytes alone: its digest and, from the header, its grid and tokens.
+
+    Where somebody else has read the file, `data` is empty, and `elsewhere` loads it should a server need it.
+    """
 
     data: bytes = field(repr=False)
     digest: bytes
     grid: Grid
     tokens: int
+    elsewhere: Callable[[], Awaitable[bytes]] | None = field(default=None, repr=False, compare=False)
+
+    async def brought(self) -> "Image":
+        """Return the image with its file. Raises what loading it raises, `UnavailableError` if it has changed."""
+        if self.elsewhere is None:
+            return self
+        data = await self.elsewhere()
+        if await asyncio.to_thread(content_digest, data) != self.digest:
+            raise UnavailableError("the image has changed since it was looked up: ask again")
+        return replace(self, data=data, elsewhere=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The server's word on one submitted image: its confirmed grid, or its error.
+    """The server's answer to one submitted image: its confirmed grid, or its error.
 
-    `upload_s` is when its bytes began to travel and when they were taken, on `time.monotonic`'s clock, if they did.
+    `upload_s` is when its upload began and ended, on `time.monotonic`'s clock; None if its bytes were not needed.
     """
 
     digest: bytes
@@ -52,29 +67,95 @@ class Submitted:
 class RowRequest:
     """Rows [row_begin, row_end) of one image; `row_end` 0 means all.
 
-    `chunk` is the prefill chunk they belong to, `needed_in_ms` how soon it runs; 0 means it is waiting.
+    `chunk` is the prefill chunk they belong to, `needed_in_ms` how soon it runs; 0 means it is waiting. Rows that a
+    producer put under a key of its own are named by that `engine_key` instead of a digest.
     """
 
-    digest: bytes
+    digest: bytes = b""
     row_begin: int = 0
     row_end: int = 0
     chunk: int = 0
     needed_in_ms: int = 0
     min_pixels: int = 0
     max_pixels: int = 0
+    engine_key: EngineKey | None = None
+
+    @property
+    def routed_by(self) -> bytes:
+        """What decides which server the image prefers."""
+        return self.digest if self.engine_key is None else self.engine_key.key
+
+    def to_message(self, index: int) -> pb.FetchImage:
+        """Return the message that asks for these rows."""
+        return pb.FetchImage(
+            index=index,
+            digest=self.digest,
+            variant=pb.Variant(min_pixels=self.min_pixels, max_pixels=self.max_pixels),
+            row_begin=self.row_begin,
+            row_end=self.row_end,
+            chunk=self.chunk,
+            needed_in_ms=self.needed_in_ms,
+            engine_key=self.engine_key.to_message() if self.engine_key else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PutImage:
+    """An image whose rows the caller computes: its grid, and its content digest or an engine's key."""
+
+    grid: Grid
+    digest: bytes = b""
+    engine_key: EngineKey | None = None
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+    @property
+    def routed_by(self) -> bytes:
+        """What decides which server the image prefers: as of the `RowRequest` that fetches it."""
+        return self.digest if self.engine_key is None else self.engine_key.key
+
+    def to_message(self, index: int, width: int, dtype: str) -> pb.PutName:
+        """Return the message that names the image, its rows being `width` elements of `dtype`."""
+        return pb.PutName(
+            index=index,
+            digest=self.digest,
+            engine_key=self.engine_key.to_message() if self.engine_key else None,
+            variant=pb.Variant(min_pixels=self.min_pixels, max_pixels=self.max_pixels),
+            grid=pb.Grid(t=self.grid.t, h=self.grid.h, w=self.grid.w),
+            width=width,
+            dtype=dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PutAnswer:
+    """The server's answer to an image that was named in a Put, or to its rows.
+
+    If the image is `yours`, `lease_s` is how long the caller has to send its rows; if the caller is to `wait`, it is
+    how long the caller that computes it may take. `endpoint`, `call` and `index` say which image of which call it is.
+    """
+
+    image: PutImage
+    state: Literal["held", "yours", "wait", "failed"]
+    address: bytes = b""
+    lease_s: float = 0.0
+    error: EncoderError | None = None
+    endpoint: str = ""
+    call: int = -1
+    index: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
     """The outcome of one `RowRequest`: its rows, or its error.
 
-    Rows are [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Those that came by shared
-    memory lie at the server, which may give their place to another image once the fetch has ended: `array` and
-    `tensor()` copy them, `in_place` lends them without a copy, and all raise `StaleHandleError` rather than give
-    another image's. `prefill_client.read` fetches rows again that were lost so, by `again`.
+    Rows are [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Rows in shared
+    memory belong to the server, which may reuse their place once the fetch has ended: `array` and `tensor()` copy them,
+    `in_place` lends them without a copy, and all raise `StaleHandleError` rather than return those of another image.
+    `prefill_client.read` fetches such rows again, by `again`.
 
     `stage_ms` and `stage_began_s` say how long the server's stages took and when they began, on our
-    `time.monotonic`; empty when nothing was encoded. `clock` is what the second is converted by.
+    `time.monotonic`; empty when nothing was encoded. `clock` converts the server's time to ours.
     """
 
     index: int
@@ -109,18 +190,21 @@ class FetchedRows:
 
     @property
     def array(self) -> NDArray[np.generic]:
-        """The rows, to keep: a copy where they are shared. Raises `StaleHandleError`."""
+        """The rows, to keep, on the host: a copy where they are shared. Raises `StaleHandleError`."""
         return self.rows.copy()
 
     def tensor(self) -> "torch.Tensor":
-        """Return `array` as a torch tensor over the same memory; raises the error if the image failed."""
+        """Return the rows, to keep, as a torch tensor: over the memory of `array`, or a copy on the GPU they come from.
+
+        Raises the error if the image failed, and `StaleHandleError`.
+        """
         if self.error is not None:
             raise self.error
-        return tensor_view(self.array, self.dtype)
+        return self.rows.tensor(self.dtype)
 
     def copy(self) -> "FetchedRows":
         """Return the outcome with rows of its own, which outlive the fetch. Raises `StaleHandleError`."""
-        return replace(self, rows=OwnRows(self.rows.copy()))
+        return replace(self, rows=self.rows.own())
 
     @contextmanager
     def in_place(self) -> "Iterator[FetchedRows]":
@@ -128,16 +212,16 @@ class FetchedRows:
 
         Raises `StaleHandleError` on entering and on leaving; nothing that lies in place may be kept.
         """
-        with self.rows.reading() as array:
-            yield replace(self, rows=OwnRows(array))
+        with self.rows.lent() as rows:
+            yield replace(self, rows=rows)
 
 
-def read_images(files: Sequence[bytes], geometry: Geometry) -> list[Image | EncoderError]:
-    """Hash the files and read their headers; a file that is no image gives its error.
+def read_images(files: Sequence[bytes | Image], geometry: Geometry) -> list[Image | EncoderError]:
+    """Hash the files and read their headers; a file that is not an image gives its error, one that was read itself.
 
     Takes about 0.2 ms for a 300 KB photo: callers on an event loop run it in a worker thread.
     """
-    return [_read(data, geometry) for data in files]
+    return [file if isinstance(file, Image) else _read(file, geometry) for file in files]
 
 
 def _read(data: bytes, geometry: Geometry) -> Image | EncoderError:

@@ -1,309 +1,21 @@
-"""Attackers: callers who take what they can of a server, each in one way, until they are stopped.
+"""Attackers: processes that take what they can of a server, each in one way, until they are stopped.
 
-As a process, `python -m testing.attackers NAME HOST:PORT HTTP_HOST:PORT` makes its bytes, prints "ready", attacks from
-the first line of its input on, and goes on until it is killed. It is nice: it yields the processor to server and
-victim, so that what a victim feels is what the server lets happen, not what another busy process on the machine costs.
-Loads are bounded: no attacker sends more than some hundred megabytes, or keeps more connections than an honest fleet.
+`python -m testing.attackers NAME HOST:PORT HTTP_HOST:PORT` makes its bytes, prints "ready", attacks from the first line
+of its input on, and goes on until it is killed. It is nice: it yields the processor to server and victim, so that what
+a victim feels is what the server lets happen, not what another busy process on the machine costs.
 """
-
-# Over 300 lines because the attacks belong side by side.
 
 import argparse
 import asyncio
-import itertools
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-import grpc
-from grpc_health.v1 import health_pb2
-from h2.exceptions import ProtocolError
+from testing.attacks import CALLERS, Target
 
-from encoder_contract.digest import content_digest
-from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from testing import hostile_images as files
-from testing.photos import photo
-from testing.raw_http2 import RawConnection
-from testing.traffic import marked
-
-if TYPE_CHECKING:  # the class of an asyncio channel has a name for the type checker only
-    from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
-
-SUBMIT, FETCH = (f"/encoder_contract.v1.EncoderService/{name}" for name in ("Submit", "Fetch"))
-WATCH = "/grpc.health.v1.Health/Watch"
-AGAIN_S = 0.5  # between attempts of an attacker whose calls were ended
-PIECE = bytes(1 << 20)
 NICE = 10
-
-
-@dataclass(frozen=True)
-class Target:
-    """A server: where its calls and its operator's port are."""
-
-    grpc: str
-    http: str
-
-    def stub(self) -> "EncoderServiceAsyncStub":
-        """Return a stub on a connection of its own."""
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 64 << 20)]
-        return EncoderServiceStub(grpc.aio.insecure_channel(self.grpc, options))
-
-
-Attack = Callable[[Target, Callable[[], Awaitable[None]]], Awaitable[None]]
-
-
-async def headers(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Small files whose headers are long to read, each uploaded once and named under many variants."""
-    kinds = (files.newlines_png(), files.pieces_jpeg())
-    stub = target.stub()
-    await ready()
-    for number in itertools.count():
-        file = files.again(kinds[number % 2], number)
-        digest = content_digest(file)
-        names = [pb.ImageName(index=n, digest=digest, variant=_variant(n)) for n in range(512)]
-        await _submit(stub, names[:1], {digest: file})
-        await _submit(stub, names[1:], {})
-
-
-def _variant(number: int) -> pb.Variant:
-    return pb.Variant(min_pixels=65536, max_pixels=65536 + 1024 * number)
-
-
-async def uploads(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Uploads that never end: bytes of images are sent, and their last piece is not."""
-    stub, names = target.stub(), itertools.count()
-
-    async def hold() -> None:
-        call = stub.Submit()
-        images = [
-            pb.ImageName(index=n, digest=content_digest(next(names).to_bytes(8, "big"))) for n in range(32)
-        ]
-        await call.write(pb.SubmitRequest(open=pb.Caller()))
-        await call.write(pb.SubmitRequest(names=pb.ImageNames(names=images)))
-        for image in images:
-            await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=image.index, data=PIECE)))
-        while await call.read() is not grpc.aio.EOF:
-            pass
-
-    await ready()
-    await _keep(4, hold)
-
-
-async def readers(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Fetches of held images that are never read."""
-    stub = target.stub()
-    base = photo(512, 512, 7)
-    images = [marked(base, number) for number in range(96)]
-    digests = [content_digest(file) for file in images]
-    for begin in range(0, len(images), 16):
-        some = dict(zip(digests[begin : begin + 16], images[begin : begin + 16], strict=True))
-        names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(some)]
-        await _submit(stub, names, some)
-        await _read(stub, _request(list(some)))
-
-    async def hold() -> None:
-        connection = await RawConnection.open(target.grpc, window=0)
-        try:
-            for begin in range(0, len(digests), 32):
-                await connection.call(FETCH, _request(digests[begin : begin + 32]).SerializeToString())
-            await connection.closed.wait()
-        finally:
-            await connection.close()
-
-    await ready()
-    await _keep(2, hold)
-
-
-async def decoders(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Progressive JPEGs of thousands of scans, and PNGs of many pixels in few bytes."""
-    kinds = [files.scans_jpeg(), *[files.bomb_png()] * 4]
-    stub = target.stub()
-    await ready()
-    for number in itertools.count():
-        some = [files.again(file, 10 * number + n) for n, file in enumerate(kinds)]
-        by_digest = {content_digest(file): file for file in some}
-        names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(by_digest)]
-        await _submit(stub, names, by_digest)
-        with suppress(grpc.aio.AioRpcError):
-            async for _ in stub.Fetch(_request(list(by_digest))):
-                pass
-
-
-async def messages(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Kilobytes that gzip turns into megabytes of empty sub-messages."""
-    count = 2_000_000
-    names = b"\x0a\x00" * count
-    bodies = {
-        FETCH: b"\x12\x00" * count,
-        SUBMIT: b"\x12" + _varint(len(names)) + names,
-    }
-    channel: Any = grpc.aio.insecure_channel(  # of bytes as they are
-        target.grpc, [("grpc.max_send_message_length", 64 << 20)], compression=grpc.Compression.Gzip
-    )
-    await ready()
-    for path in itertools.cycle(bodies):
-        with suppress(grpc.aio.AioRpcError):
-            async for _ in channel.unary_stream(path)(bodies[path], timeout=30):
-                pass
-        await asyncio.sleep(0.01)  # a refusal at once is no reason to ask without pause
-
-
-def _varint(number: int) -> bytes:
-    low = [number >> shift & 0x7F for shift in range(0, number.bit_length(), 7)]
-    return bytes([*(byte | 0x80 for byte in low[:-1]), low[-1]])
-
-
-async def unknown(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Fetches of hundreds of images that nobody submits."""
-    stub, draw = target.stub(), random.Random(0)
-
-    async def ask() -> None:
-        digests = [draw.randbytes(32) for _ in range(512)]
-        async for _ in stub.Fetch(_request(digests, grace_ms=30_000)):
-            pass
-
-    await ready()
-    await _keep(64, ask)
-
-
-async def partial(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Messages that are begun and not ended, on many streams."""
-    start = b"\0" + (len(PIECE) + 1).to_bytes(4, "big")
-
-    async def hold() -> None:
-        connection = await RawConnection.open(target.grpc)
-        try:
-            for _ in range(16):
-                await connection.send(await connection.call(SUBMIT), start + PIECE)
-            await connection.closed.wait()
-        finally:
-            await connection.close()
-
-    await ready()
-    await _keep(8, hold)
-
-
-async def claims(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Many Fetches of few images, each of which counts as one who waits; of the rows they want one each."""
-    stub, base = target.stub(), photo(512, 512, 8)
-    await ready()
-    for number in itertools.count():
-        by_digest = {content_digest(file): file for file in (marked(base, 8 * number + n) for n in range(8))}
-        names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(by_digest)]
-        await _submit(stub, names, by_digest)
-        asked = [_read(stub, _request(list(by_digest) * 32, rows=1)) for _ in range(64)]
-        await asyncio.gather(*asked)
-
-
-async def dripping(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Connections to the operator's port that send a byte a second and no request."""
-
-    async def drip() -> None:
-        host, _, port = target.http.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        try:
-            writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
-            while not writer.is_closing():
-                writer.write(b"x")
-                await writer.drain()
-                await asyncio.sleep(1)
-        finally:
-            writer.close()
-
-    await ready()
-    await _keep(128, drip)
-
-
-async def watchers(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Watchers of health that take no answer, and others that come and go."""
-    message = health_pb2.HealthCheckRequest().SerializeToString()
-
-    async def hold() -> None:
-        connection = await RawConnection.open(target.grpc, window=0)
-        try:
-            for _ in range(4):
-                await connection.call(WATCH, message)
-            await connection.closed.wait()
-        finally:
-            await connection.close()
-
-    async def come_and_go() -> None:
-        connection = await RawConnection.open(target.grpc)
-        try:
-            stream = await connection.call(WATCH, message)
-            await asyncio.sleep(0.1)
-            connection.reset_stream(stream)
-        finally:
-            await connection.close()
-
-    await ready()
-    await asyncio.gather(_keep(8, hold), _keep(2, come_and_go))
-
-
-# In the order of the points of a hostile day; the last also looks at the drain.
-ATTACKS: dict[str, Attack] = {
-    attack.__name__: attack
-    for attack in (
-        *(headers, uploads, readers, decoders, messages),
-        *(unknown, partial, claims, dripping, watchers),
-    )
-}
-
-
-async def _submit(
-    stub: "EncoderServiceAsyncStub", names: Sequence[pb.ImageName], by_digest: dict[bytes, bytes]
-) -> None:
-    """Name images and send the bytes that are asked for and known here; whatever is answered is fine."""
-    call: Any = stub.Submit()  # whose `read` has no type but that of the end
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        await call.write(pb.SubmitRequest(open=pb.Caller()))
-        await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
-        digests = {name.index: name.digest for name in names}
-        left = len(names)
-        while left and (answer := await call.read()) is not grpc.aio.EOF:
-            file = by_digest.get(digests[answer.state.index])
-            if answer.state.state == pb.STATE_NEEDS_BYTES and file is not None:
-                for piece in _pieces(answer.state.index, file):
-                    await call.write(pb.SubmitRequest(bytes=piece))
-            else:
-                left -= 1
-        await call.done_writing()
-    call.cancel()
-
-
-def _pieces(index: int, file: bytes) -> Iterator[pb.ImageBytes]:
-    for begin in range(0, len(file), len(PIECE)):
-        end = begin + len(PIECE)
-        yield pb.ImageBytes(index=index, data=file[begin:end], last=end >= len(file))
-
-
-def _request(digests: Sequence[bytes], grace_ms: int = 1000, rows: int = 0) -> pb.FetchRequest:
-    images = [pb.FetchImage(index=n, digest=digest, row_end=rows) for n, digest in enumerate(digests)]
-    return pb.FetchRequest(images=images, grace_ms=grace_ms)
-
-
-async def _read(stub: "EncoderServiceAsyncStub", request: pb.FetchRequest) -> None:
-    with suppress(grpc.aio.AioRpcError):
-        async for _ in stub.Fetch(request):
-            pass
-
-
-async def _keep(count: int, one: Callable[[], Awaitable[None]]) -> None:
-    """Keep so many going, each begun again when the server ends it."""
-
-    async def again() -> None:
-        while True:
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, ProtocolError):
-                await one()
-            await asyncio.sleep(AGAIN_S)
-
-    await asyncio.gather(*(again() for _ in range(count)))
 
 
 @contextmanager
@@ -336,12 +48,12 @@ async def _ready() -> None:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("attack", choices=list(ATTACKS))
+    parser.add_argument("attack", choices=list(CALLERS))
     parser.add_argument("grpc", help="host:port of the server")
     parser.add_argument("http", help="host:port of its metrics")
     given = parser.parse_args()
     os.nice(NICE)
-    asyncio.run(ATTACKS[given.attack](Target(given.grpc, given.http), _ready))  # type: ignore[arg-type]
+    asyncio.run(CALLERS[given.attack](Target(given.grpc, given.http), _ready))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

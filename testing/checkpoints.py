@@ -40,7 +40,7 @@ _CLASSES = {
 }
 
 # As published beside the checkpoints of each family.
-_QWEN3_PREPROCESSOR: dict[str, Any] = {
+QWEN3_PREPROCESSOR: dict[str, Any] = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
     "patch_size": 16,
     "temporal_patch_size": 2,
@@ -50,7 +50,7 @@ _QWEN3_PREPROCESSOR: dict[str, Any] = {
     "processor_class": "Qwen3VLProcessor",
     "image_processor_type": "Qwen2VLImageProcessorFast",
 }
-_QWEN2_5_PREPROCESSOR: dict[str, Any] = {
+QWEN2_5_PREPROCESSOR: dict[str, Any] = {
     "min_pixels": 3136,
     "max_pixels": 12845056,
     "patch_size": 14,
@@ -100,7 +100,7 @@ def write_checkpoint(
         save_original_format=model_type != "qwen3_vl_moe",  # it would turn the experts back
         max_shard_size=max(size_bytes // shards, 1) if shards > 1 else "50GB",
     )
-    settings = dict(_QWEN2_5_PREPROCESSOR if model_type == "qwen2_5_vl" else _QWEN3_PREPROCESSOR)
+    settings = dict(QWEN2_5_PREPROCESSOR if model_type == "qwen2_5_vl" else QWEN3_PREPROCESSOR)
     settings.update(preprocessor or {})
     (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     _tokenizer().save_pretrained(folder)

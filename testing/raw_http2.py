@@ -10,6 +10,9 @@ import h2.connection
 import h2.events
 import h2.settings
 
+# A window that stays closed for a second may be meant to; one that a whole message needs opens, on any machine.
+PARTIAL_S, WHOLE_S = 1.0, 30.0
+
 
 class RawConnection:
     """One HTTP/2 connection. Answers to the server's settings and pings go out; windows are opened only on `open`."""
@@ -36,6 +39,12 @@ class RawConnection:
         connection._task = asyncio.create_task(connection._listen())
         return connection
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def call(
         self, path: str, message: bytes | None = None, *, headers: tuple[tuple[str, str], ...] = ()
     ) -> int:
@@ -52,22 +61,24 @@ class RawConnection:
         ]
         self._h2.send_headers(stream, pairs)
         if message is not None:
-            await self.send(stream, framed(message), end=True)
+            await self.send(stream, framed(message), end=True, patience_s=WHOLE_S)
         self._flush()
         await self._writer.drain()
         return stream
 
-    async def send(self, stream: int, data: bytes, *, end: bool = False) -> int:
-        """Send bytes as far as the server's windows allow within a second; return how many went out."""
+    async def send(
+        self, stream: int, data: bytes, *, end: bool = False, patience_s: float = PARTIAL_S
+    ) -> int:
+        """Send bytes as far as the server's windows allow; return how many went out when none opens for so long."""
         sent = 0
-        while sent < len(data):
+        while sent < len(data) and not self.closed.is_set():
             if stream in self.reset or "grpc-status" in self.trailers.get(stream, {}):
                 return sent
             room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
             if room <= 0:
                 self._moved.clear()
                 try:
-                    await asyncio.wait_for(self._moved.wait(), 1)
+                    await asyncio.wait_for(self._moved.wait(), patience_s)
                 except TimeoutError:
                     return sent
                 continue
@@ -99,6 +110,7 @@ class RawConnection:
                 self._flush()
                 self._moved.set()
         self.closed.set()
+        self._moved.set()
 
     def _note(self, event: h2.events.Event) -> None:
         if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):

@@ -12,6 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.image.decode import Decoder
 from encoder_service.image.patches import to_patches
 from encoder_service.image.processor import ProcessorSettings
+from encoder_service.image.resize import PlainResize
 
 
 class OneShot:
@@ -42,7 +43,7 @@ class OneShot:
     def pixel_values(self, images: Sequence[bytes], grids: Sequence[Grid]) -> Tensor:
         """Return [patches, 3 × 2 × p × p] as the Hugging Face processor lays a still image out, from our patches."""
         pixels = [p for p in self.decoder.decode(images) if not isinstance(p, EncoderError)]
-        patches = torch.cat(to_patches(pixels, grids, self.settings.geometry))
+        patches = torch.cat(to_patches(pixels, grids, PlainResize(self.settings.geometry)))
         settings, side = self.settings, self.settings.geometry.patch_size
         mean = torch.tensor(settings.mean)[:, None]
         std = torch.tensor(settings.std)[:, None]

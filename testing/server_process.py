@@ -15,7 +15,8 @@ from encoder_contract.settings import flag
 from encoder_service.observability.scrape import Scrape, scrape
 
 # One that ends by itself is noticed at once; a busy machine takes its time. A server gives running calls 30 s.
-START_S, DRAIN_S = 110.0, 40.0
+START_S, DRAIN_S = 240.0, 40.0
+CLI = "encoder_service.cli"
 # Whoever else works while the server does gets the other half of the cores. Two on one core would spend it spinning.
 HALF_THE_CORES = max(1, (os.cpu_count() or 2) // 2)
 
@@ -45,7 +46,10 @@ class ServerProcess:
             self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - gone with this object
             log = Path(self._file.name)
         self.log = log
-        command: list[str | Path] = [executable or Path(sys.executable).with_name("encoder-service"), "serve"]
+        ours = Path(sys.executable).with_name("encoder-service")
+        command: list[str | Path] = [executable or ours, "serve"]
+        if executable is None and not ours.exists():  # where nothing is installed, PYTHONPATH has our sources
+            command = [sys.executable, "-c", f"import sys; from {CLI} import main; sys.exit(main())", "serve"]
         free = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         for name, value in {"model": model, **free, **settings}.items():
             command += [flag(name), str(value)]
@@ -59,9 +63,9 @@ class ServerProcess:
             )
         self.endpoint = self.metrics_url = ""
 
-    def wait_until_it_listens(self) -> None:
+    def wait_until_it_listens(self, within_s: float = START_S) -> None:
         """Return when it listens; one that does not come up is killed, and raises `ServerStartError`."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and self.process.poll() is None:
             said = dict(re.findall(r"^ +(listening|metrics) +(\S+)\n", self.log.read_text(), re.MULTILINE))
             if "listening" in said:  # the last of the settings
@@ -100,12 +104,17 @@ class ServerProcess:
 
 @contextmanager
 def running(
-    model: Path, *, log: Path | None = None, own_session: bool = False, **settings: Any
+    model: Path,
+    *,
+    log: Path | None = None,
+    own_session: bool = False,
+    within_s: float = START_S,
+    **settings: Any,
 ) -> Iterator[ServerProcess]:
     """Run a server for the length of a `with` block; it drains on leaving."""
     server = ServerProcess(model, log=log, own_session=own_session, **settings)
     try:
-        server.wait_until_it_listens()
+        server.wait_until_it_listens(within_s)
         yield server
     finally:
         server.terminate()

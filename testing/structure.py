@@ -21,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVICE = ROOT / "encoder_service"
+# Runs on a timer, with or without an image: it would be counted now and then.
+ON_A_TIMER = "observability/loop_lag.py"
 # Figure -> what it counts, and the goal (the figure shall be at most this; `exports` at least).
 GOALS = {
     "entries": ("entries in `encoder_service/`", 15),
@@ -162,7 +164,7 @@ class Trace:
         if event != "call":
             return
         file = _service_file(frame)
-        if not file:
+        if not file or file == ON_A_TIMER:
             return
         self.files.add(file)
         # A claim that ends because its work is done goes the same way from `detach` on: that is no withdrawal.
@@ -224,8 +226,11 @@ async def trace_image(folder: Path) -> tuple[list[str], list[str]]:
             await _encode(client, RowRequest, photo(256, 256, 1))
             passed = sorted(trace.files)
             trace.clear()
-            await _leave(client, RowRequest, [photo(512, 512, seed) for seed in range(2, 8)])
-            crossed = max(trace.withdrawals, key=len, default=set())
+            for first in range(2, 62, 6):  # on a busy machine all may be encoded before the caller leaves
+                await _leave(client, RowRequest, [photo(512, 512, first + n) for n in range(6)])
+                if trace.withdrawals:
+                    break
+            crossed = max(trace.withdrawals, key=len)
     finally:
         sys.settrace(None)
         threading.settrace(None)

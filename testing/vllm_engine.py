@@ -14,6 +14,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, Image, read_images
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+from prefill_client.vllm.request_parameters import PARAMETERS, STORED
 
 CHUNK_TOKENS = 96
 CONNECTOR = {
@@ -54,6 +55,7 @@ class Engine:
         endpoint: str,
         *,
         exact: bool = False,
+        role: str = "ec_consumer",
         extra: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -73,12 +75,15 @@ class Engine:
         if exact:
             given["ec_manager_config"] = MANAGER
         self.llm = LLM(
-            str(model), ec_transfer_config={**CONNECTOR, "ec_connector_extra_config": settings}, **given
+            str(model),
+            ec_transfer_config={**CONNECTOR, "ec_role": role, "ec_connector_extra_config": settings},
+            **given,
         )
         self.config = self.llm.llm_engine.vllm_config
         self.client = BlockingClient.connect(endpoint)
         self.signer = NameSigner(self.config.ec_transfer_config.engine_id)
         self.producer = producer_of(self.client.description, "")
+        self._stored: set[bytes] = set()  # by content digest: what the service had when it was submitted last
 
     @property
     def scheduler(self) -> Any:
@@ -111,13 +116,16 @@ class Engine:
         """Submit images."""
         for answer in self.client.submit(images):
             assert answer.error is None, answer.error
+            (self._stored.add if answer.cached else self._stored.discard)(answer.digest)
 
     def start(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> str:
         """Hand a request to the engine, its images named (or raw, with `own`); return its id."""
         content = [self._part(part, own=own) for part in parts]
-        (request_id,) = self.llm.enqueue_chat(
-            [{"role": "user", "content": content}], sampling(tokens), use_tqdm=False
-        )
+        images = [content_digest(part) for part in parts if isinstance(part, bytes) and not own]
+        said = {STORED: [index for index, digest in enumerate(images) if digest in self._stored]}
+        asked = sampling(tokens)
+        asked.extra_args = {"ec_transfer_params": {PARAMETERS: said}}  # as the middleware does
+        (request_id,) = self.llm.enqueue_chat([{"role": "user", "content": content}], asked, use_tqdm=False)
         return str(request_id).partition("-")[0]  # the name that its outputs have
 
     def step(self) -> dict[str, Answer]:
@@ -126,13 +134,13 @@ class Engine:
         return {output.request_id: _answer(output) for output in outputs if output.finished}
 
     def run(self, *wanted: str, steps: int = 100_000) -> dict[str, Answer]:
-        """Step until these have ended."""
+        """Step until these have ended; raises `TimeoutError` when they have not after so many steps."""
         ended: dict[str, Answer] = {}
         for _ in range(steps):
             if set(wanted) <= ended.keys():
                 return ended
             ended |= self.step()
-        raise AssertionError(f"after {steps} steps {set(wanted) - ended.keys()} run still")
+        raise TimeoutError(f"after {steps} steps {set(wanted) - ended.keys()} run still")
 
     def run_until(self, reached: Callable[[], bool], steps: int = 100_000) -> None:
         """Step until something is so."""

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import grpc
+import pytest
+
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -19,6 +22,12 @@ async def collect(
             assert outcome.index not in outcomes, "an image has one outcome"
             outcomes[outcome.index] = outcome.copy()
     return outcomes
+
+
+async def fetched(client: EncoderClient, digest: bytes) -> FetchedRows:
+    """The rows of one image that is here already, inline, or its error."""
+    (rows,) = (await collect(client, [RowRequest(digest)], grace_ms=0, transports=["inline"])).values()
+    return rows
 
 
 async def connection(client: EncoderClient) -> Connection:
@@ -40,7 +49,7 @@ async def raw_submit(
     client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
 ) -> dict[int, list[pb.ImageState]]:
     """Speak the protocol by hand, past the client's own checks."""
-    call = (await stub(client)).Submit(timeout=20)
+    call = (await stub(client)).Submit(timeout=60)
     await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
     states: dict[int, list[pb.ImageState]] = {}
@@ -59,3 +68,10 @@ async def raw_submit(
 
 def named(index: int, data: bytes, **fields: Any) -> tuple[pb.ImageName, bytes]:
     return pb.ImageName(index=index, digest=content_digest(data), **fields), data  # type: ignore[arg-type]
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    """The status and the words with which a server refuses a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await (call.read() if hasattr(call, "read") else call)
+    return refusal.value.code(), str(refusal.value.details())

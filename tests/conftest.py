@@ -21,16 +21,19 @@ from encoder_service.image.decode import Decoder
 from encoder_service.image.source import Source
 from prefill_client import EncoderClient
 from testing.checkpoints import write_checkpoint
+from testing.holding import Holding
 from testing.redis_servers import redis_cluster, redis_server
 from tests.index_replicas import (
-    LEASE_TTL_MS,
     MODEL,
-    REPLICA_TTL_MS,
+    TTL_MS,
     Join,
     as_replica,
     numbers,
     redis_settings,
 )
+from tests.servers import server_of
+from tests.small_store import STORE_GIB
+from tests.waiting import START_S
 
 torch.set_num_threads(2)
 # No example has a time limit: a machine that does something else for a quarter of a second breaks no promise of ours.
@@ -54,7 +57,7 @@ def config(checkpoint: Path) -> Config:
         listen="127.0.0.1:0",
         metrics_listen="127.0.0.1:0",
         device="cpu",
-        store_host_gib=0.25,
+        store_host_gib=STORE_GIB,
         store_prefault="no",
         device_peak_tflops=1.5,
         drain_s=5,
@@ -62,9 +65,11 @@ def config(checkpoint: Path) -> Config:
 
 
 @pytest.fixture(scope="session")
-def model(config: Config) -> Model:
+def model(config: Config) -> Iterator[Model]:
     """The loaded checkpoint."""
-    return load_model(config)
+    model = load_model(config)
+    yield model
+    model.decoder.close()
 
 
 class Gate:
@@ -74,7 +79,7 @@ class Gate:
         self._decoder = decoder
         self._open = threading.Event()
         self._open.set()
-        self.name = decoder.name
+        self.name, self.deaths = decoder.name, decoder.deaths
 
     def batches(self, source: Source) -> bool:
         """Say what the decoder says."""
@@ -82,12 +87,12 @@ class Gate:
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Wait for the gate, then decode."""
-        assert self._open.wait(30), "nobody opened the gate"
+        assert self._open.wait(START_S), "nobody opened the gate"
         return self._decoder.decode_batch(sources)
 
     def decode_one(self, source: Source) -> Tensor | EncoderError:
         """Wait for the gate, then decode."""
-        assert self._open.wait(30), "nobody opened the gate"
+        assert self._open.wait(START_S), "nobody opened the gate"
         return self._decoder.decode_one(source)
 
     @contextmanager
@@ -109,10 +114,8 @@ def gate(model: Model) -> Gate:
 @pytest.fixture
 async def server(config: Config, model: Model, gate: Gate) -> AsyncIterator[Server]:
     """A serving server."""
-    server = Server(config, replace(model, decoder=cast(Decoder, gate)))
-    await server.start()
-    yield server
-    await server.drain()
+    async with server_of(config, replace(model, decoder=cast(Decoder, gate))) as server:
+        yield server
 
 
 @pytest.fixture
@@ -149,12 +152,12 @@ async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]
     joined: list[RedisIndex] = []
 
     async def join(
-        name: str, lease_ttl_ms: int = LEASE_TTL_MS, replica_ttl_ms: int = REPLICA_TTL_MS, **identity: Any
+        name: str, lease_ttl_ms: int = TTL_MS, replica_ttl_ms: int = TTL_MS, **identity: Any
     ) -> RedisIndex:
         settings = replace(
             redis_settings(url, space), lease_ttl_ms=lease_ttl_ms, replica_ttl_ms=replica_ttl_ms
         )
-        index = RedisIndex(settings, held=dict, load=lambda: 0.5)
+        index = RedisIndex(settings, Holding(), ())
         joined.append(index)
         await index.register(as_replica(name, **identity))  # type: ignore[arg-type]
         return index

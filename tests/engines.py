@@ -22,6 +22,7 @@ from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim, Limits, Scheduler
 from encoder_service.store import Pin, Store
 from encoder_service.vision import Tower
+from tests.waiting import START_S, soon
 
 
 @dataclass
@@ -67,15 +68,19 @@ class Changed:
 @asynccontextmanager
 async def running(
     model: Model,
-    encode: Callable[[Sequence[Tensor], Sequence[Grid]], list[Tensor]] | None = None,
+    encode: Callable[..., list[Tensor]] | None = None,
     *,
     batch_patches: int = 4096,
+    ahead_patches: int = 0,
     decode_pixels: int = 50_000_000,
     limits: Limits | None = None,
     decode_one: Callable[[Source], Tensor | EncoderError] | None = None,
     **store: int,
 ) -> AsyncIterator[Bench]:
-    """Run an engine over real parts; `encode` and `decode_one` stand for those of the model's tower and decoder."""
+    """Run an engine over real parts; `encode` and `decode_one` stand for those of the model's tower and decoder.
+
+    As many patches are prepared ahead of the tower as two batches hold, or `ahead_patches`.
+    """
     if encode is not None:
         model = replace(model, tower=cast(Tower, Changed(model.tower, encode=encode)))
     if decode_one is not None:
@@ -85,11 +90,12 @@ async def running(
     limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
     ended: dict[bytes, Pin | EncoderError] = {}
     jobs = JobQueue(
-        Scheduler(limits, max_ahead_patches=2 * batch_patches, max_ahead_images=64),
+        Scheduler(limits, max_ahead_patches=ahead_patches or 2 * batch_patches, max_ahead_images=64),
         model.decoder,
         kept,
         loop=asyncio.get_running_loop(),
         on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),
+        device=model.device,
     )
     engine = Engine(jobs, model, kept, Metrics(), batch_patches=batch_patches, decode_pixels=decode_pixels)
     engine.start()
@@ -108,14 +114,12 @@ class Gate:
         self.open = threading.Event()
         self.batches: list[list[Grid]] = []
 
-    def encode(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    def encode(self, patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
         """Note the batch, wait for the gate, encode."""
         self.batches.append(list(grids))
-        assert self.open.wait(20)
+        assert self.open.wait(START_S)
         return self._encode(patches, grids)
 
     async def reached(self, batches: int) -> None:
         """Wait until so many batches have come."""
-        async with asyncio.timeout(20):
-            while len(self.batches) < batches:
-                await asyncio.sleep(0.005)
+        await soon(lambda: len(self.batches) >= batches)

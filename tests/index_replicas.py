@@ -1,5 +1,6 @@
 """Replicas of a test, as the index knows them."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -9,14 +10,17 @@ from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.contract import IndexState, Replica
 from encoder_service.cluster.index import RedisIndex, RedisSettings
-from tests.waiting import soon
+from testing.holding import Holding
+from tests.waiting import PATIENCE_S, soon
 
 MODEL, PROCESSOR = b"m" * 32, b"p" * 32
-LEASE_TTL_MS, REPLICA_TTL_MS, HEARTBEAT_MS = 800, 700, 100
+# Long enough for a stall of a busy machine; a test in which one dies, or a lease ends, asks for `SHORT_TTL_MS`.
+TTL_MS = 60_000
+SHORT_TTL_MS, HEARTBEAT_MS = 800, 100
 GRID = Grid(1, 18, 20)
 numbers = itertools.count()
 Join = Callable[..., Awaitable[RedisIndex]]
-CALL_TIMEOUT_S = 0.1
+CALL_TIMEOUT_S = 1.0  # ten times that of production: a busy machine holds a thread up for 0.1 s
 NAMESPACE = "faults"
 
 
@@ -38,10 +42,12 @@ def redis_settings(url: str, space: str) -> RedisSettings:
         url=url,
         namespace=space,
         # These tests are about answers, not about speed: a busy machine must not send them alone.
-        call_timeout_ms=2000,
+        call_timeout_ms=10_000,
+        socket_timeout_ms=10_000,
+        beat_timeout_ms=20_000,
         heartbeat_ms=HEARTBEAT_MS,
-        replica_ttl_ms=REPLICA_TTL_MS,
-        lease_ttl_ms=LEASE_TTL_MS,
+        replica_ttl_ms=TTL_MS,
+        lease_ttl_ms=TTL_MS,
         max_source_bytes=1 << 20,
     )
 
@@ -51,7 +57,7 @@ class Watched:
     """A replica, what it holds, and what it said about itself."""
 
     index: RedisIndex
-    held: dict[bytes, Grid] = field(default_factory=dict)
+    held: Holding = field(default_factory=Holding)
     said: list[tuple[IndexState, str]] = field(default_factory=list)
 
     async def hold(self, addresses: list[bytes]) -> None:
@@ -60,6 +66,20 @@ class Watched:
 
     async def until(self, state: IndexState) -> None:
         await soon(lambda: self.index.state is state)
+
+    async def acquires_until_alone(self, addresses: list[bytes]) -> int:
+        """Return after how many calls it was alone; each granted everything, as an empty index does."""
+        calls = 0
+        async with asyncio.timeout(PATIENCE_S):
+            while self.index.state is IndexState.JOINED:
+                assert (await self.index.acquire(addresses)).granted == frozenset(addresses)
+                calls += 1
+        return calls
+
+    async def locates(self, addresses: list[bytes], at: str) -> bool:
+        """Whether it knows that the replica `at` holds them all."""
+        found = await self.index.locate(addresses)
+        return set(found) == set(addresses) and all(place[0].replica_id == at for place in found.values())
 
 
 JoinWatched = Callable[..., Awaitable[Watched]]
@@ -71,17 +91,22 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
     joined: list[Watched] = []
 
     async def join(
-        url: str, name: str, epoch: int = 1, model: bytes = b"m" * 32, timeout_s: float = CALL_TIMEOUT_S
+        url: str,
+        name: str,
+        epoch: int = 1,
+        model: bytes = b"m" * 32,
+        timeout_s: float = CALL_TIMEOUT_S,
+        ttl_ms: int = TTL_MS,
     ) -> Watched:
         watched = Watched(None)  # type: ignore[arg-type]
         settings = RedisSettings(
             url=url,
             namespace=NAMESPACE,
             call_timeout_ms=int(timeout_s * 1000),
-            heartbeat_ms=100,
-            replica_ttl_ms=700,
+            heartbeat_ms=HEARTBEAT_MS,
+            replica_ttl_ms=ttl_ms,
         )
-        watched.index = RedisIndex(settings, held=lambda: watched.held, load=lambda: 0.0)
+        watched.index = RedisIndex(settings, watched.held, ())
         session = watched.index._session
         enter = session._enter
 

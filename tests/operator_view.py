@@ -9,14 +9,16 @@ from encoder_service.app import Server
 from encoder_service.observability.scrape import Scrape, scrape
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from tests.waiting import PATIENCE_S, soon
 
 
 async def get(server: Server, path: str) -> tuple[int, str]:
     """GET a path of the operator's port, without holding the server's loop."""
+    url = f"http://{server.watch.endpoint}{path}"
 
     def ask() -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://{server.watch.endpoint}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -25,7 +27,7 @@ async def get(server: Server, path: str) -> tuple[int, str]:
 
 
 async def numbers(server: Server) -> Scrape:
-    return await asyncio.to_thread(scrape, server.watch.endpoint)
+    return await asyncio.to_thread(scrape, server.watch.endpoint, PATIENCE_S)
 
 
 async def use(client: EncoderClient) -> list[bytes]:
@@ -36,7 +38,7 @@ async def use(client: EncoderClient) -> list[bytes]:
     for transport in ("inline", "shm"):
         requests = [RowRequest(content_digest(image)) for image in images]
         async with client.fetch(
-            requests, transports=[transport], timeout_s=30, request_id="chat-1"
+            requests, transports=[transport], timeout_s=60, request_id="chat-1"
         ) as stream:
             async for _ in stream:
                 pass
@@ -45,7 +47,21 @@ async def use(client: EncoderClient) -> list[bytes]:
 
 async def settled(server: Server, name: str, value: float, **labels: str) -> Scrape:
     """Wait until a series has a value: what ends a call is counted behind the client's back."""
-    async with asyncio.timeout(10):
-        while (now := await numbers(server)).total(name, **labels) != value:
-            await asyncio.sleep(0.05)
-    return now
+    seen: list[Scrape] = []
+
+    async def holds() -> bool:
+        seen[:] = [await numbers(server)]
+        return seen[0].total(name, **labels) == value
+
+    await soon(holds)
+    return seen[0]
+
+
+async def fetches_wait_for(server: Server, images: int) -> None:
+    """Wait until so many images are on their way and a Fetch waits for each of them."""
+
+    def waited_for() -> int:
+        counts = server.jobs.snapshot().images
+        return sum(count for (_, is_demanded), count in counts.items() if is_demanded)
+
+    await soon(lambda: waited_for() == images)

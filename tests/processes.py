@@ -8,13 +8,14 @@ from typing import Any
 
 from testing import server_process
 from testing.server_process import ServerProcess
+from tests.small_store import STORE_GIB
 
 SCRIPTS = Path(sys.executable).parent
 
 
 def running(model: Path, **settings: Any) -> AbstractContextManager[ServerProcess]:
     """Run a server for the length of a `with` block."""
-    return server_process.running(model, **{"store_host_gib": 0.25, "store_prefault": "no", **settings})
+    return server_process.running(model, **{"store_host_gib": STORE_GIB, "store_prefault": "no", **settings})
 
 
 def run(*command: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:

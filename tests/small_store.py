@@ -4,6 +4,9 @@ import torch
 
 from encoder_service.store import Store
 
+# Of a whole server, in GiB: little, for memory that others have nearly filled. What a test has closed may still be
+# mapped until the next collection, so /dev/shm needs room for several; the 64 MB of a container are too few.
+STORE_GIB = 0.04
 WIDTH = 16  # float32: 64 bytes a row, 1024 rows a page
 PAGE_BYTES = 64 << 10
 PAGE_ROWS = PAGE_BYTES // (WIDTH * 4)

@@ -1,7 +1,8 @@
 """Processes for the store's torture: an owner that churns a store and hands out handles, and readers of them.
 
     python -m tests.store_processes owner FOLDER      listens on FOLDER/socket until it is killed
-    python -m tests.store_processes reader FOLDER     reads until it is killed; a line of counts each 50 reads
+    python -m tests.store_processes reader FOLDER     reads until it is killed; a line of counts each 20 reads
+    python -m tests.store_processes device FOLDER     the same, of what lies on the device there
 
 A conversation is the Fetch stream in small: the reader names an address, the owner pins it and answers with a handle,
 the pin lasts until the reader answers or its end of the socket closes. Rows are a function of their address, so that
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def own(folder: Path) -> None:
     """Churn a store from several threads and serve every reader that connects."""
     import torch
 
-    from encoder_service.store import Store
+    from encoder_service.store import Pin, Store
 
     torch.set_num_threads(1)
     store = Store(
@@ -60,31 +62,38 @@ def own(folder: Path) -> None:
             if rng.random() < 0.2:
                 store.evict(bytes([rng.randrange(ADDRESSES)]))
 
+    reach = {True: store.to_device, False: Pin.to_host}
+
     def serve(reader: Connection) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number = reader.recv()
-                if number is None:
+                asked = reader.recv()
+                if asked is None:
                     reader.send(store.stats().pins)
                     continue
+                number, on_device = asked
                 write(number)
                 with store.pin(bytes([number])) or store.put(
                     bytes([number]), tensors[number], (1, 1, 0)
                 ) as pin:
-                    pin.to_host()
+                    reach[on_device](pin)
                     reader.send(pin.handle())
                     reader.recv()
 
     listener = Listener(str(folder / "socket"))
-    for target, arguments in ((store.keep_moving, ()), (churn, (1,)), (churn, (2,))):
-        threading.Thread(target=target, args=arguments, daemon=True).start()
+    threading.Thread(target=store.keep_moving, daemon=True).start()
+    for seed in (1, 2):
+        threading.Thread(target=churn, args=(seed,), daemon=True).start()
     while True:
         threading.Thread(target=serve, args=(listener.accept(),), daemon=True).start()
 
 
-def read(folder: Path) -> None:
+def read(folder: Path, *, on_device: bool = False) -> None:
     """Read held rows, which must be right, and old handles, which must be right or stale."""
-    from prefill_client import SharedRows
+    from prefill_client import DeviceRows, Handle, SharedRows
+
+    def rows_in(handle: Handle) -> SharedRows:
+        return (DeviceRows if handle.memory else SharedRows)(handle, WIDTH, "float32")
 
     owner = Client(str(folder / "socket"))
     rng = random.Random()
@@ -92,17 +101,19 @@ def read(folder: Path) -> None:
     held = stale = outlived = 0
     while True:
         number = rng.randrange(ADDRESSES)
-        owner.send(number)
+        owner.send((number, on_device))
         handle = owner.recv()
-        rows = SharedRows(handle, WIDTH, "float32")
-        with rows.reading() as array:
+        with rows_in(handle).reading() as array:
             assert np.array_equal(array, rows_of(number)), f"held {number} is wrong"
+        if on_device and not handle.memory:
+            owner.send("done")
+            continue
         held += 1
         owner.send("done")
         old.append((number, handle))
         before, outdated = rng.choice(old)
         try:
-            copied = SharedRows(outdated, WIDTH, "float32").copy()
+            copied = rows_in(outdated).copy()
             assert np.array_equal(copied, rows_of(before)), f"{before} is wrong and nobody noticed"
             outlived += 1
         except StaleHandleError:
@@ -112,4 +123,4 @@ def read(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"owner": own, "reader": read}[sys.argv[1]](Path(sys.argv[2]))
+    {"owner": own, "reader": read, "device": partial(read, on_device=True)}[sys.argv[1]](Path(sys.argv[2]))

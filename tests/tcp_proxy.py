@@ -1,23 +1,29 @@
-"""A TCP proxy that can be cut, fall silent, or be slow."""
+"""A TCP proxy that can be cut, fall silent, be slow, or answer nonsense."""
 
 import asyncio
 import contextlib
+import ssl
 
 
 class TcpProxy:
     """A TCP proxy of a server on 127.0.0.1 that can be cut, so that one client loses a server that others keep."""
 
-    def __init__(self, to_port: int) -> None:
+    def __init__(self, to_port: int, tls: ssl.SSLContext | None = None, from_host: str = "127.0.0.1") -> None:
+        """With `tls` its clients speak TLS, and it speaks plainly to the server, which sees it at `from_host`."""
         self._to_port = to_port
+        self._from_host = from_host
+        self._tls = tls
         self._ends: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cut = False
         self._is_silent = False
         self._bytes_per_s = float("inf")
+        self._delay_s = 0.0
+        self._nonsense = b""
         self.port = 0
 
     async def start(self) -> "TcpProxy":
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -35,9 +41,19 @@ class TcpProxy:
         """Carry no more than this from now on, each way of each connection."""
         self._bytes_per_s = bytes_per_s
 
+    def delay(self, seconds: float) -> None:
+        """Carry what is sent this much later, each way of each connection."""
+        self._delay_s = seconds
+
+    def answer_nonsense(self, answer: bytes) -> None:
+        """From now on clients get these bytes for whatever the server sends."""
+        self._nonsense = answer
+
     def mend(self) -> None:
         self._is_cut = self._is_silent = False
         self._bytes_per_s = float("inf")
+        self._delay_s = 0.0
+        self._nonsense = b""
 
     async def stop(self) -> None:
         self.cut()
@@ -49,19 +65,23 @@ class TcpProxy:
         if self._is_cut:
             writer.transport.abort()
             return
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
+        far_reader, far_writer = await asyncio.open_connection(
+            "127.0.0.1", self._to_port, local_addr=(self._from_host, 0)
+        )
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             self._ends.add(sink)
-            task = asyncio.create_task(self._carry(source, sink))
+            task = asyncio.create_task(self._carry(source, sink, is_answer=sink is writer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
-                await asyncio.sleep(len(data) / self._bytes_per_s)
+                await asyncio.sleep(self._delay_s + len(data) / self._bytes_per_s)
                 if not self._is_silent:
-                    sink.write(data)
+                    sink.write(self._nonsense or data if is_answer else data)
                     await sink.drain()
         if not self._is_silent:
             sink.transport.abort()

@@ -42,7 +42,9 @@ FENCES = {
         "encoder_service/store/",
         "encoder_service/vision/",
         "prefill_client/images",
+        "prefill_client/transport/device",  # rows on a GPU are tensors: for the type checker alone
         "prefill_client/transport/elements",
+        "prefill_client/transport/transport",
         "prefill_client/prompt/prefetch",
         "prefill_client/reference/",
         "prefill_client/vllm/",
@@ -56,8 +58,10 @@ FENCES = {
     "fastapi": {"prefill_client/reference/"},
     "uvicorn": {"prefill_client/reference/"},
     "flash_attn": {"encoder_service/vision/"},
+    "triton": {"encoder_service/vision/", "encoder_service/image/"},
     "safetensors": {"encoder_service/vision/", "prefill_client/reference/"},
     "vllm": {"prefill_client/vllm/"},
+    "cuda": {"encoder_contract/device_memory"},
     "pickle": set(),
 }
 
@@ -66,19 +70,28 @@ FENCES = {
 ENVIRONMENT = {
     "encoder_service/cli": "reads settings",
     "prefill_client/reference/server": "reads settings",
-    "encoder_service/image/decode": "sets how much DALI says",
+    "encoder_service/image/dali": "sets how much DALI says",
+    "encoder_service/image/decoder_parent": "sets how its children keep memory",
     "encoder_contract/command_line": "sets how much gRPC says",
+}
+
+# Who reads the wall clock, which may jump: nothing waits, expires or is ordered by it, for all that is monotonic.
+WALL_CLOCK = {
+    "encoder_service/app": "tells the starts of a replica apart",
+    "encoder_service/observability/top": "shows how old a process is",
+    "prefill_client/media/freshness": "reads a host's Expires that comes without its Date",
+    "prefill_client/reference/completions": "says when an answer was made",
 }
 
 # What `python -m testing.structure` counts in the source may not grow beyond this.
 LIMITS = {
-    "entries": 15,
+    "entries": 14,
     "layers": 8,
-    "arrows": 50,
+    "arrows": 49,
     "encoder_lines": 160,
     "encoder_methods": 9,
     "encoder_collaborators": 6,
-    "handed_functions": 11,
+    "handed_functions": 6,
 }
 
 
@@ -121,7 +134,7 @@ def test_there_is_no_more_structure_than_a_person_can_hold() -> None:
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_a_module_imports_only_from_lower_floors_and_inside_the_fences(path: Path) -> None:
+def test_a_module_imports_only_from_lower_layers_and_inside_the_fences(path: Path) -> None:
     package, *rest = name_of(path).split("/")
     for imported in imports(path):
         top, *inner = imported.split(".")
@@ -184,16 +197,34 @@ def _attributes(path: Path) -> set[str]:
     return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
 
 
+def test_nothing_depends_on_the_wall_clock() -> None:
+    assert {name_of(path) for path in modules() if _reads_wall_clock(path)} == set(WALL_CLOCK)
+
+
+def _reads_wall_clock(path: Path) -> bool:
+    calls = ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today")
+    tree = ast.parse(path.read_text())
+    return any(
+        (isinstance(node, ast.ImportFrom) and node.module == "time" and _names(node) & {"time", "time_ns"})
+        or (isinstance(node, ast.Attribute) and ast.unparse(node).endswith(calls))
+        for node in ast.walk(tree)
+    )
+
+
+def _names(node: ast.ImportFrom) -> set[str]:
+    return {alias.name for alias in node.names}
+
+
 def test_a_file_is_named_for_its_noun() -> None:
     empty = {"util", "utils", "common", "helper", "helpers", "base", "misc", "core"}
     shadowing = {"types", "queue", "signal"}  # of the standard library, where a reader would look first
     assert not {path.stem for path in modules()} & (empty | shadowing)
 
 
-def test_no_file_is_over_300_lines_unless_it_says_why() -> None:
+def test_a_file_says_why_it_is_over_300_lines_exactly_if_it_is() -> None:
     scripts = [ROOT / "proto/stubs.py", *(ROOT / "deploy").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
     for path in [*scripts, *(path for folder in FOLDERS for path in files_in(folder))]:
         lines = path.read_text().splitlines()
-        assert len(lines) <= MAX_LINES or any(line.startswith(LONG_BECAUSE) for line in lines), (
+        assert (len(lines) > MAX_LINES) == any(line.startswith(LONG_BECAUSE) for line in lines), (
             f"{path.relative_to(ROOT)} has {len(lines)} lines"
         )

@@ -17,6 +17,7 @@ from encoder_service.cluster.index import RedisIndex, RedisSettings, namespace
 from encoder_service.cluster.index.connection import Connection, RedisUrl
 from encoder_service.cluster.index.membership import Membership
 from encoder_service.cluster.index.schema import Keys
+from testing.holding import Holding
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
 
 FIGURES = (
@@ -49,7 +50,7 @@ def settings(url: str) -> RedisSettings:
 
 async def join(stack: AsyncExitStack, url: str, name: str) -> RedisIndex:
     """Return a registered index that the stack closes."""
-    index = RedisIndex(settings(url), held=dict, load=lambda: 0.0)
+    index = RedisIndex(settings(url), Holding(), ())
     await index.register(Replica(name, 1, f"{name}.encoder:50051", MODEL, b"p" * 32))
     stack.push_async_callback(index.close)
     return index
@@ -106,7 +107,7 @@ async def weigh_entries(server: RedisServer, entries: int) -> Figures:
         used.append(used_bytes(client))
         await index.acquire(leased)
         used.append(used_bytes(client))
-        await index.put_source(b"d" * 32, image)
+        await index.sources.put(b"d" * 32, image)
         return {
             "location_bytes": (used[1] - used[0]) / entries,
             "location_usage_bytes": usage(client, keys.location(held[0])),
@@ -151,12 +152,10 @@ async def load_of_redis(server: RedisServer, rounds: int) -> Figures:
 async def _time_beats(stack: AsyncExitStack, server: RedisServer, rounds: int) -> float:
     """Return the microseconds of Redis that one heartbeat takes when `ROLL` replicas are alive."""
     membership = [
-        Membership(
-            Replica(f"r{n}", 1, f"r{n}.encoder:50051", MODEL, b"p" * 32), b"{roll}", 60_000, lambda: 0.0
-        )
+        Membership(Replica(f"r{n}", 1, f"r{n}.encoder:50051", MODEL, b"p" * 32), b"{roll}", 60_000, ())
         for n in range(ROLL)
     ]
-    link = await Connection.open(RedisUrl(server.url))
+    link = await Connection.open(RedisUrl(server.url), timeout_s=1.0)
     stack.push_async_callback(link.close)
     for member in membership:
         await member.heartbeat(link, "join")

@@ -12,8 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results"
 NOT_RUN = "not run"
@@ -39,6 +37,8 @@ class Result:
 
 def hardware() -> str:
     """Return this machine in words: processor, cores, memory, GPU."""
+    import torch  # takes seconds; who only keeps results does without
+
     info = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     processor = re.sub(r"\((R|TM)\)|CPU|@.*", "", name[1] if name else platform.machine())

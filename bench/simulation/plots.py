@@ -9,9 +9,9 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from bench.simulation.policies import POLICIES
 from bench.simulation.simulator import Load
 from bench.simulation.trials import BIG_IMAGES, FIRST, LINEAR, OURS, SKEWED, STRETCHES, UNIFORM, Trial, answer
-from encoder_service.scheduler import POLICIES
 
 LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 COLORS = {FIRST: "#777777", "earliest-need": "#2a78b8", "chunk-first": "#d08020", OURS: "#2f8f4e"}

@@ -172,28 +172,28 @@ class Simulation:
         """Let a replica's two stages take what is next, if they are free."""
         scheduler, machine = replica.scheduler, self._machine
         while not replica.preparing:
-            works = scheduler.next_to_prepare(now, machine.budget_patches, machine.max_ahead_images)
-            if not works:
+            tasks = scheduler.next_to_prepare(now, machine.budget_patches, machine.max_ahead_images)
+            if not tasks:
                 break
             if machine.prepare_s == 0:
-                self._prepared(replica, works, now)
+                self._prepared(replica, tasks, now)
                 continue
             replica.preparing = True
-            time_s = now + machine.prepare_s * len(works)
-            self._at(time_s, partial(self._end_prepare, replica, works))
+            time_s = now + machine.prepare_s * len(tasks)
+            self._at(time_s, partial(self._end_prepare, replica, tasks))
         if not replica.encoding and (batch := scheduler.next_batch(now, machine.budget_patches)):
             replica.encoding = True
-            seconds = machine.encode_s([work.patches for work in batch])
+            seconds = machine.encode_s([task.patches for task in batch])
             self._at(now + seconds, partial(self._end_encode, replica, batch, seconds))
             self._turn(replica, now)
 
-    def _prepared(self, replica: _Replica, works: list[Task], now: float) -> None:
-        for work in works:
-            replica.scheduler.prepared(work, now)
+    def _prepared(self, replica: _Replica, tasks: list[Task], now: float) -> None:
+        for task in tasks:
+            replica.scheduler.prepared(task, now)
 
-    def _end_prepare(self, replica: _Replica, works: list[Task], now: float) -> None:
+    def _end_prepare(self, replica: _Replica, tasks: list[Task], now: float) -> None:
         replica.preparing = False
-        self._prepared(replica, works, now)
+        self._prepared(replica, tasks, now)
         self._turn(replica, now)
 
     def _end_encode(self, replica: _Replica, batch: list[Task], seconds: float, now: float) -> None:
@@ -203,8 +203,8 @@ class Simulation:
         outcome.busy_s += seconds
         replica.encoding = False
         replica.scheduler.done(batch, seconds)
-        for work in batch:
-            self._at(now + self._machine.index_s, partial(self._image_ready, work.address))
+        for task in batch:
+            self._at(now + self._machine.index_s, partial(self._image_ready, task.address))
         self._turn(replica, now)
 
     def _image_ready(self, address: bytes, now: float) -> None:

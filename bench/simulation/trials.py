@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.simulation.policies import POLICIES
 from bench.simulation.simulator import Job, Load, Machine, Simulation
-from encoder_service.scheduler import LEAST_WORK_LEFT, POLICIES, Policy, least_work_left
+from encoder_service.scheduler import LEAST_WORK_LEFT, Policy, least_work_left
 
 # Images of a request -> weight: most chats send one, some send an album.
 SKEWED = {1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1}

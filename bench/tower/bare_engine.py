@@ -15,7 +15,7 @@ def patches_of(model: Model, files: Sequence[bytes]) -> tuple[list[torch.Tensor]
     pixels = [p for p in model.decoder.decode(files) if isinstance(p, torch.Tensor)]
     geometry = model.processor.geometry
     grids = [geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
-    return to_patches(pixels, grids, geometry), grids
+    return to_patches(pixels, grids, model.resize), grids
 
 
 def tower_seconds(model: Model, files: Sequence[bytes]) -> float:

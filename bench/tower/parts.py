@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from bench.tower.lower_bound import best_of
-from encoder_service.vision.layers import rotate
-from encoder_service.vision.linear import Linear, packing_available
+from encoder_service.vision.linear import Linear
+from encoder_service.vision.pointwise import PlainPointwise
 
 EMBED, INTERMEDIATE, HEADS = 1152, 4304, 16
 PRODUCTS = {"qkv": (EMBED, 3 * EMBED), "fc1": (EMBED, INTERMEDIATE), "fc2": (INTERMEDIATE, EMBED)}
@@ -109,11 +109,11 @@ def _parts() -> dict[str, Callable[[], object]]:
     parts: dict[str, Callable[[], object]] = {
         "norm": lambda: functional.layer_norm(x, (EMBED,), ones, zeros, 1e-6),
         "qkv": lambda: project(x),
-        "rotation of queries and keys": lambda: rotate(qkv[:, :2], turns, qkv[:, :2]),
+        "rotation of queries and keys": lambda: PlainPointwise().rotate(qkv[:, :2], turns, qkv[:, :2]),
         "attention": lambda: functional.scaled_dot_product_attention(query, key, value),
         "output product into the residual": lambda: output.plus(sums, x),
         "the same without the sum": lambda: output(x),
-        "fc1 with GELU": lambda: fc1(x, "gelu_tanh"),
+        "fc1 with GELU": lambda: fc1.gelu_tanh(x),
         "fc1 without": lambda: fc1(x),
         "GELU as a pass of its own": lambda: functional.gelu(wide, approximate="tanh"),
         "fc2 into the residual": lambda: fc2.plus(sums, wide),
@@ -149,7 +149,7 @@ def _linear(inputs: int, outputs: int, *, packed: bool = True) -> Linear:
     assert made.bias is not None
     made.bias.zero_()
     made.to(torch.bfloat16)
-    if packed and packing_available():
+    if packed:
         made.pack(TILE)
     return made
 

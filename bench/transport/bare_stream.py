@@ -1,6 +1,7 @@
 """A bare gRPC stream: a server that sends ready-made bytes and does nothing else. What inline rows are measured by.
 
 python -m bench.transport.bare_stream BYTES MESSAGE_BYTES    prints its port and serves until it is terminated
+python -m bench.transport.bare_stream BYTES MESSAGE_BYTES CERT KEY    the same by TLS
 """
 
 import asyncio
@@ -11,10 +12,13 @@ from typing import Any
 
 import grpc
 
+from bench.transport.bare_server import serve_bare
+from testing.certificates import Issued
+
 METHOD = "/bench.Bare/Stream"
 
 
-async def serve(size_bytes: int, message_bytes: int) -> None:
+async def serve(size_bytes: int, message_bytes: int, issued: Issued | None) -> None:
     """Stream `size_bytes` in messages of `message_bytes` to everyone who asks."""
     sizes = [message_bytes] * (size_bytes // message_bytes) + [size_bytes % message_bytes]
     messages = [os.urandom(size) for size in sizes if size]
@@ -23,15 +27,9 @@ async def serve(size_bytes: int, message_bytes: int) -> None:
         for message in messages:
             yield message
 
-    server = grpc.aio.server()
-    service, method = METHOD.strip("/").split("/")
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(stream)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    print(port, flush=True)
-    await server.wait_for_termination()
+    await serve_bare(METHOD, grpc.unary_stream_rpc_method_handler(stream), issued)
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2])))
+    size, message, *files = sys.argv[1:]
+    asyncio.run(serve(int(size), int(message), Issued(*files) if files else None))

@@ -4,8 +4,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,30 +16,46 @@ import torch
 
 from bench.transport.bare_stream import METHOD
 from encoder_contract.framing import MESSAGE_BYTES
-from prefill_client import EncoderClient, RowRequest
-from prefill_client.transport.connection import CHANNEL_OPTIONS
+from prefill_client import Credentials, EncoderClient, RowRequest
+from prefill_client.transport.channels import CHANNEL_OPTIONS, Channels
+from testing.certificates import HOSTS, Authority, Issued
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import running
 
+Figures = dict[str, float]
+Pairs = Mapping[str, Sequence[Callable[[], Awaitable[object]]]]
 
-async def serving_figures(rounds: int) -> dict[str, float]:
+
+async def serving_figures(rounds: int) -> Figures:
     """Milliseconds and GB/s of hits: one 1280×720 image, and four of 2560×1440 in one call.
 
     The tower is a small one with rows as wide as Qwen3-VL-8B's, so that it encodes them once in seconds; a hit
-    runs none of it. Inline and bare streams take turns, so that both see the same machine.
+    runs none of it. Inline and bare streams take turns, so that both see the same machine; so do servers with TLS
+    and without.
     """
     with tempfile.TemporaryDirectory() as folder:
         wide = {"out_hidden_size": 4096}
         model = write_checkpoint(
             Path(folder) / "model", dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide
         )
-        with running(model, device="cpu", store_host_gib=1) as server:
-            async with await EncoderClient.connect(server.endpoint) as client:
-                return await _figures(client, rounds)
+        authority = Authority()
+        ca = authority.write(Path(folder) / "ca.pem")
+        issued = authority.issue(Path(folder), "server", HOSTS)
+        settings: dict[str, Any] = {"device": "cpu", "store_host_gib": 1}
+        with (
+            running(model, **settings) as server,
+            running(model, **settings, tls_cert=issued.cert, tls_key=issued.key) as secure,
+        ):
+            async with (
+                await EncoderClient.connect(server.endpoint) as client,
+                await EncoderClient.connect(secure.endpoint, credentials=Credentials(ca)) as by_tls,
+            ):
+                figures = await _figures(client, rounds)
+                return figures | await _tls_figures(client, by_tls, (Credentials(ca), issued), rounds)
 
 
-async def _figures(client: EncoderClient, rounds: int) -> dict[str, float]:
+async def _figures(client: EncoderClient, rounds: int) -> Figures:
     one = await _submitted(client, [photo(1280, 720, seed=0)])
     four = await _submitted(client, [photo(2560, 1440, seed=seed) for seed in range(4)])
     row_bytes = await _fetch(client, one, "inline")
@@ -61,6 +78,44 @@ async def _figures(client: EncoderClient, rounds: int) -> dict[str, float]:
         "bare_gbps": row_bytes / bare_s / 1e9,
         "inline_over_bare": bare_s / inline_s,
     }
+
+
+async def _tls_figures(
+    plain: EncoderClient, by_tls: EncoderClient, secure: tuple[Credentials, Issued], rounds: int
+) -> Figures:
+    """Return what a hit takes by TLS, in times of what it takes without; and what a bare stream does, which is gRPC's.
+
+    `secure` are the credentials of a client of a bare stream by TLS, and the files of its server.
+    """
+    files = [photo(1280, 720, seed=0)]
+    requests = await _submitted(plain, files)
+    await _submitted(by_tls, files)
+    row_bytes = await _fetch(plain, requests, "inline")
+    credentials, issued = secure
+    with bare_server(row_bytes) as here, bare_server(row_bytes, issued) as there:
+        async with (
+            Channels(Credentials()).open(here) as bare,
+            Channels(credentials).open(there) as bare_by_tls,
+        ):
+            streams: Pairs = {
+                "inline": [partial(_fetch, each, requests, "inline") for each in (plain, by_tls)],
+                "bare": [partial(_read_bare, each, row_bytes) for each in (bare, bare_by_tls)],
+            }
+            ratios = await _ratios(streams, rounds)
+    shared: Pairs = {"shm": [partial(_fetch, each, requests, "shm") for each in (plain, by_tls)]}
+    ratios |= await _ratios(shared, 5 * rounds)
+    return {f"tls_over_plain_{name}": ratio for name, ratio in ratios.items()}
+
+
+async def _ratios(pairs: Pairs, rounds: int) -> Figures:
+    """Return for each pair how many times as long the second takes; all take turns, and none is always the first."""
+    order = [(name, which) for name in pairs for which in (0, 1)]
+    seconds: dict[tuple[str, int], list[float]] = {each: [] for each in order}
+    for _ in range(rounds + 1):
+        for name, which in order:
+            seconds[name, which].append(await _seconds(pairs[name][which]()))
+        order.reverse()
+    return {name: median(seconds[name, 1][1:]) / median(seconds[name, 0][1:]) for name in pairs}
 
 
 async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
@@ -98,9 +153,10 @@ async def _seconds(call: Awaitable[object]) -> float:
 
 
 @contextmanager
-def bare_server(row_bytes: int) -> Iterator[str]:
-    """Run the bare stream's server and give its address."""
-    command = [sys.executable, "-m", "bench.transport.bare_stream", str(row_bytes), str(MESSAGE_BYTES)]
+def bare_server(row_bytes: int, issued: Sequence[str] = ()) -> Iterator[str]:
+    """Run the bare stream's server, by TLS with a certificate, and give its address."""
+    stream = [sys.executable, "-m", "bench.transport.bare_stream"]
+    command = [*stream, str(row_bytes), str(MESSAGE_BYTES), *issued]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -3,12 +3,11 @@
 from functools import partial
 from hmac import compare_digest
 
-import grpc
-
 from encoder_contract.errors import ForbiddenError
 from encoder_contract.v1 import admin_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.inbound import Entrance
+from encoder_service.api.identity import Identity
+from encoder_service.api.inbound import Entrance, Methods
 from encoder_service.api.messages import Context
 from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.source_cache import SourceCache
@@ -20,7 +19,8 @@ SERVICE = "encoder_contract.v1.AdminService"
 class AdminService:
     """Stats, Evict and Flush over the store of one server."""
 
-    def __init__(self, store: Store, sources: SourceCache, jobs: JobQueue) -> None:
+    def __init__(self, store: Store, sources: SourceCache, jobs: JobQueue, identity: Identity) -> None:
+        self._identity = identity
         self._store = store
         self._sources = sources
         self._jobs = jobs
@@ -42,6 +42,7 @@ class AdminService:
         return pb.FlushResponse(entries=self._store.flush())
 
     def _guard(self, proof: bytes, context: Context) -> None:
+        self._identity.require("operate", context)
         if not (messages.is_local(context) and compare_digest(proof, self._store.segment.segment_id)):
             raise ForbiddenError("only the server's own user on its own host may do this")
 
@@ -79,13 +80,10 @@ class AdminService:
         )
 
 
-def generic_handler(operator: AdminService, entrance: Entrance) -> grpc.GenericRpcHandler:
-    """Return the handler to add to a server."""
-    return grpc.method_handlers_generic_handler(
-        SERVICE,
-        {
-            "Stats": entrance.unary(operator.stats, partial(messages.parse, pb.StatsRequest)),
-            "Evict": entrance.unary(operator.evict, partial(messages.parse, pb.EvictRequest)),
-            "Flush": entrance.unary(operator.flush, partial(messages.parse, pb.FlushRequest)),
-        },
-    )
+def methods(operator: AdminService, entrance: Entrance) -> Methods:
+    """Return the methods of the service."""
+    return {
+        "Stats": entrance.unary(operator.stats, partial(messages.parse, pb.StatsRequest)),
+        "Evict": entrance.unary(operator.evict, partial(messages.parse, pb.EvictRequest)),
+        "Flush": entrance.unary(operator.flush, partial(messages.parse, pb.FlushRequest)),
+    }

@@ -4,6 +4,8 @@ from typing import Any
 
 import grpc
 
+from encoder_contract.credentials import NO_CREDENTIALS, Credentials
+from encoder_contract.endpoint import is_local, why_unconnected
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import admin_pb2, encoder_pb2
 from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
@@ -19,27 +21,51 @@ class OperatorError(Exception):
     """The server cannot be reached, or does not take orders from here; the message says which."""
 
 
-def run(command: str, server: str, address: str = "") -> str:
+def run(command: str, server: str, address: str = "", credentials: Credentials = NO_CREDENTIALS) -> str:
     """Carry out one command and return what to print. Raises `OperatorError`."""
     try:
         wanted = _address(address) if command == "evict" else b""
-        with grpc.insecure_channel(server, OPTIONS) as channel:
-            proof = _proof(channel, server)
+        with _channel(server, credentials) as channel:
+            limits: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": _shown(server, credentials)}
+            proof = _proof(channel, server, limits)
             stub: AdminServiceStub = AdminServiceStub(channel)
             if command == "stats":
-                return _table(stub.Stats(admin_pb2.StatsRequest(proof=proof), timeout=TIMEOUT_S))
+                return _table(stub.Stats(admin_pb2.StatsRequest(proof=proof), **limits))
             if command == "flush":
-                flushed = stub.Flush(admin_pb2.FlushRequest(proof=proof), timeout=TIMEOUT_S)
+                flushed = stub.Flush(admin_pb2.FlushRequest(proof=proof), **limits)
                 return f"{flushed.entries} entries dropped"
             request = admin_pb2.EvictRequest(proof=proof, address=wanted)
-            evicted = stub.Evict(request, timeout=TIMEOUT_S).evicted
+            evicted = stub.Evict(request, **limits).evicted
             return "dropped" if evicted else "not dropped: it is not held, or in use"
+    except ValueError as error:
+        raise OperatorError(str(error)) from error
     except grpc.RpcError as error:
         raise OperatorError(f"{server}: {_why(error)}") from error
 
 
-def _proof(channel: grpc.Channel, server: str) -> bytes:
-    description = EncoderServiceStub(channel).Describe(encoder_pb2.DescribeRequest(), timeout=TIMEOUT_S)
+def _channel(server: str, credentials: Credentials) -> grpc.Channel:
+    certificates = credentials.certificates()
+    if certificates is None:
+        return grpc.insecure_channel(server, OPTIONS)
+    pem, name = certificates.pem, credentials.server_name
+    named = (("grpc.ssl_target_name_override", name),) if name else ()
+    return grpc.secure_channel(
+        server,
+        grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None),
+        (*OPTIONS, *named),
+    )
+
+
+def _shown(server: str, credentials: Credentials) -> tuple[tuple[str, str], ...]:
+    """Return what shows that we have the right; nothing that others could read on the way."""
+    shown = credentials.token().metadata()
+    if shown and not credentials.ca and not is_local(server):
+        raise OperatorError(f"{server}: a token is sent only over TLS (--tls-ca), or within this host")
+    return shown
+
+
+def _proof(channel: grpc.Channel, server: str, limits: dict[str, Any]) -> bytes:
+    description = EncoderServiceStub(channel).Describe(encoder_pb2.DescribeRequest(), **limits)
     proof = segment_proof(server, description.shm_segment)
     if not proof:
         raise OperatorError(
@@ -53,7 +79,7 @@ def _why(error: Any) -> str:
     text = str(error.details() if hasattr(error, "details") else error)
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return text
-    return f"no server answers ({text.rpartition(': ')[2].removesuffix('])')})"
+    return f"no server answers ({why_unconnected(text)})"
 
 
 def _address(text: str) -> bytes:

@@ -16,9 +16,10 @@ MAX_NAME = 128  # characters: what the contract allows
 
 
 class Call:
-    """One Submit or Fetch. Always `close` it."""
+    """One Submit, Fetch or Put. Always `close` it."""
 
-    def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch"]) -> None:
+    def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch", "put"], trace_id: str = "") -> None:
+        """Begin a call; `trace_id` is the caller's, empty if it sent none."""
         self._metrics = metrics
         self._kind = kind
         self._began = monotonic()
@@ -27,20 +28,14 @@ class Call:
         self._stage_ms: dict[str, float] = {}
         self._bytes = 0
         self._error: EncoderError | None = None
-        self._made_by = {"request": "", "client": ""}
-        self.complete = (
-            False  # every image has its outcome: if the caller disconnects now, that is no failure
-        )
+        self._made_by = {"request": "", "client": ""} | ({"trace": trace_id} if trace_id else {})
+        # Every image has its outcome: if the caller disconnects now, that is no failure.
+        self.complete = False
         metrics.call_began(kind)
 
     def made_by(self, request_id: str, client_id: str) -> None:
         """Note the caller's identifiers, truncated to fit a line: they are not validated yet."""
         self._made_by |= {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
-
-    def traced(self, trace_id: str) -> None:
-        """Note the caller's trace id, if it sent one."""
-        if trace_id:
-            self._made_by["trace"] = trace_id
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None
@@ -66,6 +61,17 @@ class Call:
         for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
         self._metrics.fetched(outcome, wait_s, error)
+
+    def put(
+        self,
+        outcome: Literal["held", "yours", "wait", "kept", "failed"],
+        size: int = 0,
+        error: EncoderError | None = None,
+    ) -> None:
+        """Note an answer of a Put, and the size of rows that were kept."""
+        self._note(outcome, error)
+        self._bytes += size
+        self._metrics.put(outcome, size, error)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Note rows sent."""

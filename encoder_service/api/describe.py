@@ -1,13 +1,53 @@
-"""A server's description of itself: the Describe response, the start-up banner, the status page."""
+"""A server's description of itself: for its calls, the Describe response, the start-up banner, the status page."""
 
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from encoder_contract.errors import ModelMismatchError
+from encoder_contract.fleet_key import FleetKey
+from encoder_contract.geometry import Geometry
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
+from encoder_service.address import Recipe
 from encoder_service.api import messages
+from encoder_service.api.fetch import RowFormat
+from encoder_service.api.identity import Identity
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.transport import Transports
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What the calls need to know about the server: its description, limits and transports."""
+
+    description: pb.DescribeResponse
+    recipe: Recipe
+    geometry: Geometry
+    rows: RowFormat
+    transports: Transports
+    max_upload_bytes: int
+    upload_idle_s: float
+    max_pinned_bytes: int
+    max_fetched_images: int
+    accepts_put: bool
+    shares_urls: bool
+    encodes: bool
+    max_put_bytes: int
+    identity: Identity
+    fleet_key: FleetKey | None
+
+    def check_model(self, caller: pb.Caller) -> None:
+        """Raise `ModelMismatchError` if the caller is for another model or processor than this server has."""
+        for what, theirs, ours in (
+            ("model", caller.model_fingerprint, self.description.model_fingerprint),
+            ("processor", caller.processor_fingerprint, self.description.processor_fingerprint),
+        ):
+            if theirs and theirs != ours:
+                raise ModelMismatchError(
+                    f"{what} fingerprint: the call is for {theirs.hex()}, this server has {ours.hex()}"
+                )
 
 
 def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeResponse:
@@ -45,7 +85,10 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
     spec, geometry = model.tower.spec, model.processor.geometry
     return {
         "model": f"{config.model} ({spec.model_type}, {model.recipe.model.hex()[:12]})",
-        "device": f"{model.device}, {model.recipe.dtype}, attention {model.tower.attention}",
+        "fingerprint": model.recipe.model.hex(),
+        "device": "none: stores only"
+        if config.stores_only
+        else f"{model.device.name}, {model.recipe.dtype}, attention {model.tower.attention}",
         "decoder": model.decoder.name,
         "rows": f"{spec.width} wide ({spec.hidden} x {1 + spec.levels})",
         "geometry": f"patch {geometry.patch_size}, merge {geometry.merge_size}, "
@@ -60,7 +103,7 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
 
 def banner(facts: Mapping[str, str], metrics: str, listening: str) -> str:
     """Return the block that a server prints at start; its last line says that the server is listening."""
-    lines = {**facts, **({"metrics": f"http://{metrics}/"} if metrics else {}), "listening": listening}
+    lines = {**facts, **({"metrics": metrics} if metrics else {}), "listening": listening}
     width = max(map(len, lines))
     return "\n".join(
         [f"encoder-service {__version__}", *(f"  {name:<{width}}  {value}" for name, value in lines.items())]

@@ -1,21 +1,22 @@
 """One Fetch call: rows of each image as soon as they are ready, each in exactly one outcome."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, UnknownImageError
+from encoder_contract.fleet_key import FleetKey
+from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageKey
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
-from encoder_service.api.pin_budget import PinRoom
+from encoder_service.api.pin_budget import Holds, PinRoom
 from encoder_service.engine.row_finder import FetchResult, RowFinder
-from encoder_service.observability.incidents import known_error
 from encoder_service.scheduler import Claim
-from encoder_service.scheduler.turns import Turns
+from encoder_service.scheduler.turns import TURN_BYTES, Turns
 from encoder_service.store import Pin
 from encoder_service.transport import Sender
 
@@ -30,14 +31,28 @@ PINNED_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RowRequest:
-    """One image of the call: its rows [begin, end), end 0 meaning all, and what the scheduler is told."""
+class RowWindow:
+    """One name in the call: rows [begin, end) of an image, end 0 meaning all."""
 
     index: int
-    key: ImageKey
     begin: int
     end: int
+
+    def is_inside(self, tokens: int) -> bool:
+        """Whether an image of so many rows has these."""
+        return self.begin < (self.end or tokens) <= tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """One image of the call, every window of it that is named, and what the scheduler is told.
+
+    However often a call names an image, its rows are found, waited for and pinned once.
+    """
+
+    key: ImageKey
     claim: Claim
+    windows: Sequence[RowWindow]
 
 
 RowsOf = Callable[[RowRequest], Awaitable[FetchResult]]
@@ -54,10 +69,48 @@ class RowFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
+    """What became of one image: its rows, pinned until `hold` is closed, or its error; and how long it took."""
+
     wanted: RowRequest
-    found: FetchResult | None = None
-    error: EncoderError | None = None
-    hold: ExitStack = field(default_factory=ExitStack)  # closed, it lets go of the rows
+    result: FetchResult | EncoderError
+    wait_s: float
+    hold: ExitStack = field(default_factory=ExitStack)
+
+    def of(self, window: RowWindow) -> FetchResult | EncoderError:
+        """Return what becomes of one window of the image."""
+        if isinstance(self.result, EncoderError) or window.is_inside(self.result.pin.tokens):
+            return self.result
+        return InvalidRequestError(
+            f"row window [{window.begin}, {window.end}) is not inside the {self.result.pin.tokens} rows of the image"
+        )
+
+
+def row_requests(
+    images: Collection[pb.FetchImage],
+    key_of: Callable[[pb.FetchImage], ImageKey],
+    claim: Callable[[int, float], Claim],
+) -> list[RowRequest]:
+    """Return what a call asks for, by image, with the windows and the first need of each.
+
+    `claim` makes one of the chunk and the time, on `monotonic`'s clock, at which the image is needed first. Raises
+    `InvalidRequestError` for an index that is used twice.
+    """
+    if len({image.index for image in images}) < len(images):
+        raise InvalidRequestError("two images of the call have the same index")
+    now = monotonic()
+    named: dict[tuple[object, ...], list[pb.FetchImage]] = {}
+    for image in images:  # by name, as a name is cheaper to compare than an address is to make
+        engine_key = image.engine_key.SerializeToString() if image.HasField("engine_key") else None
+        name = image.digest, image.variant.min_pixels, image.variant.max_pixels, engine_key
+        named.setdefault(name, []).append(image)
+    return [
+        RowRequest(
+            key_of(same[0]),
+            claim(min(image.chunk for image in same), now + min(image.needed_in_ms for image in same) / 1000),
+            [RowWindow(image.index, image.row_begin, image.row_end) for image in same],
+        )
+        for same in named.values()
+    ]
 
 
 async def rows_anywhere(finder: RowFinder, images: Sequence[RowRequest], grace_s: float) -> RowsOf:
@@ -72,145 +125,147 @@ def rows_of_this_replica(finder: RowFinder) -> RowsOf:
     async def rows_of(wanted: RowRequest) -> FetchResult:
         found = await finder.rows_here(wanted.key, wanted.claim)
         if found is None:
-            raise UnknownImageError(f"this replica does not hold image {wanted.key.digest.hex()}")
+            raise UnknownImageError(f"this replica does not hold {wanted.key.named}")
         return found
 
     return rows_of
 
 
-async def fetch(
-    rows_of: RowsOf,
-    images: Sequence[RowRequest],
-    call: Call,
-    *,
-    sender: Sender,
-    rows: RowFormat,
-    pin_room: PinRoom,
-    turns: Turns,
-) -> AsyncGenerator[pb.FetchResponse | bytes]:
-    """Yield the messages of a Fetch call; rows come hand-framed, as bytes.
+class FetchCall:
+    """The state of one Fetch call: what it waits for, and the rows that it keeps pinned."""
 
-    With a `sender` that holds rows, the call stays open, holding them, until the caller ends it; else what is not
-    about to be sent is not pinned, however long the caller takes. Whatever ends the call releases every pin and
-    withdraws every claim. `turns` keeps a call of hundreds of images from holding up the calls of others.
-    """
+    def __init__(
+        self,
+        rows_of: RowsOf,
+        images: Sequence[RowRequest],
+        call: Call,
+        finder: RowFinder,
+        *,
+        sender: Sender,
+        rows: RowFormat,
+        pin_room: PinRoom,
+        turns: Turns,
+        fleet_key: FleetKey | None = None,
+    ) -> None:
+        """`turns` keeps a call of hundreds of images from delaying the calls of others.
 
-    async def rows_in_reach(wanted: RowRequest) -> FetchResult:
-        await turns.take(wanted.claim.client_id)
-        found = await rows_of(wanted)
-        await sender.reach(found.pin)
+        With `fleet_key`, the caller is a peer, and the rows are signed.
+        """
+        self._rows_of = rows_of
+        self._images = images
+        self._call = call
+        self._finder = finder
+        self._sender = sender
+        self._rows = rows
+        self._turns = turns
+        self._fleet_key = fleet_key
+        self._client_id = images[0].claim.client_id
+        places = len(images) if sender.holds else PINNED_AHEAD
+        self._holds = Holds(pin_room, self._client_id, places, rows.row_bytes)
+
+    async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
+        """Yield the messages of the call; rows are already framed, as bytes.
+
+        With a sender that holds rows, the call stays open, holding them, until the caller ends it. With any other, only
+        what is about to be sent is pinned, however slowly the caller reads. Whatever ends the call releases every pin
+        and withdraws every claim.
+        """
+        tasks = {asyncio.create_task(self._resolve(wanted)) for wanted in self._images}
+        try:
+            for resolved in asyncio.as_completed(tasks):
+                outcome = await resolved
+                is_read = False
+                for window in outcome.wanted.windows:
+                    result = outcome.of(window)
+                    is_read |= self._sender.holds and not isinstance(result, EncoderError)
+                    async with aclosing(self._messages(window, result, outcome.wait_s)) as answers:
+                        async for message in answers:
+                            yield message
+                if not is_read:
+                    self._holds.release(outcome.hold)
+            self._call.complete = True
+            if self._holds:
+                await asyncio.Event().wait()  # until the caller cancels: it is reading
+        finally:
+            await self._end(tasks)
+
+    async def _rows_in_reach(self, wanted: RowRequest) -> FetchResult:
+        await self._turns.take(self._client_id)
+        found = await self._rows_of(wanted)
+        await self._sender.reach(found.pin)
         return found
 
-    holds = _Holds(rows_in_reach, len(images) if sender.holds else PINNED_AHEAD, pin_room, rows.row_bytes)
-    tasks = {asyncio.create_task(_resolve(rows_in_reach, wanted, holds, call)) for wanted in images}
-    try:
-        for resolved in asyncio.as_completed(tasks):
-            outcome = await resolved
-            if outcome.found is None:
-                assert outcome.error is not None
-                yield pb.FetchResponse(error=messages.error_message(outcome.wanted.index, outcome.error))
-                continue
-            began = monotonic()
-            ready = _ready(outcome.wanted, outcome.found, rows)
-            await sender.prepare(ready, outcome.found.pin)
-            message: pb.FetchResponse | bytes = pb.FetchResponse(ready=ready)
-            for frame in sender.frames(ready, outcome.found.pin):
-                yield message
-                message = frame
-            # Before the last message, as whoever has that may end the call at once.
-            call.transferred(sender.transport, ready.row_bytes, monotonic() - began)
+    async def _resolve(self, wanted: RowRequest) -> _Outcome:
+        async def again() -> Pin:
+            return (await self._rows_in_reach(wanted)).pin
+
+        began = monotonic()
+        try:
+            found = await self._rows_in_reach(wanted)
+            wait_s = monotonic() - began
+            pin, hold = await self._holds.keep(found.pin, again)
+        except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
+            return _Outcome(wanted, self._finder.known_error(error), monotonic() - began)
+        return _Outcome(wanted, replace(found, pin=pin), wait_s, hold)
+
+    async def _messages(
+        self, window: RowWindow, result: FetchResult | EncoderError, wait_s: float
+    ) -> AsyncGenerator[pb.FetchResponse | bytes]:
+        """Yield the outcome of one name: its error, or its rows."""
+        if isinstance(result, EncoderError):
+            self._call.fetched("failed", wait_s, {}, result)
+            await self._turns.take(self._client_id)
+            yield pb.FetchResponse(error=messages.error_message(window.index, result))
+            return
+        self._call.fetched(result.source, wait_s, result.stage_ms)
+        began = monotonic()
+        ready = _ready(window, result, self._rows)
+        await self._sender.prepare(ready, result.pin)
+        if self._fleet_key is not None and not self._sender.holds:
+            await _sign(ready, result.pin, self._fleet_key)
+        message: pb.FetchResponse | bytes = pb.FetchResponse(ready=ready)
+        for frame in self._sender.frames(ready, result.pin):
+            await self._turns.take(self._client_id, _pieces(message))
             yield message
-            if not sender.holds:
-                outcome.hold.close()
-        call.complete = True
-        if sender.holds and holds:
-            await asyncio.Event().wait()  # until the caller cancels: it is reading
-    finally:
-        for task in tasks:
+            message = frame
+        # Counted before the last message, as a caller that has it may end the call at once.
+        await self._turns.take(self._client_id, _pieces(message))
+        self._call.transferred(self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began)
+        yield message
+
+    async def _end(self, tasks: "set[asyncio.Task[_Outcome]]") -> None:
+        running = [task for task in tasks if not task.done()]
+        for task in running:
             task.cancel()
         try:
-            await asyncio.gather(*tasks, return_exceptions=True)
-        finally:  # whoever cancels once more, while they end, keeps no rows pinned by that
-            holds.close()
+            await asyncio.gather(*running, return_exceptions=True)
+        finally:  # being cancelled once more while they end leaves no rows pinned
+            self._holds.close()
 
 
-class _Holds:
-    """The rows that one call keeps pinned: `places` images at a time, each within its client's room for pins."""
-
-    def __init__(self, rows_of: RowsOf, places: int, room: PinRoom, row_bytes: int) -> None:
-        self._rows_of = rows_of
-        self._places = asyncio.Semaphore(places)
-        self._room = room
-        self._row_bytes = row_bytes
-        self._held: list[ExitStack] = []
-
-    async def keep(self, wanted: RowRequest, pin: Pin) -> tuple[Pin, ExitStack]:
-        """Return a pin on rows that were found, and what lets go of them.
-
-        What has to wait for its place is not pinned meanwhile: evicted by then, it is found again, or made again.
-        """
-        counted = (wanted.claim.client_id, pin.address, pin.tokens * self._row_bytes)
-        at_once = not self._places.locked() and self._room.taken_at_once(*counted)
-        if not at_once:
-            pin.release()
-        with ExitStack() as hold:
-            await self._places.acquire()
-            hold.callback(self._places.release)
-            if not at_once:
-                await self._room.take(*counted)
-            hold.callback(self._room.give_back, *counted)
-            if not at_once:
-                pin = (await self._rows_of(wanted)).pin
-            hold.push(pin)
-            kept = hold.pop_all()
-        self._held.append(kept)
-        return pin, kept
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def close(self) -> None:
-        """Let go of all."""
-        for hold in self._held:
-            hold.close()
+async def _sign(ready: pb.ImageReady, pin: Pin, fleet_key: FleetKey) -> None:
+    """Sign rows that a peer asked for, all of them; in a worker thread, as it takes milliseconds."""
+    if (ready.row_begin, ready.row_end) == (0, pin.tokens):
+        grid = Grid(*pin.grid)
+        ready.signature = await asyncio.to_thread(fleet_key.sign_rows, ready.address, grid, pin.rows())
 
 
-async def _resolve(rows_of: RowsOf, wanted: RowRequest, holds: _Holds, call: Call) -> _Outcome:
-    began = monotonic()
-    try:
-        found = await rows_of(wanted)
-        wait_s = monotonic() - began
-        _check_window(wanted, found.pin)
-        pin, hold = await holds.keep(wanted, found.pin)
-    except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
-        known = known_error(error)
-        call.fetched("failed", monotonic() - began, {}, known)
-        return _Outcome(wanted, error=known)
-    call.fetched(found.source, wait_s, found.stage_ms)
-    return _Outcome(wanted, replace(found, pin=pin), hold=hold)
+def _pieces(message: pb.FetchResponse | bytes) -> int:
+    return 1 + len(message) // TURN_BYTES if isinstance(message, bytes) else 1
 
 
-def _check_window(wanted: RowRequest, pin: Pin) -> None:
-    if not (wanted.begin < (wanted.end or pin.tokens) <= pin.tokens):
-        tokens = pin.tokens
-        pin.release()
-        raise InvalidRequestError(
-            f"row window [{wanted.begin}, {wanted.end}) is not inside the {tokens} rows of the image"
-        )
-
-
-def _ready(wanted: RowRequest, found: FetchResult, rows: RowFormat) -> pb.ImageReady:
+def _ready(window: RowWindow, found: FetchResult, rows: RowFormat) -> pb.ImageReady:
     pin = found.pin
-    end = wanted.end or pin.tokens
+    end = window.end or pin.tokens
     ready = pb.ImageReady(
-        index=wanted.index,
+        index=window.index,
         address=pin.address,
         grid=messages.grid_message(pin.grid),
-        row_begin=wanted.begin,
+        row_begin=window.begin,
         row_end=end,
         width=rows.width,
         dtype=rows.dtype,
-        row_bytes=(end - wanted.begin) * rows.row_bytes,
+        row_bytes=(end - window.begin) * rows.row_bytes,
         source=SOURCES[found.source],
     )
     ready.stage_ms.update(found.stage_ms)

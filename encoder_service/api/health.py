@@ -1,4 +1,4 @@
-"""Health, as in `grpc.health.v1`: Check and Watch, which wait for nothing, and end when the server drains."""
+"""Health (`grpc.health.v1`): Check and Watch, which never queue behind work and end when the server drains."""
 
 import asyncio
 from collections import Counter
@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2 as pb
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.api import messages
-from encoder_service.api.inbound import Entrance
+from encoder_service.api.inbound import Entrance, Methods
 from encoder_service.api.messages import Context
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
@@ -38,14 +38,13 @@ class Health:
         self._watches: Counter[str] = Counter()
         self._entrance = Entrance(MAX_CALLS, READER_IDLE_S)
 
-    def generic_handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler to add to a server."""
+    def methods(self) -> Methods:
+        """Return the methods of the service."""
         parse = partial(messages.parse, pb.HealthCheckRequest)
-        methods = {
+        return {
             "Check": self._entrance.unary(self.check, parse),
             "Watch": self._entrance.one_request(self.watch, parse),
         }
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def begin(self) -> None:
         """Report that the server is serving."""

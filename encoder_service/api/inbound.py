@@ -1,4 +1,4 @@
-"""Inbound calls: they are counted, and their messages bounded in size and time, before anything is parsed."""
+"""Inbound calls: counted, and bounded in size and time, before any message is parsed."""
 
 import asyncio
 import logging
@@ -17,10 +17,11 @@ from encoder_service.scheduler.shares import Shares
 
 log = logging.getLogger(__name__)
 
-# The only request of such a call is some kilobytes; it must arrive within this time.
+# The first request of a call has a few kilobytes; it must arrive within this time.
 REQUEST_S = 10.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Methods: TypeAlias = dict[str, Handler]  # of one service, by name
 Request = TypeVar("Request")
 Answers: TypeAlias = "AsyncGenerator[Message | bytes]"
 Parse: TypeAlias = Callable[[bytes], Request]
@@ -45,6 +46,7 @@ class Requests(Generic[Request]):
         """Return the next request; raises `TimeoutError`, or `StopAsyncIteration` after the last."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(anext(self._raw, None))
+            self._reading.add_done_callback(_heard)
         # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
         await asyncio.wait({self._reading}, timeout=seconds)
         if not self._reading.done():
@@ -68,7 +70,7 @@ class Entrance:
     """Admits at most `max_calls` calls at a time, and from each host only its share of them."""
 
     def __init__(self, max_calls: int, reader_idle_s: float) -> None:
-        """A call ends if its caller does not read an answer, of at most 1 MiB, within `reader_idle_s`."""
+        """A call ends if its caller takes longer than `reader_idle_s` to read one answer, of at most 1 MiB."""
         self._reader_idle_s = reader_idle_s
         # A call counts until its status is sent; one whose caller does not read counts, but is no longer served.
         self._places = Shares(max_calls, "open calls")
@@ -143,10 +145,16 @@ class Entrance:
             self._emptied.set()
 
 
+def _heard(reading: "asyncio.Task[bytes | None]") -> None:
+    """Nobody reads on in a call that we have ended: asyncio would log how its last read failed, with a traceback."""
+    if not reading.cancelled():
+        reading.exception()
+
+
 def _refused(context: Context, error: EncoderError) -> None:
     log.info("refused", extra={"fields": {"client": messages.host(context), "error": error.message}})
 
 
 def _serialize(message: Message | bytes) -> bytes:
-    """Rows are already bytes, framed by hand: protobuf would copy every megabyte twice more."""
+    """Rows are already framed, as bytes: protobuf would copy every megabyte twice more."""
     return message if isinstance(message, bytes) else message.SerializeToString()

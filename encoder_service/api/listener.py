@@ -1,16 +1,18 @@
 """The gRPC listener: one port with the service's calls, admin calls, health and reflection."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from encoder_contract.certificates import Certificates, Pem
 from encoder_service.api import admin, health, messages, service
 from encoder_service.api.admin import AdminService
 from encoder_service.api.health import Health
-from encoder_service.api.inbound import Entrance, Serve
+from encoder_service.api.inbound import Entrance, Methods, Serve
 from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
 
@@ -49,35 +51,45 @@ class Listener:
         calls: EncoderService,
         operator: AdminService,
         *,
+        certificates: Certificates | None,
         max_calls: int,
         max_images: int,
+        piece_bytes: int,
         reader_idle_s: float,
     ) -> None:
-        """Bind the port. Raises `ConfigError` if it is unavailable.
+        """Bind the port, for TLS with `certificates`. Raises `ConfigError` if it is unavailable.
 
-        At most `max_calls` are open at a time, health calls not counted; each names at most `max_images`, and ends if
-        its caller reads nothing for `reader_idle_s`.
+        At most `max_calls` are open at a time, health calls not counted; each names at most `max_images`, sends
+        pieces of at most `piece_bytes`, and ends if its caller reads nothing for `reader_idle_s`.
         """
-        largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images))
+        largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
         self._server = grpc.aio.server(options=(*OPTIONS, largest))
         self._entrance = Entrance(max_calls, reader_idle_s)
         self._health = Health(("", service.SERVICE))
-        self._server.add_generic_rpc_handlers(
-            (
-                service.generic_handler(calls, self._entrance, max_images),
-                admin.generic_handler(operator, self._entrance),
-                self._health.generic_handler(),
-                _reflection(self._entrance),
-            )
-        )
+        self._offer(service.SERVICE, service.methods(calls, self._entrance, max_images))
+        self._offer(admin.SERVICE, admin.methods(operator, self._entrance))
+        self._offer(health.SERVICE, self._health.methods())
+        self._offer(reflection.SERVICE_NAME, _reflection(self._entrance))
         try:
-            port = self._server.add_insecure_port(address)
+            if certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _credentials(certificates))
         except RuntimeError as error:
             raise ConfigError(
                 f"{flag('listen')} {address}: the address is taken or not ours; port 0 takes a free one"
             ) from error
         host = address.rpartition(":")[0]
         self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
+
+    def _offer(self, name: str, methods: Methods) -> None:
+        """Serve the methods of a service.
+
+        gRPC accepts one call after the other of each method that is registered, and of all others together: a burst of
+        Fetch calls must not keep Describe and health waiting. Releases that cannot register take the generic handler.
+        """
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
+        self._server.add_registered_method_handlers(name, methods)
 
     async def start(self) -> None:
         """Start to answer calls, and report health as serving."""
@@ -104,9 +116,27 @@ class Listener:
             await self._server.stop(0)
 
 
-def _reflection(entrance: Entrance) -> grpc.GenericRpcHandler:
+def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Return credentials that follow the files: gRPC asks at every handshake whether there are newer ones."""
+    in_use = certificates.pem
+
+    def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca or None)
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal in_use
+        before, in_use = in_use, certificates.pem
+        return configuration(in_use) if in_use.version != before.version else None
+
+    # gRPC takes None for "no newer ones"; its stubs do not say so.
+    fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], newer)
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(in_use), fetcher, require_client_authentication=bool(in_use.ca)
+    )
+
+
+def _reflection(entrance: Entrance) -> Methods:
     names = (service.SERVICE, admin.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
     answers = cast(Serve, reflection.aio.ReflectionServicer(names).ServerReflectionInfo)
     parse = partial(messages.parse, reflection_pb2.ServerReflectionRequest)
-    methods = {"ServerReflectionInfo": entrance.stream(answers, parse)}
-    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)
+    return {"ServerReflectionInfo": entrance.stream(answers, parse)}

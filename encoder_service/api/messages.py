@@ -1,4 +1,4 @@
-"""Between messages and nouns: what the gRPC edge reads and writes, and where an error becomes a status."""
+"""Translates between protobuf messages and the server's own types, and turns errors into statuses."""
 
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -10,24 +10,30 @@ from google.protobuf.message import DecodeError, Message
 
 from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.errors import EncoderError, InvalidRequestError, Status
+from encoder_contract.framing import parse_rows
 from encoder_contract.geometry import Grid
+from encoder_contract.producer import EngineKey, Producer
+from encoder_contract.traceparent import TRACEPARENT, trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import MAX_SALT_BYTES, ImageKey, Recipe
+from encoder_service.address import MAX_SALT_BYTES, ImageKey, Recipe, put_key
 from encoder_service.encoder import LookupResult
+from encoder_service.engine.put_leases import PutImage
 from encoder_service.observability.incidents import known_error
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
 
-# Requests without a list hold names, proofs and addresses of tens of bytes, and a caller some hundreds.
+# A request without a list holds names, proofs and addresses of tens of bytes, and a caller of some hundreds.
 SMALL_BYTES = 2048
-# A name in a Submit or Fetch with every field at its largest, and the numbers before each field.
-NAME_BYTES = 128
-# An image travels in pieces of this size. A larger one is no faster, and what has arrived of a message is counted by
-# nobody until it is whole.
+# A name in a Submit, Fetch or Put with every field at its largest, and the numbers before each field.
+NAME_BYTES = 192
+# Images travel in pieces of this size. Larger pieces are no faster, and what has arrived of a message counts towards no
+# limit until the message is complete.
 PIECE_BYTES = 256 << 10
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
 MAX_PRIORITY = 8
+# Rows have a hundred times as many bytes as their image, so the cost of a message matters. For servers that accept Put.
+PUT_PIECE_BYTES = 1 << 20
 _PIECE_TAG = b"\x1a"  # SubmitRequest.bytes: field 3, length-delimited
 _CODES: Mapping[Status, grpc.StatusCode] = {
     s: c for s in Status for c in grpc.StatusCode if c.value[0] == s.value
@@ -39,28 +45,43 @@ def names_bytes(max_images: int) -> int:
     return SMALL_BYTES + NAME_BYTES * max_images
 
 
-def max_request_bytes(max_images: int) -> int:
-    """Return how large any request may be, where a call names so many images."""
-    return max(SMALL_BYTES + PIECE_BYTES, names_bytes(max_images))
+def max_request_bytes(max_images: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """Return how large any request may be, where a call names so many images and sends pieces of this size."""
+    return max(SMALL_BYTES + piece_bytes, names_bytes(max_images))
 
 
 def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
-    """Return the message; raises `InvalidRequestError` for one that is none or is too large to be looked at.
+    """Return the message; raises `InvalidRequestError` for bytes that are no such message, or too many to parse.
 
     Two bytes can be a sub-message that takes a hundred in memory: the size of a request bounds how many there are.
     """
     if len(raw) > max_bytes:
-        raise InvalidRequestError(f"this {kind.__name__} may have {max_bytes} bytes, and has {len(raw)}")
+        raise InvalidRequestError(
+            f"this {kind.__name__} may have at most {max_bytes} bytes and has {len(raw)}"
+        )
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise InvalidRequestError(f"the request is no {kind.__name__}") from error
+        raise InvalidRequestError(f"the request is not a valid {kind.__name__}") from error
 
 
 def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
-    """Return the message of a Submit, larger than its names may be only where it is one piece of an image."""
+    """Return the message of a Submit; only a piece of an image may be larger than a list of names."""
     most = max_request_bytes(max_images) if _is_piece(raw) else names_bytes(max_images)
     return parse(pb.SubmitRequest, raw, most)
+
+
+def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryview]:
+    """Return the message of a Put, or (index, data) of a piece of rows, viewed in place.
+
+    Only a piece of rows may be larger than a list of names.
+    """
+    if (piece := parse_rows(raw)) is not None and len(raw) <= SMALL_BYTES + PUT_PIECE_BYTES:
+        return piece
+    request = parse(pb.PutRequest, raw, names_bytes(max_images))
+    if request.WhichOneof("message") == "rows":
+        return request.rows.index, memoryview(request.rows.data)
+    return request
 
 
 def check_caller(caller: pb.Caller) -> None:
@@ -83,6 +104,23 @@ def image_key(recipe: Recipe, digest: bytes, variant: pb.Variant, salt: bytes) -
     if len(digest) != DIGEST_BYTES:
         raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes, got {len(digest)}")
     return recipe.key(digest, variant.min_pixels, variant.max_pixels, salt)
+
+
+def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -> ImageKey:
+    """Return the key of rows that a producer put. Raises `InvalidRequestError` for an invalid name."""
+    variant = name.variant.min_pixels, name.variant.max_pixels
+    if not name.HasField("engine_key"):
+        if len(name.digest) != DIGEST_BYTES:
+            raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes, got {len(name.digest)}")
+        return put_key(by, name.digest, *variant, salt)
+    if name.digest:
+        raise InvalidRequestError("an image is named by its digest or by an engine's key, not by both")
+    return put_key(by, EngineKey.from_message(name.engine_key), *variant, salt)
+
+
+def put_image(by: Producer, salt: bytes, name: pb.PutName) -> PutImage:
+    """Return an image that a caller of Put names. Raises `InvalidRequestError`."""
+    return PutImage(put_image_key(by, name, salt), Grid(name.grid.t, name.grid.h, name.grid.w))
 
 
 def grid_message(grid: tuple[int, int, int]) -> pb.Grid:
@@ -128,15 +166,25 @@ def host(context: Context) -> str:
     return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
 
 
+def request_id_of(context: Context) -> str:
+    """Return the `x-request-id` of a proxy or framework, for the log; empty without one."""
+    return str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
+
+
+def trace_id_of(context: Context) -> str:
+    """Return the id of the OpenTelemetry trace that the call belongs to; empty without one."""
+    return trace_id(str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, "")))
+
+
 def is_local(context: Context) -> bool:
     """Whether the caller is on this host."""
     return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
 
 
 class Border:
-    """Ends a call with the status of whatever its handler raises; a bug of ours gets an id that is in the log.
+    """Ends a call with the status of whatever its handler raised; an unexpected error is logged under an incident id.
 
-    `on_error` is told the error, which is of our family in any case.
+    `on_error` is called with the error, which is an `EncoderError` by then.
     """
 
     def __init__(
@@ -153,7 +201,7 @@ class Border:
     async def __aexit__(
         self, _: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        """Abort the call if `error` ended it; a call that was cancelled, or has its status, needs none."""
+        """Abort the call if `error` ended it; one that was cancelled, or has its status already, is left alone."""
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             return
         known = known_error(error)

@@ -1,10 +1,13 @@
-"""The pin budget: how many bytes of the store calls may keep pinned, shared among clients."""
+"""The pin budget: how many bytes of the store calls may keep pinned, shared among clients; and what one call keeps."""
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler.shares import Shares
+from encoder_service.store import Pin
 
 # Rows that are being sent, or read during a forward pass, are released sooner; a writer waits as long for space in
 # the store.
@@ -56,6 +59,51 @@ class PinRoom:
         self._pins[client_id, address] += 1
 
     def _counted(self, size_bytes: int) -> int:
-        return min(
-            size_bytes, self._shares.size
-        )  # an image larger than the whole budget is pinned when nothing else is
+        # An image larger than the whole budget is pinned when nothing else is.
+        return min(size_bytes, self._shares.size)
+
+
+class Holds:
+    """The rows that one call keeps pinned: `places` images at a time, each within its client's room for pins."""
+
+    def __init__(self, room: PinRoom, client_id: str, places: int, row_bytes: int) -> None:
+        self._room = room
+        self._client_id = client_id
+        self._places = asyncio.Semaphore(places)
+        self._row_bytes = row_bytes
+        self._held: set[ExitStack] = set()
+
+    async def keep(self, pin: Pin, again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
+        """Return a pin on the rows of `pin`, which is taken over, and what `release` is called with.
+
+        Rows that have to wait for a place are not pinned meanwhile: `again` finds them, or makes them, once more.
+        """
+        counted = (self._client_id, pin.address, pin.tokens * self._row_bytes)
+        at_once = not self._places.locked() and self._room.taken_at_once(*counted)
+        if not at_once:
+            pin.release()
+        with ExitStack() as hold:
+            await self._places.acquire()
+            hold.callback(self._places.release)
+            if not at_once:
+                await self._room.take(*counted)
+            hold.callback(self._room.give_back, *counted)
+            if not at_once:
+                pin = await again()
+            hold.push(pin)
+            kept = hold.pop_all()
+        self._held.add(kept)
+        return pin, kept
+
+    def release(self, hold: ExitStack) -> None:
+        """Release the rows of one image."""
+        hold.close()
+        self._held.discard(hold)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        """Release all."""
+        for hold in self._held:
+            hold.close()

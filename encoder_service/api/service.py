@@ -1,102 +1,114 @@
-"""The gRPC edge: Describe, Submit and Fetch over an `Encoder`. Nothing here blocks the event loop."""
+"""The gRPC service: Describe, Submit, Fetch and Put; and the calls about URLs. Nothing here blocks the event loop."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from uuid import uuid4
 
-import grpc
-
-from encoder_contract.errors import InvalidRequestError, ModelMismatchError, UnavailableError
-from encoder_contract.geometry import Geometry
-from encoder_contract.traceparent import TRACEPARENT, trace_id
+from encoder_contract.errors import ForbiddenError, InvalidRequestError, ModelMismatchError, UnavailableError
+from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageKey, Recipe
+from encoder_service.address import ImageKey
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
-from encoder_service.api.fetch import RowFormat, RowRequest, fetch, rows_anywhere, rows_of_this_replica
-from encoder_service.api.inbound import Entrance, Requests
+from encoder_service.api.describe import ServerInfo
+from encoder_service.api.fetch import (
+    FetchCall,
+    RowRequest,
+    row_requests,
+    rows_anywhere,
+    rows_of_this_replica,
+)
+from encoder_service.api.inbound import Entrance, Methods, Requests
 from encoder_service.api.messages import Context
 from encoder_service.api.pin_budget import PinRoom
+from encoder_service.api.put import PutCall, PutMessage, PutRoom
 from encoder_service.api.submit import SubmitCall
 from encoder_service.api.upload_budget import Uploads
+from encoder_service.api.url_calls import UrlCalls
 from encoder_service.encoder import Encoder
+from encoder_service.engine.put_leases import PutLeases
 from encoder_service.engine.row_finder import RowFinder
+from encoder_service.engine.url_resolver import UrlResolver
 from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim
 from encoder_service.scheduler.shares import Shares
 from encoder_service.scheduler.turns import Turns
-from encoder_service.transport import Transports
+from encoder_service.store import Store
+
+# Parsing so many images of a Fetch costs the event loop as much as finding the rows of one.
+TURN_IMAGES = 4
 
 SERVICE = "encoder_contract.v1.EncoderService"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What the edge needs to know of the server: its description, limits and transports."""
-
-    description: pb.DescribeResponse
-    recipe: Recipe
-    geometry: Geometry
-    rows: RowFormat
-    transports: Transports
-    max_upload_bytes: int
-    upload_idle_s: float
-    max_pinned_bytes: int
-    max_fetched_images: int
-
-
 class EncoderService:
-    """The three calls. One instance serves all connections, on one event loop."""
+    """The calls; `urls` has those about URLs. One instance serves all connections, on one event loop."""
 
-    def __init__(self, encoder: Encoder, finder: RowFinder, edge: ServerInfo, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        finder: RowFinder,
+        leases: PutLeases,
+        resolver: UrlResolver,
+        store: Store,
+        info: ServerInfo,
+        metrics: Metrics,
+    ) -> None:
         self._encoder = encoder
         self._finder = finder
-        self._edge = edge
+        self._info = info
         self._metrics = metrics
-        self._upload_room = Shares(edge.max_upload_bytes, "uploads")
-        self._pin_room = PinRoom(edge.max_pinned_bytes)
-        # Refused as a whole, and before anything is done for it: that has to cost less than asking again.
-        self._fetch_room = Shares(edge.max_fetched_images, "images in Fetch calls")
+        self._upload_room = Shares(info.max_upload_bytes, "uploads")
+        self._pin_room = PinRoom(info.max_pinned_bytes)
+        # A Fetch over this is refused as a whole and first of all: refusing must be cheaper than asking again.
+        self._fetch_room = Shares(info.max_fetched_images, "images in Fetch calls")
         self._turns = Turns()
+        put_room = Shares(info.max_put_bytes, "rows on their way into the store")
+        self._put_room = PutRoom(leases, store, info.rows, put_room, self._turns, lambda: self.draining)
+        self.urls = UrlCalls(resolver, info, metrics, lambda: self.draining)
         self.draining = False
 
     @property
     def held_upload_bytes(self) -> int:
-        """Bytes set aside for images on their way up."""
+        """Bytes reserved for uploads."""
         return self._upload_room.held
 
     @property
+    def put_bytes(self) -> int:
+        """Bytes reserved for rows that callers are putting."""
+        return self._put_room.bytes_under_way.held
+
+    @property
     def pinned_bytes(self) -> int:
-        """Bytes of rows that running Fetches keep pinned, by what they have counted."""
+        """Bytes of rows that running Fetch calls keep pinned."""
         return self._pin_room.held_bytes
 
     async def describe(self, _request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        """Say what this server is."""
+        """Describe this server, to any tenant."""
+        self._info.identity.require(None, context)
         description = pb.DescribeResponse()
-        description.CopyFrom(self._edge.description)
+        description.CopyFrom(self._info.description)
         description.clock_s = monotonic()
-        self._edge.transports.describe(description, is_local=messages.is_local(context))
+        self._info.transports.describe(description, is_local=messages.is_local(context))
         return description
 
     async def submit(
         self, requests: Requests[pb.SubmitRequest], context: Context
     ) -> AsyncGenerator[pb.SubmitResponse]:
-        """Take images over; see the contract."""
+        """Accept images; see the contract."""
         submitting: SubmitCall | None = None
-        call = Call(self._metrics, "submit")
-        call.traced(_trace_id(context))
+        call = Call(self._metrics, "submit", messages.trace_id_of(context))
         try:
             async with messages.Border(context, call.failed):
-                caller = await self._opened(requests)
-                call.made_by(_request_id(caller, context), caller.client_id or messages.host(context))
+                caller = await self._opened(requests, context)
+                _made_by(caller, context, call)
                 submitting = self._submitting(caller, call, context)
                 async for answer in submitting.answers(requests):
                     yield answer
-                # The requests of a call that was cancelled end as those of one that is complete do, a moment before
-                # anything else is heard of it. But only who is still there can be told something.
+                # The requests of a cancelled call end just as those of a complete one, a moment before the cancellation
+                # arrives. Sending one more message tells them apart: it fails if the caller has left.
                 yield pb.SubmitResponse()
                 call.complete = True
         finally:
@@ -109,116 +121,145 @@ class EncoderService:
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
         caller = request.caller
-        call = Call(self._metrics, "fetch")
-        call.made_by(_request_id(caller, context), caller.client_id or messages.host(context))
-        call.traced(_trace_id(context))
-        client, held = (caller.client_id or messages.host(context),), 0
+        call = Call(self._metrics, "fetch", messages.trace_id_of(context))
+        client, held = _made_by(caller, context, call), 0
         try:
             async with messages.Border(context, call.failed):
+                is_peer = self._info.identity.is_peer(request, context)
+                if not is_peer:
+                    caller.CopyFrom(self._info.identity.admit("fetch", caller, context))
+                client = _made_by(caller, context, call)
                 self._admit(caller)
-                self._fetch_room.take(client, len(request.images))
+                self._fetch_room.take((client,), len(request.images))
                 held = len(request.images)
-                # A caller who left releases its pins now, not when memory is collected.
-                async with aclosing(await self._fetching(request, call, context)) as answers:
+                await self._turns.take(client, 1 + held // TURN_IMAGES)
+                # When the caller leaves, its pins are released now, not at garbage collection.
+                fetching = await self._fetching(request, call, context, is_peer=is_peer)
+                async with aclosing(fetching.answers()) as answers:
                     async for message in answers:
                         yield message
         finally:
-            self._fetch_room.give_back(client, held)
+            self._fetch_room.give_back((client,), held)
             call.close()
 
+    async def put(self, requests: Requests[PutMessage], context: Context) -> AsyncGenerator[pb.PutResponse]:
+        """Accept rows that the caller computes; see the contract."""
+        putting: PutCall | None = None
+        call = Call(self._metrics, "put", messages.trace_id_of(context))
+        try:
+            async with messages.Border(context, call.failed):
+                first = await requests.first()
+                if isinstance(first, tuple) or first.WhichOneof("message") != "open":
+                    raise InvalidRequestError("the first message of a Put call is `open`")
+                caller = first.open.caller
+                caller.CopyFrom(self._info.identity.admit("put", caller, context))
+                _made_by(caller, context, call)
+                putting = self._putting(first.open, call, context)
+                async for answer in putting.answers(requests):
+                    yield answer
+                call.complete = True
+        finally:
+            if putting is not None:
+                putting.close()
+            call.close()
+
+    def _putting(self, opened: pb.PutOpen, call: Call, context: Context) -> PutCall:
+        """Return the state of a call that may put. Raises `ForbiddenError` unless the operator allows it."""
+        if not self._info.accepts_put:
+            raise ForbiddenError(
+                "this server accepts no rows from callers: its operator has to start it with --accept-put yes"
+            )
+        self._admit(opened.caller)
+        producer, salt = Producer.from_message(opened.producer), opened.caller.tenant_salt
+        segment = self._info.transports.open_segment(opened, is_local=messages.is_local(context))
+        return PutCall(
+            self._put_room,
+            self._info.identity.holders(opened.caller, context),
+            call,
+            new_image=partial(messages.put_image, producer, salt),
+            tokens=self._info.geometry.tokens,
+            max_images=self._info.description.limits.max_images_per_call,
+            segment=segment,
+        )
+
     def _submitting(self, caller: pb.Caller, call: Call, context: Context) -> SubmitCall:
-        limits = self._edge.description.limits
+        if not self._info.encodes:
+            raise ModelMismatchError(
+                "this server has no tower (--store-only): submit images to one that encodes, or put their rows"
+            )
+        limits = self._info.description.limits
         return SubmitCall(
             self._encoder,
             self._uploads(caller, context),
             call,
             new_claim=partial(_claim, caller, uuid4().hex, context),
             new_key=partial(self._key, caller),
-            tokens=self._edge.geometry.tokens,
+            tokens=self._info.geometry.tokens,
             max_images=limits.max_images_per_call,
         )
 
     async def _fetching(
-        self, request: pb.FetchRequest, call: Call, context: Context
-    ) -> AsyncGenerator[pb.FetchResponse | bytes]:
+        self, request: pb.FetchRequest, call: Call, context: Context, *, is_peer: bool
+    ) -> FetchCall:
         wanted = self._wanted(request, context)
-        grace_ms = min(request.grace_ms, self._edge.description.limits.max_grace_ms)
+        grace_ms = min(request.grace_ms, self._info.description.limits.max_grace_ms)
         rows_of = (
             rows_of_this_replica(self._finder)
             if request.local_only
             else await rows_anywhere(self._finder, wanted, grace_ms / 1000)
         )
-        return fetch(
+        return FetchCall(
             rows_of,
             wanted,
             call,
-            sender=self._edge.transports.choose(request, is_local=messages.is_local(context)),
-            rows=self._edge.rows,
+            self._finder,
+            sender=self._info.transports.choose(request, is_local=messages.is_local(context)),
+            rows=self._info.rows,
             pin_room=self._pin_room,
             turns=self._turns,
+            fleet_key=self._info.fleet_key if is_peer else None,
         )
 
-    async def _opened(self, requests: Requests[pb.SubmitRequest]) -> pb.Caller:
+    async def _opened(self, requests: Requests[pb.SubmitRequest], context: Context) -> pb.Caller:
         first = await requests.first()
         if first.WhichOneof("message") != "open":
             raise InvalidRequestError("the first message of a Submit call is `open`")
-        self._admit(first.open)
-        return first.open
+        caller = self._info.identity.admit("submit", first.open, context)
+        self._admit(caller)
+        return caller
 
     def _uploads(self, caller: pb.Caller, context: Context) -> Uploads:
-        host = messages.host(context)  # a name costs nothing: who invents many has the share of one host
         return Uploads(
             self._upload_room,
-            {f"client {caller.client_id or host}", f"host {host}"},
-            max_image_bytes=self._edge.description.limits.max_image_bytes,
-            idle_s=self._edge.upload_idle_s,
+            self._info.identity.holders(caller, context),
+            max_image_bytes=self._info.description.limits.max_image_bytes,
+            idle_s=self._info.upload_idle_s,
         )
 
     def _admit(self, caller: pb.Caller) -> None:
         if self.draining:
             raise UnavailableError("the server is draining: use another one")
-        messages.check_caller(caller)
-        ours = self._edge.description
-        for what, theirs, expected in (
-            ("model", caller.model_fingerprint, ours.model_fingerprint),
-            ("processor", caller.processor_fingerprint, ours.processor_fingerprint),
-        ):
-            if theirs and theirs != expected:
-                raise ModelMismatchError(
-                    f"{what} fingerprint: the call is for {theirs.hex()}, this server has {expected.hex()}"
-                )
+        self._info.check_model(caller)
 
     def _wanted(self, request: pb.FetchRequest, context: Context) -> list[RowRequest]:
-        most = self._edge.description.limits.max_images_per_call
+        most = self._info.description.limits.max_images_per_call
         if not 0 < len(request.images) <= most:
             raise InvalidRequestError(f"a Fetch call names 1 to {most} images, got {len(request.images)}")
-        if len({image.index for image in request.images}) < len(request.images):
-            raise InvalidRequestError("two images of the call have the same index")
-        now = monotonic()
-        call_id = uuid4().hex
-        return [
-            RowRequest(
-                image.index,
-                self._key(request.caller, image),
-                image.row_begin,
-                image.row_end,
-                _claim(request.caller, call_id, context, image.chunk, now + image.needed_in_ms / 1000),
-            )
-            for image in request.images
-        ]
+        if request.HasField("producer"):
+            by = Producer.from_message(request.producer)
+            key_of = partial(messages.put_image_key, by, salt=request.caller.tenant_salt)
+        else:
+            key_of = partial(self._key, request.caller)
+        return row_requests(request.images, key_of, partial(_claim, request.caller, uuid4().hex, context))
 
     def _key(self, caller: pb.Caller, image: pb.ImageName | pb.FetchImage) -> ImageKey:
-        return messages.image_key(self._edge.recipe, image.digest, image.variant, caller.tenant_salt)
+        return messages.image_key(self._info.recipe, image.digest, image.variant, caller.tenant_salt)
 
 
 def _claim(
-    caller: pb.Caller,
-    call_id: str,
-    context: Context,
-    chunk: int = 0,
-    needed_at: float | None = None,
+    caller: pb.Caller, call_id: str, context: Context, chunk: int = 0, needed_at: float | None = None
 ) -> Claim:
-    """Return a claim of a call: demanded when it says by when (a Fetch), else speculative (a Submit)."""
+    """Return a claim of a call: demanded if there is a `needed_at` (a Fetch), else speculative (a Submit)."""
     return Claim(
         request_id=caller.request_id or call_id,
         client_id=caller.client_id or messages.host(context),
@@ -229,29 +270,23 @@ def _claim(
     )
 
 
-def _request_id(caller: pb.Caller, context: Context) -> str:
-    """Return the request's name for the log: the caller's, or what a proxy or framework put into the metadata."""
-    if caller.request_id:
-        return caller.request_id
-    metadata = dict(context.invocation_metadata() or ())
-    return str(metadata.get("x-request-id", ""))
+def _made_by(caller: pb.Caller, context: Context, call: Call) -> str:
+    """Note in the call's record who makes it; return the client that its shares count against."""
+    client = caller.client_id or messages.host(context)
+    call.made_by(caller.request_id or messages.request_id_of(context), client)
+    return client
 
 
-def _trace_id(context: Context) -> str:
-    """Return the id of the OpenTelemetry trace that the call belongs to, or nothing."""
-    return trace_id(str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, "")))
-
-
-def generic_handler(service: EncoderService, entrance: Entrance, max_images: int) -> grpc.GenericRpcHandler:
-    """Return the handler to add to a server whose calls name at most `max_images` images."""
-    return grpc.method_handlers_generic_handler(
-        SERVICE,
-        {
-            "Describe": entrance.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
-            "Submit": entrance.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
-            "Fetch": entrance.one_request(
-                service.fetch,
-                partial(messages.parse, pb.FetchRequest, max_bytes=messages.names_bytes(max_images)),
-            ),
-        },
-    )
+def methods(service: EncoderService, entrance: Entrance, max_images: int) -> Methods:
+    """Return the methods of a server whose calls name at most `max_images` images."""
+    return {
+        "Describe": entrance.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
+        "Submit": entrance.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
+        "Put": entrance.stream(service.put, partial(messages.parse_put, max_images=max_images)),
+        "Fetch": entrance.one_request(
+            service.fetch,
+            partial(messages.parse, pb.FetchRequest, max_bytes=messages.names_bytes(max_images)),
+        ),
+        "ResolveUrl": entrance.unary(service.urls.resolve, partial(messages.parse, pb.ResolveUrlRequest)),
+        "RecordUrl": entrance.unary(service.urls.record, partial(messages.parse, pb.RecordUrlRequest)),
+    }

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 
-from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, UnknownImageError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageKey
@@ -17,7 +17,7 @@ from encoder_service.scheduler import Claim
 
 
 class SubmitCall:
-    """The state of one Submit call. `answer` every message in order; `close` it in any case."""
+    """The state of one Submit call. Iterate over `answers` once; `close` it in any case."""
 
     def __init__(
         self,
@@ -74,18 +74,18 @@ class SubmitCall:
                 self._encoder.withdraw(claim)
 
     async def _next(self, requests: Requests[pb.SubmitRequest]) -> pb.SubmitRequest:
-        """Return the next message; raises `TimeoutError` when bytes are expected and come too slowly or not at all."""
+        """Return the next message; raises `TimeoutError` if bytes are expected that arrive too slowly or not at all."""
         if not self._expected:
             return await requests.within(None)
         began = monotonic()
         try:
             return await requests.within(max(self._uploads.patience_s, 0.0))
-        finally:  # only waiting counts: what we take for a piece is not the caller's time
+        finally:  # only waiting counts: the time that we take for a piece is not the caller's
             self._uploads.patience_s -= monotonic() - began
 
     def _given_up(self) -> list[pb.SubmitResponse]:
         late = DeadlineError(
-            "the bytes of the image stopped coming, or come too slowly: their room is needed"
+            "the bytes of the image stopped arriving, or arrive too slowly: others need the space"
         )
         indexes = tuple(self._expected)
         for index in indexes:
@@ -93,14 +93,14 @@ class SubmitCall:
         return [self._failed(index, late) for index in indexes]
 
     def _drop(self, index: int) -> None:
-        """Expect no bytes of an image any more."""
+        """Stop expecting the bytes of an image."""
         self._uploads.drop(index)
         self._encoder.forget(self._expected.pop(index).key)
 
     async def _names(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
         answers: list[pb.SubmitResponse] = []
         images: dict[int, SubmittedImage] = {}
-        sizes = {name.index: name.size_bytes for name in names}
+        by_index = {name.index: name for name in names}
         for name in names:
             self._check_index(name.index)
             try:
@@ -113,7 +113,7 @@ class SubmitCall:
             images[name.index] = SubmittedImage(key, messages.claimed_grid(name), claim)
         known = await self._encoder.name(list(images.values()))
         for (index, named), answer in zip(images.items(), known, strict=True):
-            answers.append(self._answer_name(index, named, answer, sizes[index]))
+            answers.append(self._answer_name(by_index[index], named, answer))
         return answers
 
     def _check_index(self, index: int) -> None:
@@ -126,13 +126,18 @@ class SubmitCall:
         self._named.add(index)
 
     def _answer_name(
-        self, index: int, named: SubmittedImage, answer: LookupResult | EncoderError, size_bytes: int
+        self, name: pb.ImageName, named: SubmittedImage, answer: LookupResult | EncoderError
     ) -> pb.SubmitResponse:
+        index = name.index
         if isinstance(answer, EncoderError):
             return self._failed(index, answer)
         if answer.grid is None:
             try:
-                self._uploads.expect(index, size_bytes)
+                if name.without_bytes:
+                    raise UnknownImageError(
+                        f"the bytes of {named.key.named} are needed, and the caller has none"
+                    )
+                self._uploads.expect(index, name.size_bytes)
             except EncoderError as error:
                 self._encoder.forget(named.key)
                 return self._failed(index, error)

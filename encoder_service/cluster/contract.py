@@ -1,4 +1,4 @@
-"""The contract of a cluster: the other replicas, as the path of an image sees them."""
+"""The contract of a cluster: what the path of an image needs from the other replicas."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,20 +8,21 @@ from typing import Protocol
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
+from encoder_service.cluster.url_records import UrlRecords
 from encoder_service.store import Pin
 
 
 class IndexState(Enum):
     """Whether this replica is connected to the index."""
 
-    ALONE = "alone"  # not registered yet, or the index cannot be used: calls answer as an empty index
+    ALONE = "alone"  # not registered yet, or the index is unavailable: calls answer like an empty index
     JOINED = "joined"
-    LEFT = "left"  # drained: as alone, and for good
+    LEFT = "left"  # drained: like alone, for good
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What a replica says of itself. `epoch` differs with every start of the same `replica_id`."""
+    """What a replica says about itself. Each start of the same `replica_id` has another `epoch`."""
 
     replica_id: str
     epoch: int
@@ -38,7 +39,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A live peer that said it holds an embedding, and of which grid: as it says, so check that such a grid can be."""
+    """A live peer that says it holds an embedding, and the grid it names: check that an image can have that grid."""
 
     replica_id: str
     endpoint: str
@@ -58,12 +59,15 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """What metrics say of the cluster: our state, live peers, and image files shared and not shared so far."""
+    """The cluster in numbers: our state, live peers, and image files shared and not shared so far."""
 
     state: IndexState
     peers: int = 0
     sources_shared: int = 0
     sources_dropped: int = 0
+    foreign_rows: int = 0
+    foreign_sources: int = 0
+    foreign_urls: int = 0
 
 
 class Cluster(Protocol):
@@ -72,80 +76,84 @@ class Cluster(Protocol):
     What is always safe:
     - **It never decides what bytes an address has.** A location may be stale, a lease may be lost: then an image is
       looked for once more, or encoded twice, to equal bits.
-    - **It may always know nothing.** With nobody to ask, or an index that cannot be reached, nothing is found, every
-      lease is granted and nothing is shared, at once. `Solo` answers so always.
-    - **Telling returns at once** (`publish`, `retract`, `release`, `share_source`, `asked`) and never fails.
-    - **Asking is bounded in time**, takes a batch in one step, and raises nothing but what its docstring names.
+    - **It may know nothing.** Without peers, or while the index is unavailable, nothing is found, every lease is
+      granted and nothing is shared, all at once. `Solo` always answers like that.
+    - **Notifications return at once** (`publish`, `retract`, `release`, `share_source`, `asked`) and never fail.
+    - **Queries are bounded in time**, take a batch in one step, and raise only what their docstrings name.
     """
 
     @property
     def status(self) -> ClusterStatus:
-        """What metrics say of the cluster. No I/O."""
+        """The cluster in numbers. No I/O."""
+
+    @property
+    def url_records(self) -> UrlRecords:
+        """What callers found image URLs to hold."""
 
     async def join(self, replica: Replica) -> None:
-        """Become a member under `replica`; called once. Raises `ModelMismatchError`, and then nothing was begun.
+        """Join as `replica`; called once. Raises `ModelMismatchError`; nothing has been started then.
 
-        An index that cannot be reached leaves the replica alone; it is joined as soon as it can be.
+        While the index is unavailable the replica is alone; it joins as soon as the index is back.
         """
 
     async def hand_over(self, within_s: float) -> None:
-        """Have peers fetch what this replica alone holds, the image asked for last first."""
+        """Have peers fetch the images that only this replica holds, most recently requested first."""
 
     async def leave(self) -> None:
-        """Drain: peers stop finding this replica, its leases are free; from here every call answers as `Solo` does."""
+        """Drain: peers stop finding this replica, its leases are released; from now on it answers as `Solo` does."""
 
     async def close(self) -> None:
-        """Stop everything and free connections. Without `leave` before it, peers see a death."""
+        """Stop everything and close connections. Without a `leave` before it, peers take this replica for dead."""
 
     def asked(self, key: ImageKey) -> None:
-        """Note that someone wants the rows of an image."""
+        """Note that a caller wants the rows of an image."""
 
     async def find(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Return those of the images, by address, that others can help with.
+        """Return, by address, those of the images that other replicas can help with.
 
-        That is where peers hold each; nowhere where they only share the image's bytes.
+        The value says which peers hold the image; it is empty if they only share the image's bytes.
         """
 
     def search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
         """Call `found` with address and locations once `find` finds the image, unless `end_search` comes first."""
 
     def end_search(self, address: bytes) -> None:
-        """Look for the address no longer."""
+        """Stop looking for the address."""
 
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        """Ask to be the one who encodes the addresses; what peers hold is located instead.
+        """Ask for leases to encode the addresses; those that peers hold are located instead.
 
-        What only the replicas in `without` hold is granted as if nobody had it. A lease granted before is granted
-        again.
+        An address that only the replicas in `without` hold is granted as if nobody held it. A lease that this replica
+        has already is granted again.
         """
 
     async def wait_published(self, address: bytes, timeout_s: float) -> Locations:
-        """Wait until the replica that encodes the address has published it, and return where.
+        """Wait until the replica that encodes the address has published it, and return where it is.
 
-        Returns nothing when it gave up, at the timeout, or when alone: acquire it then.
+        Empty if that replica gave up, at the timeout, or when alone: acquire the address then.
         """
 
     def publish(self, address: bytes, grid: Grid) -> None:
-        """Say that this replica holds the address now; ends its lease."""
+        """Announce that this replica holds the address now; ends its lease."""
 
     def retract(self, address: bytes) -> None:
-        """Say that this replica no longer holds the address."""
+        """Announce that this replica no longer holds the address."""
 
     def release(self, address: bytes) -> None:
-        """Say that this replica will not encode the address after all, if it has the lease."""
+        """Give up the lease of the address, if this replica has it."""
 
     def transfer_s(self, tokens: int) -> float:
         """Return how long fetching an image of so many tokens from a peer should take, seconds."""
 
     async def fetch_from_peer(self, key: ImageKey, locations: Locations) -> Pin | None:
-        """Bring the rows over from one of `locations` into the store; None when none of them gives them.
+        """Fetch the rows from one of `locations` into the store; return None if none of them delivers.
 
-        Each location is tried once. Callers share one transfer, and so may share the pin: it is for holding the entry
-        until each has a pin of its own. Raises `OverloadedError` when the store has no room.
+        Each location is tried once. Concurrent callers share one transfer, and perhaps one pin, which keeps the entry
+        until each of them has a pin of its own. Raises `OverloadedError` when the store has no room.
         """
 
     def share_source(self, key: ImageKey, data: bytes) -> None:
-        """Let any replica finish what this one begins."""
+        """Share an image's bytes, so that any replica can finish what this one begins."""
 
     async def find_source(self, key: ImageKey) -> bytes | None:
-        """Return bytes that another replica was given: of whoever wrote them, so check them against the digest."""
+        """Return bytes that another replica shared. Anyone may have written them: check them against the digest."""

@@ -1,4 +1,4 @@
-"""Handover: before a replica leaves, its peers fetch what it alone holds, the image asked for last first."""
+"""Handover: before a replica leaves, its peers fetch the images that it alone holds, most recently requested first."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ AT_ONCE = 4  # transfers: enough to fill a gigabit, few enough to leave room for
 async def hand_over(held: Sequence[ImageKey], index: RedisIndex, peers: Peers, within_s: float) -> None:
     """Have peers fetch those of the images `held` that no peer holds, for at most `within_s`.
 
-    The peers with the least load come first.
+    The images go to the peers in turn, beginning with the least loaded.
     """
     located = await index.locate([key.address for key in held])
     alone = iter([key for key in held if key.address not in located])

@@ -1,4 +1,4 @@
-"""Outbox: what this replica tells the index, and the leases it has; changes of a moment go out together."""
+"""The outbox: changes that this replica announces to the index, sent in batches, and the leases it has."""
 
 import asyncio
 from collections.abc import Iterable
@@ -6,9 +6,9 @@ from enum import Enum
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.index import RedisIndex
-from encoder_service.cluster.index.tasks import end
+from encoder_service.cluster.index.tasks import begin, end
 
-# Changes are collected for this long: a batch of the ViT ends within it, and nobody notices.
+# Changes are collected for this long: all images of a batch end within it, and no caller notices the delay.
 COLLECT_S = 0.001
 
 
@@ -18,9 +18,9 @@ class _Change(Enum):
 
 
 class Outbox:
-    """`publish`, `retract` and `release` return at once; a task tells the index the last change of each address.
+    """`publish`, `retract` and `release` return at once; a task sends the index the last change of each address.
 
-    One event loop's.
+    Belongs to one event loop.
     """
 
     def __init__(self, index: RedisIndex) -> None:
@@ -31,36 +31,36 @@ class Outbox:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to tell."""
-        self._task = asyncio.create_task(self._run(), name="cluster-outbox")
+        """Start sending."""
+        self._task = begin(self._run(), "cluster-outbox")
 
     async def stop(self) -> None:
-        """Tell what is left, and stop."""
+        """Send what is left, and stop."""
         await end(self._task)
         await self._send()
 
     def publish(self, address: bytes, grid: Grid) -> None:
-        """Say that this replica holds the address; ends its lease."""
+        """Announce that this replica holds the address; ends its lease."""
         self.leased.discard(address)
         self._note(address, grid)
 
     def retract(self, address: bytes) -> None:
-        """Say that it no longer holds it."""
+        """Announce that it no longer holds the address."""
         self._note(address, _Change.RETRACTED)
 
     def release(self, address: bytes) -> None:
-        """Say that it will not encode it, if it has the lease."""
+        """Give up the lease of the address, if it has one."""
         if address in self.leased:
             self.leased.discard(address)
             self.give_back([address])
 
     def give_back(self, addresses: Iterable[bytes]) -> None:
-        """Give back leases that came when nobody wanted them any more."""
+        """Return leases that arrived when nobody wanted them any more."""
         for address in addresses:
             self._note(address, _Change.RELEASED)
 
     def granted(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were granted just now; a release of them that was not sent yet is withdrawn."""
+        """Note leases that were just granted; a release of them that was not sent yet is cancelled."""
         for address in addresses:
             self.leased.add(address)
             if self._changes.get(address) is _Change.RELEASED:
@@ -83,7 +83,7 @@ class Outbox:
         released = [address for address, change in changes.items() if change is _Change.RELEASED]
         if retracted:
             await self._index.retract(retracted)
-        # What came and went before anyone was told still has its lease.
+        # An address that was held and evicted before it was announced still has its lease.
         if ended := retracted + released:
             await self._index.release(ended)
         if grids := {address: change for address, change in changes.items() if isinstance(change, Grid)}:

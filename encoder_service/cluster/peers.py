@@ -1,6 +1,7 @@
-"""Peers: rows that another replica holds, fetched with the same call that an LLM server makes."""
+"""Peers: rows that another replica holds, fetched with the same call that LLM servers use."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
@@ -11,37 +12,38 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from encoder_contract.errors import InternalError, UnavailableError, from_status
+from encoder_contract.certificates import Certificates
+from encoder_contract.errors import ForbiddenError, InternalError, UnavailableError, from_status
+from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.framing import checksum, parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageKey
 
+log = logging.getLogger(__name__)
+
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
-CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 8 << 20),
     ("grpc.enable_retries", 0),
-    # Also the longest that an attempt to connect may take: twenty seconds unless told otherwise.
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_reconnect_backoff_ms", 2000),
 )
 MAX_CHANNELS = 256  # peers talked to at a time; an idle channel costs a few hundred kilobytes
 CLOSE_S = 10.0  # that calls under way have when their channel makes room for another
-# A peer that is silent for so long counts as failed: encoding anew takes less.
+# A peer that is silent for this long has failed: encoding the image again takes less.
 SILENCE_S = 2.0
-# Nor may rows come slower than this, over the whole transfer: a quarter of what each of the transfers under way gets on
-# a gigabit link.
+# The slowest that rows may come, over the whole transfer: a quarter of what each concurrent transfer gets on a gigabit
+# link.
 MIN_BYTES_PER_S = 4e6
-# Until it has been measured: what one gRPC stream carries on one core.
+# Assumed until it is measured: what one gRPC stream carries on one core.
 ASSUMED_BYTES_PER_S = 1e9
 RATE_WEIGHT = 0.3  # of the newest transfer in the measured rate
-RATED_BYTES = 1 << 20  # what a smaller transfer takes is latency, and says nothing of the rate
+RATED_BYTES = 1 << 20  # the time of a smaller transfer is latency, and says nothing about the rate
 CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
 
 
 @dataclass(frozen=True, slots=True)
 class RowType:
-    """What a row of this model is; anything else that a peer sends is refused."""
+    """The type of a row of this model; anything else that a peer sends is rejected."""
 
     width: int
     dtype: torch.dtype
@@ -55,32 +57,45 @@ class RowType:
 
 
 class Peers:
-    """Channels to peers, and how fast they are. Belongs to the event loop."""
+    """Channels to peers, and their measured rate. Belongs to one event loop."""
 
     def __init__(
         self,
         model: bytes,
         processor: bytes,
         rows: RowType,
+        certificates: Certificates | None = None,
+        name: str = "",
+        key: FleetKey | None = None,
         on_fetch: Callable[[float, bool], None] = lambda _seconds, _ok: None,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        """Fingerprints and row type are those of our model; `on_fetch` is told seconds and success of each attempt."""
+        """Fingerprints and row type are those of our model; `on_fetch` is told seconds and success of each attempt.
+
+        With `certificates` peers are reached by TLS: ours is shown, theirs must be for `name`, or their own host. With
+        `key` our calls are signed, and rows that no replica signed are not taken. A peer that is silent for `silence_s`
+        has failed, one that cannot be connected to in that time as well.
+        """
         self._model = model
         self._processor = processor
         self._rows = rows
         self._on_fetch = on_fetch
-        self._channels = _Channels(MAX_CHANNELS)
+        self._silence_s = silence_s
+        self._channels = _Channels(certificates, name, silence_s)
+        self._key = key
+        self.foreign = 0
+        """How often rows came that no replica had signed."""
         self.bytes_per_s = ASSUMED_BYTES_PER_S
 
     def transfer_s(self, tokens: int) -> float:
-        """Return how long fetching an image of so many tokens should take, seconds."""
+        """Return how long fetching an image of so many tokens is expected to take, seconds."""
         return tokens * self._rows.row_bytes / self.bytes_per_s
 
     async def fetch(self, endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
         """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds.
 
-        One attempt. Raises an `EncoderError` when the peer has not got it, fails, is silent or too slow, or sends what
-        is not the image's rows.
+        One attempt. Raises an `EncoderError` if the peer does not hold it, fails, is silent or too slow, or sends
+        something else than the image's rows.
         """
         began, ok = monotonic(), False
         call = self._call(endpoint, self._request(key, local_only=True))
@@ -100,9 +115,9 @@ class Peers:
         return grid, buffer.view(self._rows.dtype).view(-1, self._rows.width)
 
     async def offer(self, endpoint: str, key: ImageKey) -> None:
-        """Have the peer fetch an image from this replica, by asking it for a row. The caller bounds the time.
+        """Make the peer fetch an image from this replica, by asking it for one row. The caller bounds the time.
 
-        Raises an `EncoderError` when it cannot.
+        Raises an `EncoderError` if the peer cannot.
         """
         call = self._call(endpoint, self._request(key, local_only=False))
         try:
@@ -122,11 +137,15 @@ class Peers:
             await self._channels.pop(endpoint).close()
 
     def _call(self, endpoint: str, request: pb.FetchRequest) -> Any:
-        return self._channels[endpoint].unary_stream(
+        metadata: tuple[tuple[str, bytes], ...] = ()
+        if self._key is not None:
+            signature = self._key.sign_request(endpoint, request.SerializeToString(deterministic=True))
+            metadata = ((SIGNATURE_METADATA, signature),)
+        return self._channels.to(endpoint).unary_stream(
             FETCH,
             request_serializer=pb.FetchRequest.SerializeToString,
             response_deserializer=parse_fetch_response,
-        )(request)
+        )(request, metadata=metadata)
 
     def _request(self, key: ImageKey, *, local_only: bool) -> pb.FetchRequest:
         variant = pb.Variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
@@ -137,24 +156,38 @@ class Peers:
                 tenant_salt=key.salt,
                 client_id="peer",
             ),
-            # All rows of what the peer holds; one row of what it shall come to hold.
-            images=[pb.FetchImage(digest=key.digest, variant=variant, row_end=0 if local_only else 1)],
+            # `fetch` reads all rows; `offer` only makes the peer get them, and reads one.
+            images=[
+                pb.FetchImage(
+                    digest=key.digest,
+                    engine_key=key.engine_key.to_message() if key.engine_key else None,
+                    variant=variant,
+                    row_end=0 if local_only else 1,
+                )
+            ],
             local_only=local_only,
+            producer=key.producer.to_message() if key.producer else None,
         )
 
     async def _receive(self, call: Any, address: bytes) -> tuple[Grid, Tensor]:
-        ready = await _next(call)
+        ready = await self._next(call)
         if isinstance(ready, tuple):
-            raise InternalError("the peer sent rows before it said of what")
+            raise InternalError("the peer sent rows before announcing them")
         grid = self._checked(ready.ready, address)
         buffer = torch.empty(ready.ready.row_bytes, dtype=torch.uint8)
-        async with asyncio.timeout(SILENCE_S + len(buffer) / MIN_BYTES_PER_S):
-            await _fill(call, buffer.numpy().data)
+        async with asyncio.timeout(self._silence_s + len(buffer) / MIN_BYTES_PER_S):
+            await self._fill(call, buffer.numpy().data)
         await self._verify(buffer, ready.ready.checksum)
+        if self._key is not None:
+            rows, signature = buffer.numpy().data, ready.ready.signature
+            if not await asyncio.to_thread(self._key.signed_rows, signature, address, grid, rows):
+                self.foreign += 1
+                log.warning("rows came from a peer that the fleet's key did not sign: they are not taken")
+                raise ForbiddenError("the peer's rows are not signed with the fleet's key")
         return grid, buffer
 
     def _checked(self, ready: pb.ImageReady, address: bytes) -> Grid:
-        """Return the grid; raises unless this can be the image asked for, which also bounds the memory it may take."""
+        """Return the grid; raises unless this can be the requested image, which also bounds the memory to allocate."""
         rows = self._rows
         grid = Grid(ready.grid.t, ready.grid.h, ready.grid.w)
         tokens = rows.geometry.tokens(grid)
@@ -175,40 +208,63 @@ class Peers:
         if found != expected:
             raise InternalError("the peer's rows arrived damaged")
 
+    async def _next(self, call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
+        """Return the next message of a Fetch call; raises the error in it, or `TimeoutError`."""
+        async with asyncio.timeout(self._silence_s):
+            message = await call.read()
+        if message is grpc.aio.EOF:
+            raise InternalError("the peer ended the call before the rows were complete")
+        if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
+            raise from_status(message.error.code, message.error.message)
+        return cast("pb.FetchResponse | tuple[int, memoryview]", message)
+
+    async def _fill(self, call: Any, buffer: memoryview) -> None:
+        """Read the rows of the one requested image."""
+        filled = 0
+        while filled < len(buffer):
+            message = await self._next(call)
+            if not isinstance(message, tuple):
+                raise InternalError("the peer announced rows again before the first were complete")
+            data = message[1]
+            if filled + len(data) > len(buffer):
+                raise InternalError("the peer sent more bytes than it announced")
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+
 
 class _Channels(LRUCache[str, grpc.aio.Channel]):
-    """An open channel for each endpoint; the one used least recently is closed to make room."""
+    """An open channel for each endpoint; the least recently used one is closed to make room."""
+
+    def __init__(self, certificates: Certificates | None, name: str, silence_s: float) -> None:
+        super().__init__(MAX_CHANNELS)
+        self._certificates = certificates
+        self._options = (
+            *CHANNEL_OPTIONS,
+            # Also the longest that an attempt to connect may take: twenty seconds unless told otherwise.
+            ("grpc.min_reconnect_backoff_ms", int(1000 * silence_s)),
+            ("grpc.max_reconnect_backoff_ms", int(1000 * silence_s)),
+            *((("grpc.ssl_target_name_override", name),) if name else ()),
+        )
+        self._pem = certificates.pem if certificates else None
+
+    def to(self, endpoint: str) -> grpc.aio.Channel:
+        """Return the channel to `endpoint`; channels opened with certificates that have changed since are not used."""
+        if self._certificates is not None and (pem := self._certificates.pem) is not self._pem:
+            self._pem = pem
+            while self:
+                self.popitem()
+        return self[endpoint]
 
     def __missing__(self, endpoint: str) -> grpc.aio.Channel:
-        channel = self[endpoint] = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        if (pem := self._pem) is None:
+            channel = grpc.aio.insecure_channel(endpoint, options=self._options)
+        else:
+            credentials = grpc.ssl_channel_credentials(pem.ca or None, pem.key, pem.cert)
+            channel = grpc.aio.secure_channel(endpoint, credentials, options=self._options)
+        self[endpoint] = channel
         return channel
 
     def popitem(self) -> tuple[str, grpc.aio.Channel]:
         endpoint, channel = super().popitem()
         asyncio.get_running_loop().create_task(channel.close(CLOSE_S))
         return endpoint, channel
-
-
-async def _next(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
-    """Return the next message of a Fetch call; raises the error that it carries, or `TimeoutError`."""
-    async with asyncio.timeout(SILENCE_S):
-        message = await call.read()
-    if message is grpc.aio.EOF:
-        raise InternalError("the peer ended the call before the rows were complete")
-    if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
-        raise from_status(message.error.code, message.error.message)
-    return cast("pb.FetchResponse | tuple[int, memoryview]", message)
-
-
-async def _fill(call: Any, buffer: memoryview) -> None:
-    """Read the rows of the one image asked for."""
-    filled = 0
-    while filled < len(buffer):
-        message = await _next(call)
-        if not isinstance(message, tuple):
-            raise InternalError("the peer announced rows again before the first were complete")
-        data = message[1]
-        if filled + len(data) > len(buffer):
-            raise InternalError("the peer sent more bytes than it announced")
-        buffer[filled : filled + len(data)] = data
-        filled += len(data)

@@ -1,4 +1,4 @@
-"""Search: images that nobody has submitted here, looked for at the other replicas in one sweep for all."""
+"""The search for images that nobody has submitted here: one sweep over the other replicas for all of them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -6,9 +6,10 @@ from itertools import islice
 
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Locations
+from encoder_service.cluster.index.tasks import begin
 
-# How often the sweep looks whether images have turned up elsewhere, and for how many of them at a time, those first
-# that were looked for longest ago: some thousand keys a second, whoever waits for however many.
+# How often the sweep asks whether images have turned up elsewhere, and about how many, those first that were looked up
+# longest ago: about a thousand keys a second, however many images are waited for.
 SWEEP_S = 0.25
 SWEEP_IMAGES = 256
 
@@ -18,23 +19,23 @@ Found = Callable[[bytes, Locations], None]
 
 
 class Search:
-    """Any number of images, each until it is found or `end` is called. One event loop's."""
+    """Looks for any number of images, each until it is found or `end` is called. Belongs to one event loop."""
 
     def __init__(self, find: Find, has_peers: Callable[[], bool]) -> None:
-        """`find` asks about many images at once, and only while it `has_peers`: nothing turns up with nobody."""
+        """`find` looks many images up at once; it is called only while `has_peers` is true."""
         self._find = find
         self._has_peers = has_peers
-        self._sought: dict[bytes, tuple[ImageKey, Found]] = {}  # in the order in which they are looked for
+        self._sought: dict[bytes, tuple[ImageKey, Found]] = {}  # the next to look up first
         self._sweeping: asyncio.Task[None] | None = None
 
     def begin(self, key: ImageKey, found: Found) -> None:
         """Call `found` once the image turns up."""
         self._sought[key.address] = key, found
         if self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep(), name="cluster-search")
+            self._sweeping = begin(self._sweep(), "cluster-search")
 
     def end(self, address: bytes) -> None:
-        """Look for the address no longer."""
+        """Stop looking for the address."""
         self._sought.pop(address, None)
 
     async def _sweep(self) -> None:

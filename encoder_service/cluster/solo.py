@@ -1,6 +1,6 @@
-"""A cluster of one: nobody to ask, nobody to tell."""
+"""The cluster of a single node: no peers."""
 
-# ruff: noqa: ARG002 - whatever is asked about, nobody has it
+# ruff: noqa: ARG002 - the answer never depends on the arguments
 
 from collections.abc import Callable, Collection, Sequence
 from math import inf
@@ -8,70 +8,72 @@ from math import inf
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Acquired, ClusterStatus, IndexState, Locations, Replica
+from encoder_service.cluster.url_records import MemoryUrlRecords
 from encoder_service.store import Pin
 
 
 class Solo:
-    """`Cluster` of a single node: no leases, no tasks, no I/O."""
+    """A `Cluster` without peers: no leases, no tasks, no I/O."""
 
     def __init__(self) -> None:
         self.status = ClusterStatus(IndexState.ALONE)
+        self.url_records = MemoryUrlRecords()
 
     async def join(self, replica: Replica) -> None:
-        """Serve."""
+        """Report as joined."""
         self.status = ClusterStatus(IndexState.JOINED)
 
     async def hand_over(self, within_s: float) -> None:
-        """Nobody is there to take anything."""
+        """There are no peers to take anything."""
 
     async def leave(self) -> None:
-        """Drain."""
+        """Report as left."""
         self.status = ClusterStatus(IndexState.LEFT)
 
     async def close(self) -> None:
-        """Nothing was begun."""
+        """There is nothing to close."""
 
     def asked(self, key: ImageKey) -> None:
-        """Nobody will take it over."""
+        """Only a handover would need to know."""
 
     async def find(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Nobody else has anything."""
+        """Peers have nothing."""
         return {}
 
     def search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
-        """Nobody else will have it."""
+        """It will not turn up elsewhere."""
 
     def end_search(self, address: bytes) -> None:
-        """Nobody was asked."""
+        """Nothing is being looked for."""
 
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        """Nobody else encodes anything."""
+        """Grant everything."""
         return Acquired(frozenset(addresses), {})
 
     async def wait_published(self, address: bytes, timeout_s: float) -> Locations:
-        """Nobody else encodes anything."""
+        """No other replica encodes anything."""
         return ()
 
     def publish(self, address: bytes, grid: Grid) -> None:
-        """Nobody is told."""
+        """There is no index to tell."""
 
     def retract(self, address: bytes) -> None:
-        """Nobody is told."""
+        """There is no index to tell."""
 
     def release(self, address: bytes) -> None:
-        """Nobody is told."""
+        """There is no index to tell."""
 
     def transfer_s(self, tokens: int) -> float:
-        """Nobody sends anything."""
+        """No peer sends anything."""
         return inf
 
     async def fetch_from_peer(self, key: ImageKey, locations: Locations) -> Pin | None:
-        """Nobody else has rows."""
+        """No peer has rows."""
         return None
 
     def share_source(self, key: ImageKey, data: bytes) -> None:
-        """Nobody will read it."""
+        """No peer would read it."""
 
     async def find_source(self, key: ImageKey) -> bytes | None:
-        """Nobody else was given anything."""
+        """No peer shares anything."""
         return None

@@ -1,4 +1,4 @@
-"""Transfers: rows brought over from peers into the store, each once, few at a time, and not from who just failed."""
+"""Transfers: rows fetched from peers into the store, each once, a few at a time, not from peers that just failed."""
 
 import asyncio
 import logging
@@ -22,16 +22,16 @@ from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
 
-# A peer that cannot be reached, or sends what is not the rows, is not asked again for so long: a prompt of many images
-# pays for it once, and one that was only cut off for a moment is soon of use again.
+# A peer that is unreachable or sends wrong data is not asked again for this time: a prompt of many images pays for it
+# once, and a peer that was only cut off for a moment is soon used again.
 QUARANTINE_S = 5.0
-# Transfers at a time: each holds an embedding in memory beside the store, and fewer fill a gigabit.
+# Transfers at a time: each holds an embedding in memory besides the store, and fewer fill a gigabit link.
 MAX_TRANSFERS = 8
-MAX_OF_ONE_PEER = 4  # of them: a peer that dawdles leaves turns for the others
+MAX_OF_ONE_PEER = 4  # of them, so that a slow peer leaves turns for the others
 
 
 class Transfers:
-    """Callers of one address share one transfer. One event loop's."""
+    """Concurrent callers for one address share one transfer. Belongs to one event loop."""
 
     def __init__(self, index: RedisIndex, outbox: Outbox, peers: Peers, store: Store) -> None:
         self._index = index
@@ -40,19 +40,19 @@ class Transfers:
         self._store = store
         self._under_way: dict[bytes, asyncio.Task[Pin | None]] = {}
         self._turns = asyncio.Semaphore(MAX_TRANSFERS)
-        # Of our own: a write that waits for room must not keep the loop's threads from hashing what was uploaded.
+        # A pool of its own: a write that waits for room must not hold up the validation of uploads.
         self._threads = ThreadPoolExecutor(MAX_TRANSFERS, "cluster-put")
-        # A semaphore for each peer that someone asks or waits for.
+        # A semaphore for each peer that transfers use or wait for.
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._quarantine: TTLCache[str, None] = TTLCache(MAX_CHANNELS, QUARANTINE_S, monotonic)
 
     @property
     def quarantined(self) -> set[str]:
-        """The ids of the replicas that failed us a moment ago."""
+        """Ids of the replicas that failed a moment ago."""
         return set(self._quarantine)
 
     async def fetch(self, key: ImageKey, locations: Locations) -> Pin | None:
-        """Bring the rows over, as in `Cluster.fetch_from_peer`."""
+        """Fetch the rows into the store, as in `Cluster.fetch_from_peer`."""
         task = self._under_way.get(key.address)
         if task is None:
             task = asyncio.create_task(self._fetch(key, locations))
@@ -78,20 +78,20 @@ class Transfers:
 
     async def _try(self, location: Location, key: ImageKey) -> tuple[Grid, Tensor] | None:
         if location.replica_id in self._quarantine:
-            return None  # it failed another while we waited for our turn
+            return None  # it failed another transfer while this one waited
         try:
             return await self._peers.fetch(location.endpoint, key)
         except EncoderError as error:
-            log.info("peer %s (%s) did not give rows: %s", location.replica_id, location.endpoint, error)
+            log.info("peer %s (%s) did not deliver rows: %s", location.replica_id, location.endpoint, error)
             if isinstance(error, UnknownImageError):
                 await self._index.retract([key.address], location.replica_id)
-            else:  # it stays in the index: others may well be able to reach it
+            else:  # it stays in the index: other replicas may be able to reach it
                 self._quarantine[location.replica_id] = None
         return None
 
     @asynccontextmanager
     async def _turn(self, replica_id: str) -> AsyncIterator[None]:
-        # First the peer's own turn: who waits for a slow peer must not keep a turn from others.
+        # The peer's own turn first: a transfer that waits for a slow peer must not take a turn from others.
         of_one = self._turns_of.setdefault(replica_id, asyncio.Semaphore(MAX_OF_ONE_PEER))
         async with of_one, self._turns:
             yield

@@ -19,10 +19,10 @@ class CudaStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> "torch.cuda.Event | None":
-        """Return an event that passes when everything enqueued so far is done."""
+        """Return an event that passes when everything enqueued so far is done; who waits for it takes no core."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

@@ -1,12 +1,13 @@
 """The job queue: jobs by address, who awaits them, and the scheduler that orders them, behind one lock.
 
-The event loop hands jobs in and awaits them, the workers take them out and say how they ended. The lock is held for
-microseconds: nobody works under it, and nothing is called upward under it.
+The event loop submits jobs and awaits them; the workers take them out and report how they ended. The lock is held for
+microseconds: no image is worked on and nothing is called upward while it is held.
 """
 
 # Over 300 lines because one lock guards it all: what the event loop does with a job and what the workers do.
 
 import asyncio
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -16,22 +17,28 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import AbandonedError, EncoderError, UnavailableError
+from encoder_contract.errors import AbandonedError, EncoderError, OverloadedError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
+from encoder_service.engine.device import Device
 from encoder_service.engine.failure_cache import FailureCache
 from encoder_service.image.decode import Decoder
 from encoder_service.image.source import Source
 from encoder_service.observability.incidents import known_error
 from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim, Scheduler, Snapshot, Task
+from encoder_service.scheduler.turns import AT_A_TIME
 from encoder_service.store import Pin, Store
+
+log = logging.getLogger(__name__)
 
 Pick = Callable[[Scheduler, float], Sequence[Task]]
 
 # The answer to a Submit goes out before workers that slept are woken: they would contend with it for cores and
 # interpreter, and it would come milliseconds later. Workers that are busy do not wait for this.
 ANSWER_FIRST_S = 0.001
+SHORT_RETRY_MS = 500  # memory is short while other images are worked on
+LOST = "the server lost its device"
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +48,7 @@ class Job:
     key: ImageKey
     source: Source
     grid: Grid
-    work: Task
+    task: Task
     queued_at: float
     patches: Tensor | None = None
     patches_ready: "torch.cuda.Event | None" = None
@@ -64,7 +71,7 @@ class Job:
 class JobQueue:
     """Single flight: one job per address, any number of claims on it.
 
-    Callers of `submit`, `join`, `wait` and `withdraw` are on the event loop. The rest may be called by any thread.
+    `submit`, `join`, `wait`, `withdraw` and `fail_all` are called on the event loop, the rest on any thread.
     """
 
     def __init__(
@@ -76,15 +83,20 @@ class JobQueue:
         loop: asyncio.AbstractEventLoop,
         metrics: Metrics | None = None,
         on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
-        on_lost_device: Callable[[], None] = lambda: None,
+        device: Device | None = None,
+        on_abort: Callable[[UnavailableError], None] = lambda _error: None,
     ) -> None:
-        """`on_end` is told, on the event loop, the end of every job; `on_lost_device` that no other will succeed."""
+        """Both callbacks run on the event loop: `on_end` at every job's end, `on_abort` when no other can succeed.
+
+        `device` is asked after errors; without one it is the CPU.
+        """
         self._scheduler = scheduler
         self._decoder = decoder
         self._store = store
         self._metrics = metrics or Metrics()
         self._on_end = on_end
-        self._on_lost_device = on_lost_device
+        self._device = device or Device("cpu")
+        self._on_abort = on_abort
         self._loop = loop
         self._failures = FailureCache()
         self._turn = threading.Condition()
@@ -116,14 +128,18 @@ class JobQueue:
         return patches / rate if rate else 0.0
 
     def check_room(self, client_id: str, patches: int) -> None:
-        """Raise `OverloadedError` if an image of so many patches would be refused now: no need for its bytes then."""
+        """Raise `OverloadedError` or `ImageLimitError` if an image of so many patches would be refused now."""
         with self._turn:
             self._scheduler.check_room(client_id, patches)
 
     # The event loop's side
 
     def submit(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> Job | None:
-        """Queue an image, or join its job; None if its rows are held. Raises `OverloadedError` for a full queue."""
+        """Queue an image, or join its job; return None if its rows are held.
+
+        Raises `OverloadedError` when the queue is full, `ImageLimitError` for an image that never fits, and
+        `UnavailableError` when the queue is closed.
+        """
         if self._store.contains(key.address):
             return None
         apart = not self._decoder.batches(source)
@@ -137,8 +153,8 @@ class JobQueue:
             self._scheduler.admit(
                 claim, key.address, grid.patches, size, now, source_pixels=pixels, apart=apart
             )
-            assert claim.work is not None
-            job = self._jobs[key.address] = Job(key, source, grid, claim.work, now)
+            assert claim.task is not None
+            job = self._jobs[key.address] = Job(key, source, grid, claim.task, now)
             if self._device_waits and self._idle_since is None:
                 self._idle_since = now
         self._loop.call_later(ANSWER_FIRST_S, self._wake)
@@ -147,7 +163,7 @@ class JobQueue:
     def join(self, key: ImageKey, claim: Claim) -> Job | None:
         """Join the job of an image, if there is one: a Fetch thereby makes it demanded.
 
-        Raises `InvalidImageError` for an image that has been found to be damaged.
+        Raises `InvalidImageError` for an image that was found to be damaged, `OverloadedError` for too many claims.
         """
         self._failures.check(key.source_key)
         with self._turn:
@@ -166,15 +182,15 @@ class JobQueue:
         return waiter
 
     def withdraw(self, claim: Claim) -> None:
-        """End a claim. Work that nobody wants any more and that is in no batch yet is dropped."""
+        """End a claim. A job without claims is dropped, unless its batch has started."""
         with self._turn:
-            work = self._scheduler.withdraw(claim)
-            if work is None:
+            task = self._scheduler.withdraw(claim)
+            if task is None:
                 return
             if not self._scheduler.waiting_images:
                 self._idle_since = None
             self._turn.notify_all()
-            job = self._jobs.pop(work.address, None)
+            job = self._jobs.pop(task.address, None)
         if job is not None:  # else it ended when the queue closed
             self._abandon(job)
 
@@ -186,7 +202,10 @@ class JobQueue:
     # The workers' side
 
     def take_to_prepare(self, max_patches: int, max_images: int, max_pixels: int) -> list[Job]:
-        """Wait for images to decode together and return them; one alone while the device waits. None when closed."""
+        """Wait for images to decode together, and return them; an empty list when the queue is closed.
+
+        While the device waits for a batch, a single image.
+        """
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
             most = 1 if self._device_waits else max_images
@@ -196,42 +215,45 @@ class JobQueue:
             return self._take(pick)
 
     def take_apart(self, max_pixels: int) -> list[Job]:
-        """Wait for an image to decode by itself and return it; none when closed. `taken_apart` gives its room back.
+        """Wait for one image to decode by itself, and return it; an empty list when the queue is closed.
 
-        At most `max_pixels` are out at a time, or one image that is larger.
+        At most `max_pixels` are out at a time, or one larger image; `taken_apart` ends an image's share of them.
         """
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
             room = max_pixels - self._apart_pixels if self._apart_pixels else math.inf
-            works = scheduler.next_apart(now, room)
-            self._apart_pixels += sum(work.source_pixels for work in works)
-            return works
+            tasks = scheduler.next_apart(now, room)
+            self._apart_pixels += sum(task.source_pixels for task in tasks)
+            return tasks
 
         with self._turn:
             return self._take(pick)
 
     def taken_apart(self, job: Job) -> None:
-        """Say that a job from `take_apart` needs no pixels any more."""
+        """Report that a job from `take_apart` holds no decoded pixels any more."""
         with self._turn:
-            self._apart_pixels -= job.work.source_pixels
+            self._apart_pixels -= job.task.source_pixels
             self._turn.notify_all()
 
     def put_apart(self, job: Job) -> None:
-        """Say that the batch decoder could not read a job's image: it is to be decoded by itself."""
+        """Report that the batch decoder failed on a job's image: it is to be decoded by itself."""
         with self._turn:
-            self._scheduler.put_apart(job.work, monotonic())
+            self._scheduler.put_apart(job.task, monotonic())
             self._turn.notify_all()
 
     def prepared(self, jobs: Sequence[tuple[Job, Tensor]], ready: "torch.cuda.Event | None") -> None:
-        """Say that the patches of these jobs are there, on CUDA once `ready` passes."""
+        """Report that the patches of these jobs are ready, on CUDA once `ready` passes."""
         with self._turn:
             for job, patches in jobs:
-                if self._scheduler.prepared(job.work, monotonic()):
+                if self._scheduler.prepared(job.task, monotonic()):
                     job.patches, job.patches_ready = patches, ready
             self._turn.notify_all()
 
     def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
-        """Wait for the next batch; return it, and for how long the device waited although images were queued."""
+        """Wait for the next batch; return it, and for how many seconds the device waited while images were queued.
+
+        The batch is empty when the queue is closed.
+        """
         with self._turn:
             self._device_waits = True
             self._idle_since = monotonic() if self._scheduler.waiting_images else None
@@ -240,44 +262,76 @@ class JobQueue:
             starved_s = monotonic() - self._idle_since if self._idle_since is not None else 0.0
             return jobs, starved_s
 
-    def put_back(self, jobs: Sequence[Job]) -> None:
-        """Say that jobs of a batch have to wait for another; those that nobody wants any more end."""
+    def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
+        """Return, at once, an image to encode in the middle of `batch`, or nothing; see the scheduler."""
         with self._turn:
-            self._drop_unwanted(jobs, self._scheduler.put_back([job.work for job in jobs]))
+            tasks = [job.task for job in batch]
+            found = () if self._closed else self._scheduler.next_overtaking(tasks, monotonic(), most_patches)
+            if found:
+                self._turn.notify_all()
+            return [self._jobs[task.address] for task in found]
+
+    def put_back(self, jobs: Sequence[Job]) -> None:
+        """Report that jobs of a batch have to wait for a later one; those without claims end."""
+        with self._turn:
+            self._drop_unwanted(jobs, self._scheduler.put_back([job.task for job in jobs]))
 
     def failed(self, jobs: Sequence[Job], error: Exception) -> None:
-        """Say that a batch failed: an image alone ends with `error`, more are tried again in smaller batches."""
+        """Report that a batch failed: a single image ends with `error`, several are retried in smaller batches."""
         with self._turn:
-            ended = self._scheduler.failed([job.work for job in jobs])
+            ended = self._scheduler.failed([job.task for job in jobs])
             self._drop_unwanted(jobs if len(jobs) > 1 else (), ended)
         if len(jobs) == 1:
-            self.end(jobs[0], known_error(error))
+            self.end(jobs[0], self.known_error(error))
 
-    def encoded(self, works: Sequence[Task], seconds: float) -> None:
-        """Say that a batch is through, and how long the device was busy with it; `end` follows for each of its jobs."""
+    def encoded(self, tasks: Sequence[Task], seconds: float) -> None:
+        """Report that a batch is encoded, and for how long the device was busy with it; `end` follows for each job."""
         with self._turn:
-            self._scheduler.done(works, seconds)
+            self._scheduler.done(tasks, seconds)
             self._turn.notify_all()
 
     def drop(self, job: Job, error: EncoderError) -> None:
-        """End a job that needs no encoding any more."""
+        """End a job that failed before its batch was encoded."""
         with self._turn:
-            self._scheduler.drop(job.work)
+            self._scheduler.drop(job.task)
             self._turn.notify_all()
         self.end(job, error)
 
-    def lose_device(self, jobs: Sequence[Job]) -> None:
-        """End the jobs of a batch at which the device was lost."""
-        for job in jobs:
-            self.drop(job, UnavailableError("the server lost its device: use another one"))
-        self._loop.call_soon_threadsafe(self._on_lost_device)
+    def known_error(self, error: Exception) -> EncoderError:
+        """Return what to tell those who await an image of an error, on the thread that met it; see `lost_device`."""
+        if self.lost_device(error):
+            return UnavailableError(LOST)
+        if self._device.is_full(error):
+            log.warning("the device is short of memory", exc_info=error)
+            return OverloadedError("the device is short of memory", retry_after_ms=SHORT_RETRY_MS)
+        return known_error(error)
+
+    def lost_device(self, error: Exception) -> bool:
+        """Whether the device turns out to be lost, asked because of `error`; then everything ends.
+
+        If it is only full, there is room again afterwards.
+        """
+        if isinstance(error, EncoderError):
+            return False
+        if not self._device.is_lost():
+            if self._device.is_full(error):
+                self._device.recover(error)
+            return False
+        self.abort(LOST, error)
+        return True
+
+    def abort(self, why: str, error: BaseException) -> None:
+        """End every job, and the process: no further work can succeed in it."""
+        log.critical("%s: ending the process", why, exc_info=error)
+        self.close()
+        self._loop.call_soon_threadsafe(self._abort, why)
 
     def end(self, job: Job, outcome: Pin | EncoderError) -> None:
         """Give everyone who awaits a job its outcome: a pin for each, or the error."""
         self._loop.call_soon_threadsafe(self._finish, job, outcome)
 
     def close(self) -> None:
-        """Let no more work in or out: what takes jobs returns none from here on."""
+        """Refuse new images, and hand out no more jobs: an empty list to whoever takes some. Others can still join."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
@@ -286,7 +340,7 @@ class JobQueue:
 
     def _join(self, key: ImageKey, claim: Claim) -> Job | None:
         job = self._jobs.get(key.address)
-        if job is not None and claim.work is None:
+        if job is not None and claim.task is None:
             self._scheduler.claim(claim, key.address, monotonic())
             if claim.demanded:
                 self._turn.notify_all()  # what was a guess may be decoded now, however many guesses are ahead
@@ -294,18 +348,18 @@ class JobQueue:
 
     def _take(self, pick: Pick) -> list[Job]:
         while not self._closed:
-            works = pick(self._scheduler, monotonic())
-            if works:
+            tasks = pick(self._scheduler, monotonic())
+            if tasks:
                 self._turn.notify_all()  # what moved may have made room for another stage
-                return [self._jobs[work.address] for work in works]
+                return [self._jobs[task.address] for task in tasks]
             self._turn.wait()
         return []
 
     def _drop_unwanted(self, jobs: Sequence[Job], ended: Sequence[Task]) -> None:
-        """Forget jobs that ended with their batch: who comes for one now shall not share a neighbour's failure."""
+        """Forget jobs that ended with their batch: a caller that comes now must not share a neighbour's failure."""
         self._turn.notify_all()
         for job in jobs:
-            if job.work in ended:
+            if job.task in ended:
                 self._forget(job)
                 self._loop.call_soon_threadsafe(self._abandon, job)
 
@@ -321,9 +375,14 @@ class JobQueue:
         with self._turn:
             self._turn.notify_all()
 
+    def _abort(self, why: str) -> None:
+        error = UnavailableError(f"{why}: use another one")
+        self.fail_all(error)
+        self._on_abort(error)
+
     def _abandon(self, job: Job) -> None:
         abandoned = AbandonedError("everyone who wanted the image has left")
-        if job.key not in self:  # else someone has come for it since, and it has begun anew
+        if job.key not in self:  # else it was submitted again meanwhile
             self._on_end(job, abandoned)
         job.fail(abandoned)
 
@@ -332,7 +391,7 @@ class JobQueue:
         with self._turn:
             forgotten = self._forget(job)
         if not forgotten and error is not None:
-            return  # its end was told when its last caller left
+            return  # its end was reported when its last caller left
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
         if isinstance(outcome, EncoderError):
             self._failures.note(job.key.source_key, outcome)
@@ -340,9 +399,17 @@ class JobQueue:
             job.fail(outcome)
             return
         self._on_end(job, outcome)
-        with outcome:  # held until everyone who waits has a hold of its own
-            for waiter in job.waiters:
-                if not waiter.done():
-                    pin = self._store.pin(job.key.address)
-                    assert pin is not None, "a pinned entry is held"
-                    waiter.set_result(pin)
+        self._give(outcome, list(job.waiters))
+
+    def _give(self, held: Pin, waiters: "list[asyncio.Future[Pin]]") -> None:
+        """Give each waiter a pin of its own, a few in each pass of the loop: thousands may wait."""
+        for waiter in waiters[-AT_A_TIME:]:
+            if not waiter.done():
+                pin = self._store.pin(held.address)
+                assert pin is not None, "a pinned entry is held"
+                waiter.set_result(pin)
+        del waiters[-AT_A_TIME:]
+        if waiters:
+            self._loop.call_soon(self._give, held, waiters)
+        else:
+            held.release()

@@ -1,4 +1,4 @@
-"""Where the rows of an image come from: held here, encoded here, or fetched from a peer. What a Fetch awaits."""
+"""Finds the rows of an image: held here, encoded here, or fetched from a peer. What a Fetch awaits."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from encoder_service.image.validation import Validator
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 
-LEASE_WAIT_S = 1.0  # how long to sleep before looking again: a lease ends by itself when its holder dies
+LEASE_WAIT_S = 1.0  # to wait for another replica before looking again: its lease ends by itself if it dies
 
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """Rows, pinned; where they were found; how long each stage took, and when it began, if they were waited for."""
+    """Pinned rows, and where they were found; if they were waited for, how long each stage took and when it began."""
 
     pin: Pin
     source: Literal["device", "host", "peer", "encoded"]
@@ -30,7 +30,7 @@ class FetchResult:
 
 
 class RowFinder:
-    """Waits for rows that are being made, starts what can be started, asks peers for the rest. One event loop's."""
+    """Waits for rows that are being encoded, starts encoding, or fetches from peers. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -40,21 +40,29 @@ class RowFinder:
         store: Store,
         cluster: Cluster,
         waiters: SubmitWaiters,
+        *,
+        encodes: bool = True,
     ) -> None:
+        """Without a tower, `encodes` is False: rows are held, come from peers, or are put."""
         self._validator = validator
         self._sources = sources
         self._jobs = jobs
         self._store = store
         self._cluster = cluster
         self._waiters = waiters
+        self._encodes = encodes
+
+    def known_error(self, error: Exception) -> EncoderError:
+        """Return what to tell who awaits rows of an error on their way; a lost device ends everything."""
+        return self._jobs.known_error(error)
 
     async def locate(self, images: Sequence[ImageKey]) -> dict[bytes, Locations]:
-        """Return where peers hold those of the images that are not known here; nowhere where they only have bytes."""
+        """Return where peers hold those of the images that are not known here; as `Cluster.find`."""
         unknown = [key for key in images if not self._jobs.knows(key)]
         return await self._cluster.find(unknown) if unknown else {}
 
     async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
-        """Return the rows of an image if they are held here or being made here; None when they are not."""
+        """Return the rows of an image if they are held or being encoded here, else None."""
         self._cluster.asked(key)
         if (pin := self._store.pin(key.address)) is not None:
             return FetchResult(pin, pin.tier)
@@ -68,8 +76,9 @@ class RowFinder:
     ) -> FetchResult:
         """Return the rows of an image, pinned: held here, encoded here, or fetched from a peer.
 
-        `located` is what `locate` just said. Waits for an encoding that is under way or can be started; for an image
-        that nobody has submitted, at most `grace_s`, then `UnknownImageError`. Cancelling withdraws the claim.
+        `located` is a fresh answer of `locate`. Waits for an encoding that is under way or can be started. For an image
+        that nobody has submitted, waits at most `grace_s`, then raises `UnknownImageError`. Cancelling withdraws the
+        claim.
         """
         deadline = asyncio.get_running_loop().time() + grace_s
         elsewhere = located.get(key.address)
@@ -94,7 +103,7 @@ class RowFinder:
                 elsewhere = await self._waiters.wait(key, claim.client_id, deadline)
 
     async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
-        """Start encoding, or wait for who is at it, but not for replicas that `failed`; return where it is then."""
+        """Start encoding, or wait for the replica that does, unless it `failed`; return where the image is then."""
         acquired = await self._cluster.acquire([key.address], failed)
         if key.address not in acquired.granted:
             located = acquired.located.get(key.address)
@@ -111,7 +120,7 @@ class RowFinder:
         return ()
 
     def _begun_as_cheaper(self, key: ImageKey, claim: Claim) -> bool:
-        """Encode bytes at hand, without a lease, where that should take less time than rows from a peer."""
+        """Encode bytes that are here, without a lease, if that should be faster than a transfer; return whether."""
         if (source := self._sources.get(key.source_key)) is None:
             return False
         grid = self._validator.grid(key, source)
@@ -123,7 +132,9 @@ class RowFinder:
         return True
 
     async def _source_of(self, key: ImageKey, *, is_elsewhere: bool) -> Source | None:
-        """Return the source of an image if it is here, or another replica shared it."""
+        """Return the source of an image if it is here or another replica shared it, and there is a tower for it."""
+        if not self._encodes:
+            return None
         source = self._sources.get(key.source_key)
         if source is not None or not is_elsewhere:
             return source
@@ -132,6 +143,6 @@ class RowFinder:
         try:
             source = await self._validator.take(key, data)
         except DigestMismatchError:
-            return None  # whoever wrote them to the index does not thereby choose our embedding
+            return None  # bytes in the index may be anyone's: they must not become this image's embedding
         self._sources.put(source)
         return source

@@ -1,8 +1,8 @@
-"""Fetches that wait for images which nobody has submitted yet."""
+"""Fetches that wait for images which nobody has submitted or put yet."""
 
 import asyncio
 
-from encoder_contract.errors import UnknownImageError
+from encoder_contract.errors import EncoderError, UnknownImageError
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Cluster, Locations
 from encoder_service.scheduler.shares import Shares
@@ -15,13 +15,17 @@ class SubmitWaiters:
         self._cluster = cluster
         self._room = Shares(max_waiters, "images that nobody has submitted")
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
+        self._end: EncoderError | None = None
 
     async def wait(self, key: ImageKey, client_id: str, until: float) -> Locations:
         """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
 
-        Raises `UnknownImageError` at `until`, on the clock of the loop, and `OverloadedError` when too many wait.
+        Raises `UnknownImageError` at `until`, on the clock of the loop, or when `give_up` says so, `OverloadedError`
+        when too many wait, and what `end` was told.
         """
-        unknown = UnknownImageError(f"image {key.digest.hex()} was not submitted: submit it, then fetch")
+        if self._end is not None:
+            raise self._end
+        unknown = UnknownImageError(key.unknown)
         if asyncio.get_running_loop().time() >= until:
             raise unknown
         self._room.take((client_id,))
@@ -37,12 +41,26 @@ class SubmitWaiters:
             self._room.give_back((client_id,))
             self._leave(key.address, waiter)
 
+    def end(self, error: EncoderError) -> None:
+        """Say that nothing will be submitted here any more: whoever waits, or comes to, hears `error`."""
+        self._end = error
+        for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
+            if not waiter.done():
+                waiter.set_exception(error)
+
     def wake(self, address: bytes, locations: Locations = ()) -> None:
         """Say that `address` is here, or at these locations."""
         self._cluster.end_search(address)
         for waiter in self._waiters.pop(address, ()):
             if not waiter.done():
                 waiter.set_result(locations)
+
+    def give_up(self, key: ImageKey) -> None:
+        """Say that whoever was at this image will not finish it: those who wait for it need not wait on."""
+        self._cluster.end_search(key.address)
+        for waiter in self._waiters.pop(key.address, ()):
+            if not waiter.done():
+                waiter.set_exception(UnknownImageError(key.unknown))
 
     def _leave(self, address: bytes, waiter: "asyncio.Future[Locations]") -> None:
         waiting = self._waiters.get(address)

@@ -10,15 +10,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
-from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.geometry import Grid
+from encoder_service.image.resize import Resize
 
-# Bounds the float32 working memory of a call on a GPU: 12 bytes per pixel, before and after each pass.
+# Bounds the working memory of a call on a GPU.
 _MAX_PIXELS_PER_CALL = 16_000_000
 
+# The most device memory that a source's pixel takes until it is patches, bytes: twice 3 as it was decoded and beside
+# others of its size, and 6 more in the kernels, 12 in the plain form; sides are rounded up (`test_patches.py`).
+RESIZED_BYTES_PER_PIXEL = 20
 
-def to_patches(pixels: Sequence[Tensor], grids: Sequence[Grid], geometry: Geometry) -> list[Tensor]:
+
+def to_patches(pixels: Sequence[Tensor], grids: Sequence[Grid], resize: Resize) -> list[Tensor]:
     """Return, for each image, its patches: uint8 [grid.patches, 3 × patch_size²], on the device of its pixels.
 
     `pixels` are uint8 [H, W, 3]; `grids` say what each is resized to. Patches come in merge order (the
@@ -28,7 +32,7 @@ def to_patches(pixels: Sequence[Tensor], grids: Sequence[Grid], geometry: Geomet
     """
     patches: dict[int, Tensor] = {}
     for indices in _calls(pixels, grids, together=bool(pixels) and pixels[0].is_cuda):
-        same = _patches_of([pixels[index] for index in indices], grids[indices[0]], geometry)
+        same = resize.to_patches(_stacked([pixels[index] for index in indices]), grids[indices[0]])
         patches |= zip(indices, same, strict=True)
     return [patches[index] for index in range(len(pixels))]
 
@@ -48,32 +52,5 @@ def _calls(pixels: Sequence[Tensor], grids: Sequence[Grid], *, together: bool) -
         yield from (indices[start : start + most] for start in range(0, len(indices), most))
 
 
-def _patches_of(images: Sequence[Tensor], grid: Grid, geometry: Geometry) -> Tensor:
-    """Return [N, patches, 3 × patch_size²] of images [H, W, 3] that are equal in size."""
-    stored = torch.stack(tuple(images)) if len(images) > 1 else images[0][None]
-    size = (grid.h * geometry.patch_size, grid.w * geometry.patch_size)
-    resized = _resized(stored.permute(0, 3, 1, 2), size)
-    patch, merge = geometry.patch_size, geometry.merge_size
-    blocks = resized.reshape(-1, 3, grid.h // merge, merge, patch, grid.w // merge, merge, patch)
-    # The only copy: [image, token row, token column, row in token, column in token, channel, y, x].
-    return blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, grid.patches, 3 * patch * patch)
-
-
-def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return uint8 [N, 3, H, W] resized to `size` (height, width) by Pillow's bicubic filter."""
-    if images.is_cuda:
-        return _resized_in_float(images, size)
-    return interpolate(images, size=size, mode="bicubic", antialias=True)
-
-
-def _resized_in_float(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize rows, then columns, rounding to bytes after each as Pillow does.
-
-    In one pass, overshoots of the first direction that Pillow clamps would reach the second: up to 24 levels
-    of 255 off at hard edges.
-    """
-    for target in ((images.shape[2], size[1]), size):
-        images = (
-            interpolate(images.float(), size=target, mode="bicubic", antialias=True).round_().clamp_(0, 255)
-        )
-    return images.byte()
+def _stacked(images: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(images)) if len(images) > 1 else images[0][None]

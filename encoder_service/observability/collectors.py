@@ -10,7 +10,8 @@ import torch
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.contract import ClusterStatus, IndexState
 from encoder_service.image.source_cache import SourceCache
-from encoder_service.observability.metrics import DEMAND, Reading
+from encoder_service.observability.metrics import DEMAND
+from encoder_service.observability.readings import Reading
 from encoder_service.scheduler import Limits, Snapshot, State
 from encoder_service.store.stats import StoreStats
 
@@ -73,6 +74,9 @@ def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
     yield Reading("index_peers", status.peers)
     yield Reading("sources_offered", status.sources_shared, ("shared",))
     yield Reading("sources_offered", status.sources_dropped, ("dropped",))
+    yield Reading("foreign", status.foreign_rows, ("rows",))
+    yield Reading("foreign", status.foreign_sources, ("source",))
+    yield Reading("foreign", status.foreign_urls, ("url",))
 
 
 def identity_readings(

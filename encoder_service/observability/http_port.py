@@ -1,9 +1,11 @@
 """The HTTP port: metrics, health for tools without gRPC, and a status page.
 
-Served on its own threads, never on the event loop; meant for a private network, like every Prometheus exporter.
+Served on its own threads, never on the event loop. Metrics and the page are for whom `Readers` admit; probes have no
+token, and health tells nothing else.
 """
 
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +14,11 @@ from functools import partial
 from html import escape
 from socketserver import TCPServer, ThreadingMixIn
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from encoder_contract.certificates import Certificates, Pem
+from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -43,6 +48,13 @@ a {{ color: #0969da; margin-right: 1.2rem }}
 Application = Callable[["WSGIEnvironment", "StartResponse"], Iterable[bytes]]
 
 
+class Readers(Protocol):
+    """Who may read metrics and the page."""
+
+    def check_reader(self, authorization: str) -> None:
+        """Raise `UnauthenticatedError` or `ForbiddenError` unless this header's sender may; called on any thread."""
+
+
 class HttpPort:
     """Serves `/`, `/metrics`, `/healthz` (the event loop runs) and `/readyz` (and the server accepts calls)."""
 
@@ -55,17 +67,25 @@ class HttpPort:
         metrics: Application,
         last_tick: Callable[[], float],
         draining: Callable[[], bool],
+        certificates: Certificates | None = None,
+        readers: Readers | None = None,
     ) -> None:
-        """Bind `listen` (host:port). Raises `OSError` if it is unavailable, `ValueError` for an invalid address."""
+        """Bind `listen` (host:port), for HTTPS with `certificates`; without `readers`, everybody may read everything.
+
+        Raises `OSError` if it is unavailable, `ValueError` for an invalid address.
+        """
         host, _, port = listen.rpartition(":")
         self._title = title
         self._facts = facts
         self._metrics = metrics
         self._last_tick = last_tick
         self._draining = draining
+        self._readers = readers
         server = _Ipv6Server if ":" in host else _Server
         self._server = server((host.strip("[]"), int(port)), _QuietHandler)
         self._server.set_app(self._answer)
+        if certificates is not None:
+            self._server.use_tls(certificates)
         self.endpoint = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(
             target=partial(self._server.serve_forever, POLL_S), name="http-port", daemon=True
@@ -82,18 +102,28 @@ class HttpPort:
 
     def _answer(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "/")
-        if path == "/metrics":
-            return self._metrics(environ, start_response)
         if path == "/healthz":
             return _text(start_response, *self._health())
         if path == "/readyz":
             health = self._health()
             draining = health[0] and self._draining()
             return _text(start_response, *((False, "draining") if draining else health))
+        if (refusal := self._refusal(environ)) is not None:
+            return _refused(start_response, refusal)
+        if path == "/metrics":
+            return self._metrics(environ, start_response)
         if path == "/":
             return self._page(start_response)
         start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
         return [b"not found: / has the links\n"]
+
+    def _refusal(self, environ: "WSGIEnvironment") -> UnauthenticatedError | ForbiddenError | None:
+        try:
+            if self._readers is not None:
+                self._readers.check_reader(environ.get("HTTP_AUTHORIZATION", ""))
+        except (UnauthenticatedError, ForbiddenError) as error:
+            return error
+        return None
 
     def _health(self) -> tuple[bool, str]:
         late = monotonic() - self._last_tick()
@@ -113,6 +143,17 @@ def _text(start_response: "StartResponse", good: bool, text: str) -> Iterable[by
     return [text.encode() + b"\n"]
 
 
+def _refused(
+    start_response: "StartResponse", error: UnauthenticatedError | ForbiddenError
+) -> Iterable[bytes]:
+    known = isinstance(error, ForbiddenError)
+    headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
+    if not known:
+        headers.append(("WWW-Authenticate", "Bearer"))
+    start_response("403 Forbidden" if known else "401 Unauthorized", headers)
+    return [error.message.encode() + b"\n"]
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     """A thread per connection, up to a limit; over it, the longest idle connection is closed for the new one."""
 
@@ -125,7 +166,28 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
         # Start time of each open connection. First those without a request yet, the oldest first.
         self._began: dict[socket.socket, float] = {}
+        self._certificates: Certificates | None = None
+        self._pem: Pem | None = None
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         super().__init__(*arguments)
+
+    def use_tls(self, certificates: Certificates) -> None:
+        """Speak TLS on connections from now on. Probes have no certificate, so none is asked for."""
+        self._certificates = certificates
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. The handshake is left to its thread, within the time that the connection has."""
+        accepted, address = super().get_request()
+        if self._certificates is None:
+            return accepted, address
+        if (pem := self._certificates.pem) is not self._pem:
+            with suppress(ValueError):  # changed this moment: the next connection tries again
+                self._certificates.load_into(self._context)
+                self._pem = pem
+        return (
+            self._context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False),
+            address,
+        )
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):

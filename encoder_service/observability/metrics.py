@@ -1,4 +1,4 @@
-"""Every metric of the server, declared once: in `Metrics` if events are recorded, in `READINGS` if state is scraped.
+"""The metrics that record events, each declared once; those that are read at a scrape are in `readings`.
 
 Names, units and types follow Prometheus: base units, `_total` for what only grows. Each label has a few known values,
 never one that a caller chooses, so the number of series is bounded.
@@ -6,7 +6,6 @@ never one that a caller chooses, so the number of series is bounded.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Literal, TypeVar
 
@@ -18,15 +17,12 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import make_wsgi_app
-from prometheus_client.registry import Collector
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
-
-PREFIX = "encsvc"
+from encoder_service.observability.readings import PREFIX, Read, Readings
 
 # They would be a third of all series, for a start time that process_start_time_seconds has too.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -40,88 +36,16 @@ IMAGES = tuple(2**power for power in range(9))
 
 SUBMITTED = ("cached", "queued", "failed")
 TRANSPORTS = tuple(TRANSPORT_NAMES.values())
+PUT = ("held", "yours", "wait", "kept", "failed")
+URLS = ("fresh", "stale", "claimed", "unshared")
 FETCHED = ("device", "host", "peer", "encoded", "failed")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
 TRIED = ("ok", "failed")
+DECODERS = ("dali", "pillow")
 DEMAND = {True: "demanded", False: "speculative"}
 CLASSES = {"class": tuple(DEMAND.values())}
 
-# Metrics that are read at a scrape: name -> (kind, help, labels).
-READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]] = {
-    "build_info": ("gauge", "Always 1; the labels say which versions run.", ("version", "python", "torch")),
-    "model_info": (
-        "gauge",
-        "Always 1; the labels say what is served and how.",
-        ("model", "model_type", "fingerprint", "dtype", "device", "attention", "decoder"),
-    ),
-    "draining": ("gauge", "1 while the server drains: it refuses new calls.", ()),
-    "device_peak_flops": ("gauge", "Floating-point operations per second the device can do at best.", ()),
-    "padding_patches": ("counter", "Patches of padding, computed to fill the shape of a CUDA graph.", ()),
-    "queue_images": ("gauge", "Images between admission and outcome.", ("state", "class")),
-    "queue_patches": ("gauge", "Patches of those images.", ("state", "class")),
-    "queue_source_bytes": ("gauge", "Bytes of the image files queued.", ()),
-    "queue_requests": ("gauge", "Requests with an image in the queue.", ()),
-    "queue_claims": ("gauge", "Claims of callers on queued images.", ()),
-    "queue_clients": ("gauge", "Clients with an image in the queue.", ()),
-    "queue_max_images": ("gauge", "Most images the queue accepts.", ()),
-    "queue_max_patches": ("gauge", "Most patches the queue accepts.", ()),
-    "queue_max_source_bytes": ("gauge", "Most image bytes the queue accepts.", ()),
-    "store_used_bytes": ("gauge", "Bytes of the tier's pages that hold embeddings.", ("tier",)),
-    "store_size_bytes": ("gauge", "Bytes of the tier.", ("tier",)),
-    "store_pinned_bytes": ("gauge", "Bytes of embeddings that are being read.", ("tier",)),
-    "store_largest_free_bytes": ("gauge", "Largest run of free pages.", ("tier",)),
-    "store_entries": ("gauge", "Embeddings held.", ("tier",)),
-    "store_hits": ("counter", "Lookups that found the embedding, by tier.", ("tier",)),
-    "store_misses": ("counter", "Lookups that found the embedding in no tier.", ()),
-    "store_evictions": ("counter", "Embeddings evicted.", ("tier",)),
-    "store_writes": ("counter", "Embeddings written.", ("tier",)),
-    "store_pins": ("gauge", "Pins on embeddings.", ()),
-    "store_moves": ("counter", "Embeddings moved between tiers.", ("direction",)),
-    "store_waits": ("counter", "Writes that waited for a pin to be released.", ()),
-    "store_refusals": ("counter", "Writes refused because everything stayed pinned.", ()),
-    "segment_free_bytes": ("gauge", "Free bytes of the file system that holds the shared memory.", ()),
-    "sources_bytes": ("gauge", "Bytes of image files kept to recompute evicted embeddings.", ()),
-    "sources_size_bytes": ("gauge", "Most bytes of image files kept.", ()),
-    "sources_images": ("gauge", "Image files kept.", ()),
-    "sources_offered": ("counter", "Image files shared with peers, or dropped instead.", ("outcome",)),
-    "upload_bytes": ("gauge", "Bytes reserved for uploads.", ()),
-    "index_state": ("gauge", "1 for the state of the index connection, 0 for the others.", ("state",)),
-    "index_peers": ("gauge", "Other live replicas that this replica sees.", ()),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One value at a scrape; `name` is one of `READINGS`."""
-
-    name: str
-    value: float
-    labels: Sequence[str] = ()
-
-
-Read = Callable[[], Iterable[Reading]]
 _Labelled = TypeVar("_Labelled", Counter, Histogram)
-
-
-class _Readings(Collector):
-    """Collects all readings once per scrape."""
-
-    def __init__(self) -> None:
-        self.read: Read = tuple
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())  # registering must not read: the components may not exist yet
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for reading in self.read():
-            kind, text, labels = READINGS[reading.name]
-            if reading.name not in families:
-                family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-                families[reading.name] = family(f"{PREFIX}_{reading.name}", text, labels=labels)
-            assert len(reading.labels) == len(labels), reading
-            families[reading.name].add_metric(list(reading.labels), reading.value)
-        yield from families.values()
 
 
 def reason(error: Exception | None) -> str:
@@ -143,7 +67,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._readings = _Readings()
+        self._readings = Readings()
         self._registry.register(self._readings)
         ProcessCollector(registry=self._registry)
         self._stage = self._histogram("stage_seconds", "Time of an image in a stage", stage=STAGES)
@@ -167,12 +91,16 @@ class Metrics:
         self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
         self._starved = self._counter("device_starved_seconds", "Time the tower waited with images queued")
         self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
+        self._decoded = self._counter("decoded_images", "Images decoded", decoder=DECODERS)
         self._submitted = self._images("submitted_images", "Images answered in Submit", SUBMITTED)
         self._encoded = self._images("encoded_images", "Images that left the pipeline", ("kept", "failed"))
         self._fetched = self._images("fetched_images", "Images answered in Fetch", FETCHED)
+        self._put = self._images("put_images", "Answers to images of Put", PUT)
+        self._put_bytes = self._counter("put_bytes", "Bytes of rows that callers put")
+        self._urls = self._counter("resolved_urls", "Image URLs that callers asked about", answer=URLS)
         self._transfer_bytes = self._counter("transfer_bytes", "Bytes of rows sent", transport=TRANSPORTS)
         self._upload_bytes = self._counter("uploaded_bytes", "Bytes of images received")
-        self._calls = self._counter("calls", "Calls ended", call=("submit", "fetch"), status=("OK",))
+        self._calls = self._counter("calls", "Calls ended", call=("submit", "fetch", "put"), status=("OK",))
         self._in_progress = Gauge(
             f"{PREFIX}_calls_in_progress",
             "Open calls; a Fetch over shared memory stays open while its rows are read.",
@@ -200,6 +128,10 @@ class Metrics:
         self._batch_images.observe(len(grids))
         self._busy.inc(seconds)
         self._flops.inc(flops)
+
+    def decoded(self, decoder: str) -> None:
+        """Record an image decoded by one of `DECODERS`."""
+        self._decoded.labels(decoder).inc()
 
     def starved(self, seconds: float) -> None:
         """Record time in which the device was idle although images were queued."""
@@ -250,6 +182,15 @@ class Metrics:
         """Count an image of a Fetch: where its rows came from, and how long the caller waited."""
         self._fetched.labels(outcome, reason(error)).inc()
         self._fetch_wait.labels(outcome).observe(wait_s)
+
+    def put(self, outcome: str, size: int, error: Exception | None = None) -> None:
+        """Count an answer of a Put, one of `PUT`, and the bytes of rows that were kept."""
+        self._put.labels(outcome, reason(error)).inc()
+        self._put_bytes.inc(size)
+
+    def url(self, answer: Literal["fresh", "stale", "claimed", "unshared"]) -> None:
+        """Count an answer of ResolveUrl: a record, the claim to find out, or neither."""
+        self._urls.labels(answer).inc()
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows sent."""

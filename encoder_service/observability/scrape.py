@@ -1,5 +1,6 @@
 """The metrics of another process: one scrape, and the difference between two."""
 
+import ssl
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from time import monotonic
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from encoder_service.observability.metrics import PREFIX
+from encoder_contract.credentials import Token
+from encoder_contract.endpoint import is_local
+from encoder_service.observability.readings import PREFIX
 
 MAX_SCRAPE_BYTES = 16 << 20  # a server exports 30 KB; anything this large is not a server
 Labels = Mapping[str, str]
@@ -42,11 +45,20 @@ class Scrape:
         return next((given.get(label, "") for given, value in self.series(name) if value == 1), "")
 
 
-def scrape(endpoint: str, timeout_s: float = 2.0) -> Scrape:
-    """Read the metrics of `endpoint` (host:port). Raises `ScrapeError`."""
+def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | None = None) -> Scrape:
+    """Read the metrics of `endpoint`: host:port, or https://host:port, whose certificate is one of `ca` (a PEM file).
+
+    Without `ca` it has to be a public one. `token` is for a server with tenants. Raises `ScrapeError`.
+    """
     url = endpoint if endpoint.startswith(("http://", "https://")) else f"http://{endpoint}"
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=timeout_s) as answer:  # noqa: S310
+        context = ssl.create_default_context(cafile=ca or None) if url.startswith("https://") else None
+        page = urllib.request.Request(f"{url.rstrip('/')}/metrics")  # noqa: S310
+        for header in token.metadata() if token is not None else ():
+            if context is None and not is_local(url.removeprefix("http://").rstrip("/")):
+                raise ScrapeError(f"{endpoint}: a token is sent by https:// or within this host only")
+            page.add_unredirected_header(*header)
+        with urllib.request.urlopen(page, timeout=timeout_s, context=context) as answer:  # noqa: S310
             text = answer.read(MAX_SCRAPE_BYTES).decode()
         samples: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
         for family in text_string_to_metric_families(text):

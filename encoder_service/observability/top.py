@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from encoder_contract.credentials import Token
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_service.observability.metrics import STAGES
 from encoder_service.observability.scrape import Scrape, ScrapeError, Window, quantile, scrape
@@ -33,8 +34,11 @@ class Replica:
 class Top:
     """Scrapes the endpoints concurrently, and draws what changed since the last frame."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], ca: str = "", token: Token | None = None) -> None:
+        """`ca` is for endpoints that begin with https://, `token` for servers with tenants, as for `scrape`."""
         self._endpoints = endpoints
+        self._ca = ca
+        self._token = token
         self._before: dict[str, Scrape] = {}
 
     async def look(self) -> list[Replica]:
@@ -43,7 +47,7 @@ class Top:
 
     async def _look(self, endpoint: str) -> Replica:
         try:
-            now = await asyncio.to_thread(scrape, endpoint)
+            now = await asyncio.to_thread(scrape, endpoint, ca=self._ca, token=self._token)
         except ScrapeError as error:
             self._before.pop(endpoint, None)
             return Replica(endpoint, None, str(error).removeprefix(f"{endpoint}: "))
@@ -191,9 +195,20 @@ def _bar(share: float, width: int = 20) -> Text:
     return Text("█" * full + "░" * (width - full), style="yellow" if share > 0.95 else "green")
 
 
-async def run(endpoints: Sequence[str], *, interval_s: float, once: bool, console: Console) -> int:
-    """Draw frames until interrupted, or with `once` one frame over each replica's lifetime; 1 if none answers."""
-    top = Top(endpoints)
+async def run(
+    endpoints: Sequence[str],
+    *,
+    interval_s: float,
+    once: bool,
+    console: Console,
+    tls_ca: str = "",
+    token_file: str = "",
+) -> int:
+    """Draw frames until interrupted, or with `once` one frame over each replica's lifetime; 1 if none answers.
+
+    Raises `ValueError` for a token that cannot be read.
+    """
+    top = Top(endpoints, tls_ca, Token(token_file))
     replicas = await top.look()
     if once and not any(replica.window for replica in replicas):
         for replica in replicas:

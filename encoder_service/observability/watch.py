@@ -1,11 +1,25 @@
 """Monitoring of a running server: its event loop lag, and the HTTP port if one is configured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
+from encoder_contract.certificates import Certificates
 from encoder_service.config import ConfigError, flag
-from encoder_service.observability.http_port import HttpPort
+from encoder_service.observability.http_port import HttpPort, Readers
 from encoder_service.observability.loop_lag import LoopLag
-from encoder_service.observability.metrics import Metrics, Read
+from encoder_service.observability.metrics import Metrics
+from encoder_service.observability.readings import Reading
+
+
+class Monitored(Protocol):
+    """The server, as its monitoring sees it. Both are read on any thread."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether new calls are refused."""
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield the state of the components at this moment."""
 
 
 class Watch:
@@ -15,15 +29,16 @@ class Watch:
         self,
         listen: str,
         metrics: Metrics,
-        read: Read,
+        server: Monitored,
         *,
         title: str,
         facts: Mapping[str, str],
-        draining: Callable[[], bool],
+        certificates: Certificates | None = None,
+        readers: Readers | None = None,
     ) -> None:
-        """Bind the port, if one is configured. Raises `ConfigError` if it is unavailable."""
+        """Bind the port, if one is configured; see `HttpPort`. Raises `ConfigError` if it is unavailable."""
         self._lag = LoopLag(metrics.loop_lag)
-        metrics.read_from(read)
+        metrics.read_from(server.readings)
         self._port: HttpPort | None = None
         if listen:
             try:
@@ -33,7 +48,9 @@ class Watch:
                     facts=facts,
                     metrics=metrics.wsgi(),
                     last_tick=lambda: self._lag.last_tick,
-                    draining=draining,
+                    draining=lambda: server.draining,
+                    certificates=certificates,
+                    readers=readers,
                 )
             except OSError as error:
                 raise ConfigError(
@@ -41,6 +58,7 @@ class Watch:
                     "port 0 takes a free one"
                 ) from error
         self.endpoint = self._port.endpoint if self._port else ""
+        self.url = f"{'https' if certificates else 'http'}://{self.endpoint}/" if self._port else ""
 
     def start(self) -> None:
         """Start, on the running event loop."""

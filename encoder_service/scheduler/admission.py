@@ -1,4 +1,4 @@
-"""Admission: how much may be queued, by whom, and when a refused caller should retry."""
+"""Admission: how much may be queued, by whom, and when a refused caller should retry, by the measured rate."""
 
 import math
 from dataclasses import dataclass, fields
@@ -11,6 +11,8 @@ from encoder_service.scheduler.task import Amount, Task
 DRAINED_BEFORE_RETRY = 0.25
 MIN_RETRY_MS, MAX_RETRY_MS = 20, 60_000
 UNMEASURED_RETRY_MS = 1_000  # before the first batch no rate is known
+# Seconds of device time after which an old measurement weighs 1/e.
+RATE_MEMORY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +22,10 @@ class Limits:
     images: int
     patches: int
     source_bytes: int
-    # Claims cost memory but no device time, so joining is free until here.
+    # Claims cost memory but no device time, so joining a queued image is free up to this number.
     claims: int
-    # What a single client may fill of each of these; with several clients, each may hold share / (1 - share)
-    # times what is still free: greedy clients converge to equal shares, and a part stays free.
+    # The share of each limit that a single client may fill. With several clients, each may hold share / (1 - share)
+    # times what is still free: greedy clients converge to equal shares, and some space stays free.
     client_share: float = 0.75
     # How long the queue may take to drain at the measured rate: bounds waiting on any hardware. An empty queue
     # accepts any image.
@@ -36,12 +38,32 @@ class Limits:
             raise ValueError(f"client_share must lie between 0 and 1, and is {self.client_share}")
 
 
+class Rate:
+    """The rate of the device: an exponentially weighted mean of patches per second of encoding."""
+
+    def __init__(self) -> None:
+        self._patches = 0.0
+        self._seconds = 0.0
+
+    def add(self, patches: int, seconds: float) -> None:
+        """Count a batch: its patches and the seconds the device was busy with it."""
+        fade = math.exp(-seconds / RATE_MEMORY_S)
+        self._patches = self._patches * fade + patches
+        self._seconds = self._seconds * fade + seconds
+
+    @property
+    def patches_per_s(self) -> float:
+        """Patches per second of device time; 0 before anything was measured."""
+        return self._patches / self._seconds if self._seconds else 0.0
+
+
 class Admission:
     """Counts what is queued, in total and by client, and refuses what would exceed a limit or a share."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.held = Amount()
+        self.rate = Rate()
         self._clients: dict[str, Amount] = {}
 
     @property
@@ -49,16 +71,16 @@ class Admission:
         """Number of clients with queued tasks."""
         return len(self._clients)
 
-    def admit(self, task: Task, patches_per_s: float) -> None:
+    def admit(self, task: Task) -> None:
         """Count a new task. Raises `OverloadedError`, and `ImageLimitError` for one that can never fit."""
         asked = Amount()
         asked.add(task)
-        self.check(task.client_id, asked, patches_per_s)
+        self.check(task.client_id, asked)
         self.held.add(task)
         self._clients.setdefault(task.client_id, Amount()).add(task)
 
-    def check(self, client_id: str, asked: Amount, patches_per_s: float) -> None:
-        """Raise what `admit` would for `asked` more work of a client; count nothing."""
+    def check(self, client_id: str, asked: Amount) -> None:
+        """Raise what `admit` would raise for `asked` more work of a client, without counting it."""
         mine = self._clients.get(client_id, Amount())
         for name in (field.name for field in fields(Amount)):
             limit, want = getattr(self.limits, name), getattr(asked, name)
@@ -66,20 +88,21 @@ class Admission:
             if want > limit:
                 raise ImageLimitError(f"the image has {want} {name}, and the whole queue holds {limit}")
             if want > free:
-                raise self.refusal(f"the queue is full: {limit} {name}", patches_per_s)
+                raise self.refusal(f"the queue is full: {limit} {name}")
             if mine.images and getattr(mine, name) + want > self._share(free - want):
-                raise self.refusal(f"this client's share of the queue is full ({name})", patches_per_s)
+                raise self.refusal(f"this client's share of the queue is full ({name})")
         patches = self.held.patches + asked.patches
-        if self.held.images and patches_per_s and patches / patches_per_s > self.limits.seconds:
-            raise self.refusal(f"the queue would take longer than {self.limits.seconds:g} s", patches_per_s)
+        rate = self.rate.patches_per_s
+        if self.held.images and rate and patches / rate > self.limits.seconds:
+            raise self.refusal(f"the queue would take longer than {self.limits.seconds:g} s")
 
-    def check_claim(self, mine: int, held: int, patches_per_s: float) -> None:
+    def check_claim(self, mine: int, held: int) -> None:
         """Raise `OverloadedError` unless a client with `mine` of the `held` claims may have one more."""
         free = self.limits.claims - held
         if free < 1:
-            raise self.refusal("too many callers are waiting", patches_per_s)
+            raise self.refusal("too many callers are waiting")
         if mine and mine + 1 > self._share(free - 1):
-            raise self.refusal("this client waits for too many images", patches_per_s)
+            raise self.refusal("this client waits for too many images")
 
     def release(self, task: Task) -> None:
         """Undo `admit`."""
@@ -89,11 +112,11 @@ class Admission:
         if not mine.images:
             del self._clients[task.client_id]
 
-    def refusal(self, message: str, patches_per_s: float) -> OverloadedError:
+    def refusal(self, message: str) -> OverloadedError:
         """Return the error for a refused caller; its retry hint is the time in which enough of the queue drains."""
         hint = float(UNMEASURED_RETRY_MS)
-        if patches_per_s:
-            hint = 1000 * DRAINED_BEFORE_RETRY * self.held.patches / patches_per_s
+        if rate := self.rate.patches_per_s:
+            hint = 1000 * DRAINED_BEFORE_RETRY * self.held.patches / rate
         return OverloadedError(message, retry_after_ms=round(min(max(hint, MIN_RETRY_MS), MAX_RETRY_MS)))
 
     def _share(self, free: int) -> int:

@@ -76,7 +76,13 @@ class Order:
         if not self._tops:
             return None
         claim = self._tops[0][4].entries[0][2]
-        return claim.work
+        return claim.task
+
+    def comes_before(self, other: "Order", now: float) -> bool:
+        """Whether the first task here ranks before the first of `other`; neither is empty."""
+        self.first(now)
+        other.first(now)
+        return self._tops[0][:4] < other._tops[0][:4]
 
     def _place(self, line: Line) -> None:
         """Reposition a line by its request's key and its first claim; remove it when empty."""

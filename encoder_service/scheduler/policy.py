@@ -1,4 +1,4 @@
-"""Policies: which of the images that could be worked on comes first. The server uses `LEAST_WORK_LEFT`."""
+"""The policy: which of the images that could be worked on next comes first. The server uses `LEAST_WORK_LEFT`."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from encoder_service.scheduler.task import MAX_PRIORITY, Claim, Request
 STRETCH = 15
 
 SPECULATIVE_LANE = 64  # lanes below are demanded: two (blocking, ahead of need) for each of 17 priorities
+LAST_LANE = 2 * SPECULATIVE_LANE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,3 @@ def least_work_left(stretch: float = STRETCH) -> Policy:
 
 
 LEAST_WORK_LEFT = least_work_left()
-
-# Other policies, for the simulator to compare with.
-FIRST_COME = Policy("first-come", request_key=lambda request: request.number, claim_key=_chunk)
-EARLIEST_NEED = Policy(
-    "earliest-need",
-    request_key=lambda _: 0,
-    claim_key=lambda claim: claim.needed_at if claim.needed_at is not None else float("-inf"),
-)
-CHUNK_FIRST = Policy("chunk-first", request_key=lambda _: 0, claim_key=_chunk)
-
-POLICIES = (FIRST_COME, EARLIEST_NEED, CHUNK_FIRST, LEAST_WORK_LEFT)

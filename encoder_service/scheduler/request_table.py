@@ -3,7 +3,7 @@
 from collections import Counter
 
 from encoder_service.scheduler.order import Order
-from encoder_service.scheduler.policy import Policy
+from encoder_service.scheduler.policy import LAST_LANE, Policy
 from encoder_service.scheduler.task import Amount, Claim, Request, State, Task
 
 # The scale of a request is twice the mean over about this many recently ended requests: enough that one large
@@ -15,10 +15,11 @@ class RequestTable:
     """Keeps the relations between tasks, claims and requests, and the counts over them, consistent.
 
     `clock_patches` is the work clock: patches handed to the device so far. Requests age by it, so ageing
-    needs no rate, and stops when nothing is encoded.
+    needs no measured rate and stops while nothing is encoded.
     """
 
     def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self.orders = {state: Order(policy) for state in (State.WAITING, State.APART, State.PREPARED)}
         self.tasks: dict[bytes, Task] = {}
         self.requests: dict[str, Request] = {}
@@ -46,9 +47,9 @@ class RequestTable:
 
     def attach(self, claim: Claim, task: Task, now: float) -> None:
         """Attach a claim to a task."""
-        assert claim.work is None, "a claim is attached once"
+        assert claim.task is None, "a claim is attached once"
         self._numbers += 1
-        claim.number, claim.work = self._numbers, task
+        claim.number, claim.task = self._numbers, task
         request = self.requests.get(claim.request_id)
         if request is None:
             request = self.requests[claim.request_id] = Request(claim.request_id, claim.number)
@@ -68,7 +69,7 @@ class RequestTable:
 
     def detach(self, claim: Claim) -> None:
         """End a claim; its request is removed with its last claim."""
-        task, request = claim.work, claim.request
+        task, request = claim.task, claim.request
         assert task is not None
         assert request is not None
         if claim.lane is not None:
@@ -76,7 +77,7 @@ class RequestTable:
         del task.claims[claim]
         self._count_demand(task, claim, -1)
         self._count_claim(claim, -1)
-        claim.work = claim.request = None
+        claim.task = claim.request = None
         request.tasks[task] -= 1
         if request.tasks[task]:
             return
@@ -103,6 +104,10 @@ class RequestTable:
         for claim in task.claims:
             if claim.lane is not None:
                 self.orders[task.state].remove(claim)
+
+    def lane(self, task: Task, now: float) -> int:
+        """Return the class of a task: that of its best claim; without claims, the last."""
+        return min((self._policy.lane(claim, now) for claim in task.claims), default=LAST_LANE)
 
     def ahead(self, *, demanded: bool) -> Amount:
         """Return the amount decoded or being decoded that is not in a batch yet."""

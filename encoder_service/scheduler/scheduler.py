@@ -3,12 +3,11 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from encoder_service.scheduler.admission import Admission, Limits
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Policy
-from encoder_service.scheduler.rate import Rate
 from encoder_service.scheduler.request_table import RequestTable
+from encoder_service.scheduler.snapshot import Snapshot
 from encoder_service.scheduler.task import Amount, Claim, State, Task
 
 # A speculative batch takes at most this share of the budget: it bounds how long a demanded image waits for
@@ -16,19 +15,6 @@ from encoder_service.scheduler.task import Amount, Claim, State, Task
 SPECULATIVE_BUDGET_SHARE = 0.25
 
 Batch = Sequence[Task]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The queue at one moment, for metrics: images and patches by state and class, and the totals."""
-
-    images: dict[tuple[State, bool], int]  # (state, demanded) -> images
-    patches: dict[tuple[State, bool], int]
-    source_bytes: int
-    requests: int
-    claims: int
-    clients: int
-    patches_per_s: float
 
 
 class Scheduler:
@@ -55,7 +41,6 @@ class Scheduler:
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
-        self._rate = Rate()
         self._table = RequestTable(policy)
         self._split: deque[list[Task]] = deque()
 
@@ -82,19 +67,19 @@ class Scheduler:
             return False
         state = State.APART if apart else State.WAITING
         task = Task(address, patches, source_bytes, claim.client_id, source_pixels, state)
-        self._admission.admit(task, self._rate.patches_per_s)
+        self._admission.admit(task)
         self._table.open(task)
         self._table.attach(claim, task, now)
         return True
 
     def check_room(self, client_id: str, patches: int) -> None:
         """Raise what `admit` would for a new image of `patches`, before its bytes are requested."""
-        self._admission.check(client_id, Amount(1, patches), self._rate.patches_per_s)
+        self._admission.check(client_id, Amount(1, patches))
 
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
         """Attach a claim to an existing task; return False if there is none. Raises `OverloadedError`."""
         mine = self._table.claims_by[claim.client_id]
-        self._admission.check_claim(mine, self._table.claims, self._rate.patches_per_s)
+        self._admission.check_claim(mine, self._table.claims)
         task = self._table.tasks.get(address)
         if task is None:
             return False
@@ -106,7 +91,7 @@ class Scheduler:
 
         A task that is being encoded continues. Withdrawing a claim whose task has ended does nothing.
         """
-        task = claim.work
+        task = claim.task
         if task is None:
             return None
         self._table.detach(claim)
@@ -128,7 +113,7 @@ class Scheduler:
         patches = pixels = 0
         while len(taken) < max_images:
             task = self._table.orders[State.WAITING].first(now)
-            if task is None or not self._has_room_ahead(task):
+            if task is None or not self._has_room_ahead(task, now):
                 break
             patches, pixels = patches + task.patches, pixels + task.source_pixels
             if taken and (patches > max_patches or pixels > max_pixels):
@@ -140,7 +125,7 @@ class Scheduler:
     def next_apart(self, now: float, max_pixels: float) -> list[Task]:
         """Take the next task to decode by itself, of at most `max_pixels`, within the bounds on decoding ahead."""
         task = self._table.orders[State.APART].first(now)
-        if task is None or task.source_pixels > max_pixels or not self._has_room_ahead(task):
+        if task is None or task.source_pixels > max_pixels or not self._has_room_ahead(task, now):
             return []
         self._table.move(task, State.PREPARING, now)
         return [task]
@@ -171,9 +156,21 @@ class Scheduler:
                 return self._start(half, now)
         return self._start(self._choose(now, budget_patches), now)
 
+    def next_overtaking(self, batch: Batch, now: float, most_patches: int) -> list[Task]:
+        """Take the first task if it may be encoded in the middle of `batch`; return it, or nothing.
+
+        It is demanded, has at most `most_patches`, and is in no lower class than the batch.
+        """
+        first = self._table.orders[State.PREPARED].first(now)
+        if first is None or not first.demanded or first.patches > most_patches:
+            return []
+        if self._table.lane(first, now) > min(self._table.lane(task, now) for task in batch):
+            return []
+        return self._start([first], now)
+
     def done(self, batch: Batch, seconds: float) -> None:
         """Report that a batch is encoded, and how long the device was busy with it."""
-        self._rate.add(sum(task.patches for task in batch), seconds)
+        self._admission.rate.add(sum(task.patches for task in batch), seconds)
         for task in batch:
             assert task.state is State.ENCODING, task
             self._forget(task)
@@ -201,7 +198,7 @@ class Scheduler:
         return self._end(task for task in tasks if task not in wanted)
 
     def drop(self, task: Task) -> None:
-        """Drop a task that no longer needs encoding: it could not be decoded, or its rows came from a peer."""
+        """Drop a task that failed before it was encoded. One that is gone already is left alone."""
         if task.state is not State.GONE:
             self._forget(task)
 
@@ -213,7 +210,7 @@ class Scheduler:
     @property
     def patches_per_s(self) -> float:
         """The measured rate of the device; 0 before the first batch."""
-        return self._rate.patches_per_s
+        return self._admission.rate.patches_per_s
 
     @property
     def waiting_images(self) -> int:
@@ -231,7 +228,7 @@ class Scheduler:
             requests=len(self._table.requests),
             claims=self._table.claims,
             clients=self._admission.clients,
-            patches_per_s=self._rate.patches_per_s,
+            patches_per_s=self.patches_per_s,
         )
 
     # Internals
@@ -270,15 +267,25 @@ class Scheduler:
             self._forget(task)
         return ended
 
-    def _has_room_ahead(self, task: Task) -> bool:
-        """Whether decoding `task` now keeps what is decoded ahead within its bounds."""
+    def _has_room_ahead(self, task: Task, now: float) -> bool:
+        """Whether decoding `task`, the first of its stage, now keeps what is decoded ahead within its bounds.
+
+        They double for a demanded task beside guesses, and for one that will be the next in the ViT.
+        """
         demanded, guessed = self._table.ahead(demanded=True), self._table.ahead(demanded=False)
         images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches
         if images == 0:
             return True
         if not task.demanded:
             return self._fits(images, patches, task, 1)
-        return self._fits(demanded.images, demanded.patches, task, 1) and self._fits(images, patches, task, 2)
+        if not self._fits(images, patches, task, 2):
+            return False
+        return self._fits(demanded.images, demanded.patches, task, 1) or self._is_next(task, now)
+
+    def _is_next(self, task: Task, now: float) -> bool:
+        orders = self._table.orders
+        prepared = orders[State.PREPARED]
+        return prepared.first(now) is not None and orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:
         most = self._max_ahead

@@ -41,7 +41,7 @@ class Shares:
         self._holders.update(dict.fromkeys(holders, amount))
 
     def give_back(self, holders: Collection[str], amount: int = 1) -> None:
-        """Undo a `take`, or part of one."""
+        """Undo a `take`, wholly or in part."""
         self.held -= amount
         for holder in set(holders):
             self._holders[holder] -= amount

@@ -9,9 +9,9 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """The state of a task. It only moves down this list, except that SPLIT goes back to ENCODING.
+    """The state of a task. It moves down this list, with two exceptions: SPLIT to ENCODING, and PREPARING to APART.
 
-    A task that the batch decoder does not take is APART instead of WAITING; one that fails there becomes APART.
+    A task that the batch decoder does not accept begins as APART, not WAITING; one that fails there becomes APART.
     """
 
     WAITING = "waiting"  # its bytes are held, but not decoded
@@ -56,12 +56,11 @@ class Claim:
     chunk: int = 0
     needed_at: float | None = None
     demanded: bool = False
-    work: Task | None = field(default=None, init=False)
+    task: Task | None = field(default=None, init=False)
     request: Request | None = field(default=None, init=False, repr=False)
     number: int = field(default=0, init=False)  # order of attachment, unique: the last tie-breaker
-    lane: int | None = field(
-        default=None, init=False, repr=False
-    )  # its lane in its order; None: it is in no order
+    # Its lane in its order; None: it is in no order.
+    lane: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert MIN_PRIORITY <= self.priority <= MAX_PRIORITY, self.priority
@@ -83,9 +82,8 @@ class Request:
     scale: float = 0.0
     left_patches: int = 0
     named_patches: int = 0  # of all images it ever named here
-    tasks: dict[Task, int] = field(
-        default_factory=dict, repr=False
-    )  # outstanding task -> number of claims on it
+    # Outstanding task -> number of claims on it.
+    tasks: dict[Task, int] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)

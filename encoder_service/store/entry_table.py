@@ -140,14 +140,22 @@ class EntryTable:
         """Copy the embedding's bytes into its reserved pages and make it visible; it stays pinned once."""
         try:
             copy_bytes(entry.tier.pieces(entry), sources)
-        except BaseException:
-            with self._turn:
-                entry.tier.abandon(entry)
-                self._turn.notify_all()
+        except BaseException:  # whatever it is: pages that stay reserved are lost
+            self.abandon(entry)
             raise
+        self.commit(entry)
+        return entry
+
+    def commit(self, entry: Entry) -> None:
+        """Make a reserved entry visible whose bytes are written; it stays pinned once."""
         with self._turn:
             entry.tier.commit(entry)
-        return entry
+
+    def abandon(self, entry: Entry) -> None:
+        """Free the pages of a reserved entry whose bytes will not be complete."""
+        with self._turn:
+            entry.tier.abandon(entry)
+            self._turn.notify_all()
 
     def copy(self, entry: Entry, tier: Tier, deadline: float) -> Entry:
         """Return a pinned copy of a pinned entry in another tier, made now if there is none."""

@@ -5,26 +5,24 @@ Layout, in bytes; a client needs only the first field and a handle:
     0      16  random id of this segment
     16      8  b"ENCROWS1"
     4096    8n generation of the entry that begins at this page, 0 for none: uint64, little-endian, per page
+    then    8m the same of the device tier's pages, which lie elsewhere
     then       n pages of rows, from a multiple of 4096
 
-The owner holds an exclusive `flock` on the file while it runs. The kernel drops the lock however the owner ends, so a
-file that can be locked has no owner and is removed at the next start. Process ids would not work between containers
-that share a folder.
+It belongs to the server while that runs; the next one that starts removes those whose owners have ended.
 """
 
 import ctypes
-import fcntl
 import logging
 import mmap
 import os
 import secrets
-import stat
 import threading
 import time
 from pathlib import Path
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
-from encoder_contract.segment_file import MAGIC
+from encoder_contract.owned_file import create_owned, remove_ownerless
+from encoder_contract.segment_file import CALLERS_PREFIX, MAGIC
 from encoder_service.store.capacity import GIB, StoreSizeError, check_host
 
 log = logging.getLogger(__name__)
@@ -37,31 +35,33 @@ _PREFAULT_BYTES = 32 << 20  # a slice takes ~0.1 s at worst; closing waits for o
 
 
 class Segment:
-    """A file of `pages` pages that exists from construction to `close`, or until this process ends."""
+    """A file of `pages` pages, from construction to `close`; if the process dies before, the next server removes it."""
 
-    def __init__(self, folder: Path, pages: int, page_bytes: int) -> None:
+    def __init__(self, folder: Path, pages: int, page_bytes: int, device_pages: int = 0) -> None:
         """Create, reserve and map the file. Raises `StoreSizeError` if the folder or memory cannot hold it."""
-        self.data_offset = _round_up(_HEADER_BYTES + pages * GENERATION_BYTES)
+        slots = pages + device_pages
+        self.data_offset = _round_up(_HEADER_BYTES + slots * GENERATION_BYTES)
         self.size_bytes = self.data_offset + pages * page_bytes
         _sweep(folder)
         check_host(folder, self.size_bytes)
-        self.path, self._file = _create(folder)
+        self.path, self._file = create_owned(folder, _PREFIX)
         try:
             self._reserve()
             self._map = mmap.mmap(self._file, self.size_bytes)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: its file would outlive the process
             self.close()
             raise
         self.segment_id = secrets.token_bytes(SEGMENT_ID_BYTES)
         self._map[: SEGMENT_ID_BYTES + len(MAGIC)] = self.segment_id + MAGIC
         self.view = memoryview(self._map)
-        self.generations = self.view[_HEADER_BYTES:][: pages * GENERATION_BYTES].cast("Q")
+        generations = self.view[_HEADER_BYTES:][: slots * GENERATION_BYTES].cast("Q")
+        self.generations, self.device_generations = generations[:pages], generations[pages:]
         self._closed = threading.Event()
 
-    @staticmethod
-    def generation_offset(page: int) -> int:
-        """Return the file offset of the generation of the entry that begins at `page`."""
-        return _HEADER_BYTES + page * GENERATION_BYTES
+    def generation_offset(self, page: int, *, on_device: bool = False) -> int:
+        """Return the file offset of the generation of the entry that begins at `page` of a tier."""
+        slot = page + len(self.generations) if on_device else page
+        return _HEADER_BYTES + slot * GENERATION_BYTES
 
     def prefault(self) -> None:
         """Touch every page, so that later copies cause no page faults: takes seconds per GiB; run it in a thread."""
@@ -102,37 +102,11 @@ class Segment:
             ) from error
 
 
-def _create(folder: Path) -> tuple[Path, int]:
-    """Create a file that only this user can open, and lock it; retry if a starting server removed it first."""
-    while True:
-        path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}.rows"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_nlink:
-                return path, file
-        except BlockingIOError:
-            pass
-        os.close(file)
-
-
 def _sweep(folder: Path) -> None:
-    """Remove the segments in `folder` whose owners have ended, so that a crash does not leak memory."""
-    for path in folder.glob(f"{_PREFIX}*.rows"):
-        try:
-            # The folder may hold anything: opening a FIFO without O_NONBLOCK would block until it has a writer.
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue  # belongs to another user, or was removed
-        try:
-            if stat.S_ISREG(os.fstat(file).st_mode):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-                log.warning("store: removed %s, which a dead process left behind", path)
-        except OSError:
-            pass  # its owner is running
-        finally:
-            os.close(file)
+    """Remove what dead servers left behind, and callers that were killed while they opened a Put call."""
+    for prefix in (_PREFIX, CALLERS_PREFIX):
+        for path in remove_ownerless(folder, prefix):
+            log.warning("store: removed %s, which a dead process left behind", path)
 
 
 def _round_up(size_bytes: int) -> int:

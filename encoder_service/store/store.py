@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError
 from encoder_service.store import pinned
 from encoder_service.store.capacity import GIB, StoreSizeError, device_error
 from encoder_service.store.entry_table import EntryTable
+from encoder_service.store.incoming import Incoming
 from encoder_service.store.pin import Pin
 from encoder_service.store.segment import Segment
 from encoder_service.store.stats import EntryStats, StoreStats, TierStats
@@ -41,51 +43,59 @@ class Store:
         segment_dir: str = "/dev/shm",  # noqa: S108 - memory on every Linux; the segment is created safely
         wait_s: float = 2.0,
         on_evict: Callable[[bytes, TierName], None] | None = None,
-        promotes: bool = False,
         prefault: bool = False,
     ) -> None:
         """Allocate all memory now. Raises `StoreSizeError`, which names the setting to change, if that fails.
 
         A row is `width` elements of `dtype`. A writer waits up to `wait_s` while everything is pinned. `on_evict`
         is called with each (address, tier) that was dropped, without the lock, on the thread that dropped it;
-        the address may still be in the other tier, or be held again: ask `contains`. With `promotes`, frequent
-        hits copy embeddings to the device tier; set it if rows are read there. `prefault` touches the host tier's
-        pages in the background.
+        the address may still be in the other tier, or be held again: ask `contains`. `prefault` touches the host
+        tier's pages in the background.
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
         self.layout = Layout(row_bytes, max(1, PAGE_BYTES // row_bytes))
         self._wait_s = wait_s
-        self._promotes = promotes
+        self._device_name = device
         self._closed = threading.Event()
-        self._device = (
-            Tier("device", _allocate(device, self._whole_pages(device_bytes, "device")), self.layout)
-            if device_bytes
-            else None
-        )
+        on_device = _allocate(device, self._whole_pages(device_bytes, "device")) if device_bytes else None
         self.segment = Segment(
             Path(segment_dir),
             self._whole_pages(host_bytes, "host") // self.layout.page_bytes,
             self.layout.page_bytes,
+            device_bytes // self.layout.page_bytes,
         )
         memory = torch.frombuffer(self.segment.view[self.segment.data_offset :], dtype=torch.uint8)
         self._host = Tier("host", memory, self.layout, self.segment.generations)
+        self._device = None
+        if on_device is not None:
+            flat = _tensor_over(on_device, device)
+            self._device = Tier("device", flat, self.layout, self.segment.device_generations, on_device.name)
         self._table = EntryTable(
             [self._host] if self._device is None else [self._host, self._device], on_evict
         )
         self._migrator = None if self._device is None else TierMigrator(self._table, self._device, self._host)
-        self._registered = device.startswith("cuda") and pinned.register(memory)
+        self._registered = device.startswith("cuda") and pinned.register(memory, device)
         if prefault and not self._registered:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
 
     def pin(self, address: bytes) -> Pin | None:
         """Return a pin on the embedding, on its host copy if there is one; None if it is not held."""
         entry = self._table.lookup(address)
-        if entry is None:
-            return None
-        if self._promotes and self._migrator is not None:
-            self._migrator.note_hit(entry)
-        return Pin(self._table, self.segment, entry)
+        return None if entry is None else Pin(self._table, self.segment, entry)
+
+    def to_device(self, pin: Pin) -> None:
+        """Move a pin to the device tier's copy for someone who reads there; if there is none, it stays as it is.
+
+        What such readers find on the host again and again is copied to the device. Takes microseconds; for one thread.
+        """
+        if self._device is not None and self._migrator is not None and not pin.move_to(self._device):
+            self._migrator.wanted(pin.entry)
+
+    @property
+    def has_device(self) -> bool:
+        """Whether there is a device tier."""
+        return self._device is not None
 
     def put(self, address: bytes, rows: Tensor, grid: Grid) -> Pin:
         """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
@@ -113,14 +123,34 @@ class Store:
         finally:
             table.unclaim(address)
 
-    def set_aside(self, tokens: Sequence[int]) -> int:
+    def receive(self, address: bytes, tokens: int, grid: Grid) -> Incoming | None:
+        """Return where to write rows that arrive piece by piece, in the host tier; None if they are held.
+
+        Takes microseconds: call it from an event loop. Raises `OverloadedError` at once if everything is pinned or
+        another thread is writing the address, and `ImageLimitError` for an embedding larger than the host tier.
+        """
+        self._check_size(tokens)
+        table, now = self._table, time.monotonic()
+        if (held := table.claim(address, table.tiers, now)) is not None:
+            table.unpin(held)
+            return None
+        try:
+            entry = table.reserve(self._host, address, tokens, grid, now)
+        except BaseException:  # whatever it is: an address that stays claimed can never be put
+            table.unclaim(address)
+            raise
+        return Incoming(table, self.segment, entry)
+
+    def set_aside(self, tokens: Sequence[int], *, wait: bool = True) -> int:
         """Reserve space for embeddings about to be computed; return how many of them, from the first on, fit.
 
-        Waits while too much is pinned for the first. Raises what `put` would, before rows are computed that could not
-        be stored. Call `give_back` once for each embedding reserved, after `put` or instead of it.
+        May `wait` while too much is pinned for the first. Raises what `put` would, before rows are computed that could
+        not be stored. Call `give_back` once for each embedding reserved, after `put` or instead of it.
         """
         self._check_size(tokens[0])
-        return self._table.promise([self.layout.pages(count) for count in tokens], self._wait_s)
+        return self._table.promise(
+            [self.layout.pages(count) for count in tokens], self._wait_s if wait else 0.0
+        )
 
     def give_back(self, tokens: int) -> None:
         """Undo `set_aside` for one embedding."""
@@ -176,7 +206,7 @@ class Store:
             return
         self._closed.set()
         if self._registered:
-            pinned.unregister(self._host.memory)
+            pinned.unregister(self._host.memory, self._device_name)
         self.segment.close()
 
     def _check_size(self, tokens: int) -> None:
@@ -197,11 +227,18 @@ class Store:
         return size_bytes
 
 
-def _allocate(device: str, size_bytes: int) -> Tensor:
+def _allocate(device: str, size_bytes: int) -> DeviceMemory:
     try:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # the base of torch's out-of-memory errors on any device
-        raise device_error(device, size_bytes, str(error).splitlines()[0]) from error
+        return allocate(device, size_bytes)
+    except DeviceMemoryError as error:
+        raise device_error(device, size_bytes, str(error)) from error
+
+
+def _tensor_over(memory: DeviceMemory, device: str) -> Tensor:
+    content = memory.content
+    if isinstance(content, memoryview):
+        return torch.frombuffer(content, dtype=torch.uint8)
+    return torch.as_tensor(content, device=device)
 
 
 def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:

@@ -10,16 +10,16 @@ from encoder_service.store.tiers import Entry, Tier
 
 LOW_WATER = 0.1
 """Share of the device tier kept free: a new embedding that does not fit there goes to the host tier."""
-PROMOTE_HITS = 3
-"""An embedding is copied to the device tier at every third hit on its host copy."""
+PROMOTE_READERS = 3
+"""An embedding is copied to the device tier for every third reader who would read it there and found it on the host."""
 _SUGGESTIONS = 64
-"""Pending promotions kept; those that overflow are suggested again by later hits."""
+"""Pending promotions kept; those that overflow are suggested again by later readers."""
 _NAP_S = 0.02
 """Pause when nothing is due: far shorter than the time in which encoding fills the share kept free."""
 
 
 class TierMigrator:
-    """Demotion (device to host, then off the device); promotion (host to device, on both) of what `note_hit` names."""
+    """Demotion (device to host, then off the device); promotion (host to device, on both) of what `wanted` names."""
 
     def __init__(self, table: EntryTable, device: Tier, host: Tier) -> None:
         """Move between these two tiers of `table`."""
@@ -31,9 +31,10 @@ class TierMigrator:
         self._low_pages = max(1, int(device.arena.pages * LOW_WATER))
         self._suggested: deque[bytes] = deque(maxlen=_SUGGESTIONS)
 
-    def note_hit(self, entry: Entry) -> None:
-        """Consider the embedding for promotion: microseconds, from any thread."""
-        if entry.tier is self._host and entry.hits % PROMOTE_HITS == 0:
+    def wanted(self, entry: Entry) -> None:
+        """Count a reader of a host copy who would read on the device: microseconds, from one thread."""
+        entry.device_readers += 1
+        if entry.device_readers % PROMOTE_READERS == 0:
             self._suggested.append(entry.address)
 
     def run(self, closed: threading.Event) -> None:

@@ -41,7 +41,18 @@ class Layout(NamedTuple):
 class Entry:
     """One embedding in one tier. `pins` counts its readers, and its writer until it is complete."""
 
-    __slots__ = ("address", "checksum", "generation", "grid", "hits", "pins", "runs", "tier", "tokens")
+    __slots__ = (
+        "address",
+        "checksum",
+        "device_readers",
+        "generation",
+        "grid",
+        "hits",
+        "pins",
+        "runs",
+        "tier",
+        "tokens",
+    )
 
     def __init__(self, tier: "Tier", address: bytes, tokens: int, grid: Grid, runs: tuple[Run, ...]) -> None:
         self.tier = tier
@@ -51,6 +62,7 @@ class Entry:
         self.runs = runs
         self.pins = 1
         self.hits = 0
+        self.device_readers = 0
         self.generation = 0
         self.checksum: int | None = None
 
@@ -79,13 +91,22 @@ class Tier:
     """
 
     def __init__(
-        self, name: TierName, memory: Tensor, layout: Layout, generations: "memoryview[int] | None" = None
+        self,
+        name: TierName,
+        memory: Tensor,
+        layout: Layout,
+        generations: "memoryview[int] | None" = None,
+        shared_as: bytes = b"",
     ) -> None:
-        """Divide `memory` (flat uint8) into pages; `generations` has one item per page, see `Segment`."""
+        """Divide `memory` (flat uint8) into pages; `generations` has one item per page, see `Segment`.
+
+        `shared_as` is the name by which others open the memory, if it is not the segment's.
+        """
         pages = memory.numel() // layout.page_bytes
         self.name = name
         self.memory = memory
         self.layout = layout
+        self.shared_as = shared_as
         self.arena = Arena(pages)
         self.entries: dict[bytes, Entry] = {}
         self.unpinned: LeastRecentlyUsed[Entry] = LeastRecentlyUsed()
@@ -191,4 +212,6 @@ def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
             source = source[count:]
             filled += count
     for device in streams:
-        torch.cuda.current_stream(device).synchronize()
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(device))
+        copied.synchronize()  # takes no core meanwhile, as waiting for the stream would

@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Store
+from encoder_service.transport.caller_segment import CallerSegments
+from encoder_service.transport.device import DeviceSender
 from encoder_service.transport.inline import InlineSender
 from encoder_service.transport.shared_memory import SharedMemorySender
 from encoder_service.transport.transport import Sender
 
 # Best first.
 SENDERS: Mapping[pb.Transport.ValueType, type[Sender]] = {
-    sender.transport: sender for sender in (SharedMemorySender, InlineSender)
+    sender.transport: sender for sender in (DeviceSender, SharedMemorySender, InlineSender)
 }
-READS_DEVICE = any(sender.tier == "device" for sender in SENDERS.values())
 
 
 class Transports:
@@ -24,6 +25,7 @@ class Transports:
 
     def __init__(self, store: Store) -> None:
         self._senders = {transport: sender(store) for transport, sender in SENDERS.items()}
+        self._incoming = CallerSegments(store)
 
     def describe(self, description: pb.DescribeResponse, *, is_local: bool) -> None:
         """Add those that a caller can use, and what it has to know for that."""
@@ -39,8 +41,16 @@ class Transports:
             (sender for sender in wanted if sender.accepts(request)), self._senders[pb.TRANSPORT_INLINE]
         )
 
+    def open_segment(self, opened: pb.PutOpen, *, is_local: bool) -> int | None:
+        """Return the file through which a caller puts rows, open for reading; None: they come inline."""
+        return self._incoming.open(opened) if is_local else None
+
     def _usable(self, *, is_local: bool) -> Iterator[Sender]:
-        return (sender for sender in self._senders.values() if is_local or not sender.is_local)
+        return (
+            sender
+            for sender in self._senders.values()
+            if sender.offered and (is_local or not sender.is_local)
+        )
 
 
-__all__ = ["READS_DEVICE", "SENDERS", "Sender", "Transports"]
+__all__ = ["SENDERS", "Sender", "Transports"]

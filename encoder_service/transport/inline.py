@@ -17,7 +17,6 @@ class InlineSender(Sender):
     transport = pb.TRANSPORT_INLINE
     holds = False
     is_local = False
-    tier = "host"
 
     def __init__(self, store: Store) -> None:
         """Need nothing: pins give the bytes."""

@@ -8,12 +8,11 @@ from encoder_service.transport.transport import Sender
 
 
 class SharedMemorySender(Sender):
-    """Sends handles. A caller shows that it can read the segment, and so is of our user, by its first bytes."""
+    """Sends handles. By the segment's first bytes a caller proves that it can read it, and so runs as our user."""
 
     transport = pb.TRANSPORT_SHM
     holds = True
     is_local = True
-    tier = "host"
 
     def __init__(self, store: Store) -> None:
         """Send handles into the segment of `store`."""

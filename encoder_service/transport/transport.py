@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.store import Pin, Store, TierName
+from encoder_service.store import Pin, Store
 
-# Threads of their own: a copy that waits for room must not keep the loop's from hashing what was uploaded.
+# Threads of their own: a copy that waits for space must not keep the event loop's threads from hashing uploads.
 _copies = ThreadPoolExecutor(8, "to-host")
 
 
@@ -24,8 +24,8 @@ class Sender(ABC):
     the image when `prepare` is called. Whether the rows arrived whole and are still the image's is for the receiver to
     check, by what `prepare` put into the message.
 
-    What is always safe: to end a call at any point, as there is nothing to undo; and to ask for any transport, as who
-    may not use it gets the rows inline. Everything runs on the event loop and must not block it.
+    What is always safe: to end a call at any point, as there is nothing to undo; and to ask for any transport, as a
+    caller that may not use it gets the rows inline. Everything runs on the event loop and must not block it.
     """
 
     transport: ClassVar[pb.Transport.ValueType]
@@ -33,12 +33,15 @@ class Sender(ABC):
     """Whether the caller reads the rows where they are pinned, so that they stay so until the call ends."""
     is_local: ClassVar[bool]
     """Whether it works only within one host."""
-    tier: ClassVar[TierName]
-    """The tier that it reads."""
 
     @abstractmethod
     def __init__(self, store: Store) -> None:
         """Send rows of `store`."""
+
+    @property
+    def offered(self) -> bool:
+        """Whether this server has what the transport needs."""
+        return True
 
     def describe(self, description: pb.DescribeResponse) -> None:  # noqa: B027 - nothing is the default
         """Add what a caller has to know before it can use this transport."""
@@ -48,9 +51,13 @@ class Sender(ABC):
         return True
 
     async def reach(self, pin: Pin) -> None:
-        """Bring the rows to the tier that this transport reads. Raises `OverloadedError` when it is full of pins."""
-        if self.tier == "host" and pin.tier != "host":
+        """Bring the rows to a tier that this transport reads. Raises `OverloadedError` when it is full of pins."""
+        if pin.tier != "host":
             await asyncio.get_running_loop().run_in_executor(_copies, pin.to_host)
+
+    def sent_by(self, pin: Pin) -> pb.Transport.ValueType:  # noqa: ARG002
+        """Return the transport by which these rows leave: this one, or a lesser one that its callers understand."""
+        return self.transport
 
     @abstractmethod
     async def prepare(self, ready: pb.ImageReady, pin: Pin) -> None:

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from encoder_service.vision.families import read_spec
+from encoder_service.vision.fp8 import Precision, full_blocks
 from encoder_service.vision.spec import TowerSpec
 
 # Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
@@ -80,19 +81,31 @@ class VisionTensors:
         return hasher.digest()
 
 
-def model_fingerprint(folder: str | Path) -> bytes:
+def model_fingerprint(folder: str | Path, precision: Precision = "full") -> bytes:
     """32 bytes, BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
+
+    Products of another precision than that of the weights are part of it.
 
     Folders with the same fingerprint give the same rows for the same patches, however they are sharded.
     """
+    return _hash_of_configuration(folder, precision).update(VisionTensors(folder).fingerprint()).digest()
+
+
+def configuration_fingerprint(folder: str | Path) -> bytes:
+    """32 bytes, BLAKE3 over architecture and vision configuration alone: of a server that has no weights."""
+    return _hash_of_configuration(folder).update(b"no weights").digest()
+
+
+def _hash_of_configuration(folder: str | Path, precision: Precision = "full") -> "blake3.blake3":
     spec = read_spec(Path(folder))
     canonical = {
         "arithmetic_version": ARITHMETIC_VERSION,
         "architecture": spec.architecture,
         "vision_config": {slot: getattr(spec, slot) for slot in TowerSpec.__slots__ if slot != "model_type"},
     }
-    hasher = blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
-    return hasher.update(VisionTensors(folder).fingerprint()).digest()
+    if precision != "full":
+        canonical |= {"precision": precision, "full_blocks": full_blocks(spec.depth)}
+    return blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
 class _Header:

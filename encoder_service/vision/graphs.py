@@ -4,13 +4,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from encoder_service.vision.attention import Segments, running_bounds
+from encoder_service.vision.capture import Run
 from encoder_service.vision.layers import Layout
+from encoder_service.vision.segments import Segments, running_bounds
 from encoder_service.vision.spec import TowerSpec
 
 logger = logging.getLogger(__name__)
@@ -20,9 +21,12 @@ logger = logging.getLogger(__name__)
 PATCH_BUDGETS = (256, 512, 768, 1024, 1536, 2048, 3072, 3520, 4096, 4800, 6144, 8160, 14400)
 
 # Padding is computed like any patch: up to this share of a batch it costs less than launching the kernels one by
-# one; under `SMALL_PATCHES` the device waits for launches anyway.
+# one. Under `SMALL_PATCHES` the device waits for launches whatever it pads; above `LARGE_PATCHES` it is busy for
+# longer than an eager forward takes to launch, and padding is only lost time.
 MAX_PADDING_SHARE = 0.25
+MAX_LARGE_PADDING_SHARE = 0.03
 SMALL_PATCHES = 1024
+LARGE_PATCHES = 2048
 
 # A window of Qwen2.5-VL has 64 patches, cut ones at the edges fewer; this leaves room for the cut ones.
 _PATCHES_PER_WINDOW_SLOT = 32
@@ -35,7 +39,10 @@ Forward = Callable[[Sequence[Tensor], Sequence[Layout]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one graph can hold: packed patches, image segments, and patches in the longest segment."""
+    """What one graph can hold: packed patches, image segments, and patches in the longest segment.
+
+    With a single segment it holds one image of exactly so many patches.
+    """
 
     patches: int
     segments: int
@@ -46,21 +53,26 @@ class Budget:
         padding = self.patches - layout.patches
         if padding < 0 or layout.segments.longest > self.longest:
             return False
-        if padding > MAX_PADDING_SHARE * layout.patches and self.patches > SMALL_PATCHES:
+        if self.patches > SMALL_PATCHES and padding > self._largest_share() * layout.patches:
             return False
         return len(layout.segments.lengths) + _pieces(padding, self.longest) <= self.segments
 
+    def _largest_share(self) -> float:
+        return MAX_PADDING_SHARE if self.patches <= LARGE_PATCHES else MAX_LARGE_PADDING_SHARE
+
 
 def budgets(largest: int) -> list[Budget]:
-    """The budgets to capture, smallest first: for each number of patches one for a single image, one for several.
+    """The budgets to capture, smallest first.
 
-    Attention launches work for `segments` × `longest`, most of it empty, so a graph for many images takes small ones
-    only; a batch that fits neither runs eagerly.
+    For each number of patches one for a single image and one for several; where an image is worth attention of its
+    own, one for a single image without padding. Attention launches work for `segments` × `longest`, most of it empty,
+    so a graph for many images takes small ones only; a batch that fits none runs eagerly.
     """
     sizes = [patches for patches in PATCH_BUDGETS if patches <= largest]
+    exact = [Budget(patches, 1, patches) for patches in sizes if patches > LARGE_PATCHES]
     single = [Budget(patches, 2, patches) for patches in sizes]
     several = [Budget(patches, patches // 256 + 4, min(patches, 1024)) for patches in sizes if patches >= 512]
-    return sorted(single + several, key=lambda budget: (budget.patches, budget.segments))
+    return sorted(exact + single + several, key=lambda budget: (budget.patches, budget.segments))
 
 
 def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int) -> list[int]:
@@ -78,25 +90,10 @@ def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int)
 class StaticBatch:
     """The inputs of one graph, of fixed address and size; batches are copied in and padded."""
 
-    def __init__(self, example: Layout, budget: Budget, spec: TowerSpec) -> None:
-        """Make them, filled with padding: black patches without rotation or position, rows in their own order."""
-        device, rows = example.rotary.device, budget.patches // spec.merge_unit
-        rotary, position = example.rotary, example.position
-        windows = None
-        if spec.window:
-            slots = budget.patches // _PATCHES_PER_WINDOW_SLOT + _SPARE_WINDOW_SLOTS
-            windows = _static_segments(budget.patches, spec.window**2, slots, device)
+    def __init__(self, budget: Budget, patches: Tensor, layout: Layout) -> None:
         self.budget = budget
-        self.patches = torch.zeros(budget.patches, spec.patch_values, dtype=torch.uint8, device=device)
-        self.layout = replace(
-            example,
-            rotary=rotary.new_ones(budget.patches, *rotary.shape[1:]),
-            position=None if position is None else position.new_zeros(budget.patches, spec.embed),
-            segments=_static_segments(budget.patches, budget.longest, budget.segments, device),
-            windows=windows,
-            order=None if example.order is None else torch.arange(rows, device=device),
-            inverse=None if example.inverse is None else torch.arange(rows, device=device),
-        )
+        self.patches = patches
+        self.layout = layout
 
     def fits(self, layout: Layout) -> bool:
         """Whether a batch of this layout fits, its windows included, without too much padding."""
@@ -106,75 +103,153 @@ class StaticBatch:
         needed = len(windows.lengths) + _pieces(self.budget.patches - layout.patches, static.longest)
         return needed < len(static.bounds)
 
+    def fill_with_padding(self) -> None:
+        """Make all of it padding."""
+        self.patches.zero_()
+        for order in (self.layout.order, self.layout.inverse):
+            if order is not None:
+                torch.arange(len(order), out=order)
+        for static in (self.layout.segments, self.layout.windows):
+            if static is not None:
+                self._load_bounds(static, ())
+
     def load(self, patches: Sequence[Tensor], layout: Layout) -> None:
         """Copy a batch in; the rest is padding, which no image attends to."""
         static, used = self.layout, layout.patches
         torch.cat(list(patches), out=self.patches[:used])
         self.patches[used:].zero_()
-        static.rotary[:used].copy_(layout.rotary)
+        static.rotations[:used].copy_(layout.rotations)
         if static.position is not None and layout.position is not None:
             static.position[:used].copy_(layout.position)
         for kept, given in ((static.order, layout.order), (static.inverse, layout.inverse)):
             if kept is not None and given is not None:
                 kept[: len(given)].copy_(given)
                 torch.arange(len(given), len(kept), out=kept[len(given) :])
-        self._load_bounds(static.segments, layout.segments)
+        self._load_bounds(static.segments, layout.segments.lengths)
         if static.windows is not None and layout.windows is not None:
-            self._load_bounds(static.windows, layout.windows)
+            self._load_bounds(static.windows, layout.windows.lengths)
 
-    def _load_bounds(self, static: Segments, segments: Segments) -> None:
+    def _load_bounds(self, static: Segments, lengths: Sequence[int]) -> None:
         slots = len(static.bounds) - 1
-        lengths = padded_lengths(segments.lengths, self.budget.patches, static.longest, slots)
-        static.bounds.copy_(running_bounds(lengths, static.bounds.device))
+        padded = padded_lengths(lengths, self.budget.patches, static.longest, slots)
+        static.bounds.copy_(running_bounds(padded, static.bounds.device))
+
+
+class StaticInputs:
+    """One set of inputs for all graphs: those of a budget are its first patches, rows and bounds.
+
+    Only one graph runs at a time, and every batch is copied in anew; what lies behind it is padding with the
+    rotations and positions of earlier batches.
+    """
+
+    def __init__(self, example: Layout, spec: TowerSpec, chosen: Sequence[Budget]) -> None:
+        """Make them for the largest of `chosen`; `example` is any layout of the tower's, for its dtypes."""
+        patches = max(budget.patches for budget in chosen)
+        device, rows = example.rotations.device, patches // spec.merge_unit
+        rotations, position = example.rotations, example.position
+        self._spec = spec
+        self._patches = torch.zeros(patches, spec.patch_values, dtype=torch.uint8, device=device)
+        self._bounds = torch.zeros(
+            1 + max(budget.segments for budget in chosen), dtype=torch.int32, device=device
+        )
+        self._windows = torch.zeros(1 + _window_slots(patches), dtype=torch.int32, device=device)
+        self._layout = replace(
+            example,
+            rotations=rotations.new_zeros(patches, *rotations.shape[1:]),
+            position=None if position is None else position.new_zeros(patches, spec.embed),
+            order=None if example.order is None else torch.arange(rows, device=device),
+            inverse=None if example.inverse is None else torch.arange(rows, device=device),
+        )
+
+    def of(self, budget: Budget) -> StaticBatch:
+        """Return the inputs of the graph of `budget`, filled with padding."""
+        whole, rows = self._layout, budget.patches // self._spec.merge_unit
+        windows = None
+        if self._spec.window:
+            slots = _window_slots(budget.patches)
+            windows = _static(budget.patches, self._spec.window**2, self._windows[: slots + 1])
+        layout = replace(
+            whole,
+            rotations=whole.rotations[: budget.patches],
+            position=None if whole.position is None else whole.position[: budget.patches],
+            segments=_static(budget.patches, budget.longest, self._bounds[: budget.segments + 1]),
+            windows=windows,
+            order=None if whole.order is None else whole.order[:rows],
+            inverse=None if whole.inverse is None else whole.inverse[:rows],
+        )
+        batch = StaticBatch(budget, self._patches[: budget.patches], layout)
+        batch.fill_with_padding()
+        return batch
 
 
 class Graphs:
-    """Captured forwards and the memory pool they share; used by one thread on one stream."""
+    """Captured forwards over one set of inputs; used by one thread on one stream."""
 
-    def __init__(self, forward: Forward, spec: TowerSpec, example: Layout, largest: int) -> None:
-        """Capture every budget up to `largest` patches; `example` is any layout of the tower's, for its dtypes."""
+    def __init__(
+        self,
+        forward: Forward,
+        spec: TowerSpec,
+        example: Layout,
+        largest: int,
+        capture: Callable[[Run], Run],
+    ) -> None:
+        """Capture every budget up to `largest` patches; what cannot be captured is logged and runs eagerly.
+
+        `example` is any layout of the tower's, for its dtypes; `capture` is a `CudaCapture`, or whatever returns a
+        run of the same over the same inputs.
+        """
         started = time.perf_counter()
         self._unit = spec.merge_unit
         self.padding_patches = 0  # computed so far for a graph's shape only
-        pool = torch.cuda.graph_pool_handle()
-        # Largest first: the smaller ones then reuse its memory from the pool.
-        batches = [StaticBatch(example, budget, spec) for budget in reversed(budgets(largest))]
-        captured = [(batch, *_capture(forward, batch, pool)) for batch in batches]
-        self._captured = captured[::-1]
-        logger.info("CUDA graphs: %d captured in %.1f s", len(captured), time.perf_counter() - started)
+        self._captured: list[tuple[StaticBatch, Run]] = []
+        chosen = budgets(largest)
+        if not chosen:
+            return
+        inputs = StaticInputs(example, spec, chosen)
+        # Largest first: the smaller ones then reuse its memory.
+        for budget in reversed(chosen):
+            batch = inputs.of(budget)
+            try:
+                replay = capture(partial(_forward, forward, batch))
+            except Exception as error:  # whatever a library raises, a forward still runs without a graph
+                logger.warning(
+                    "no CUDA graph of %d patches: such batches run eagerly", budget.patches, exc_info=error
+                )
+                continue
+            self._captured.insert(0, (batch, replay))
+        spent_s = time.perf_counter() - started
+        logger.info("CUDA graphs: %d of %d captured in %.1f s", len(self._captured), len(chosen), spent_s)
 
     def run(self, patches: Sequence[Tensor], layout: Layout) -> Tensor | None:
         """Replay the smallest graph that holds the batch and return its rows; None if there is none.
 
         The rows are a copy: the next replay of any graph overwrites what this one wrote.
         """
-        for batch, graph, rows in self._captured:
-            if batch.fits(layout):
-                batch.load(patches, layout)
-                graph.replay()
-                self.padding_patches += batch.budget.patches - layout.patches
-                return rows[: layout.patches // self._unit].clone()
-        return None
+        if (found := self.for_batch(layout)) is None:
+            return None
+        batch, replay = found
+        batch.load(patches, layout)
+        rows = replay()
+        self.padding_patches += batch.budget.patches - layout.patches
+        return rows[: layout.patches // self._unit].clone()
+
+    def for_batch(self, layout: Layout) -> tuple[StaticBatch, Run] | None:
+        """Return the inputs and the replay of the smallest graph that holds the batch; None if there is none."""
+        return next((each for each in self._captured if each[0].fits(layout)), None)
 
 
-def _capture(forward: Forward, batch: StaticBatch, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Capture one forward over static inputs: (graph, the rows it writes)."""
-    device = batch.patches.device
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # libraries choose kernels and take workspaces on their first calls
-            forward([batch.patches], [batch.layout])
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        [rows] = forward([batch.patches], [batch.layout])
-    return graph, rows
+def _forward(forward: Forward, batch: StaticBatch) -> Tensor:
+    [rows] = forward([batch.patches], [batch.layout])
+    return rows
 
 
-def _static_segments(patches: int, longest: int, slots: int, device: torch.device) -> Segments:
-    lengths = padded_lengths([], patches, longest, slots)
-    return Segments(tuple(lengths), running_bounds(lengths, device), longest)
+def _static(patches: int, longest: int, bounds: Tensor) -> Segments:
+    lengths = padded_lengths([], patches, longest, len(bounds) - 1)
+    return Segments(tuple(lengths), bounds, longest, fixed=len(lengths) == 1)
+
+
+def _window_slots(patches: int) -> int:
+    return patches // _PATCHES_PER_WINDOW_SLOT + _SPARE_WINDOW_SLOTS
 
 
 def _pieces(padding: int, longest: int) -> int:

@@ -1,6 +1,5 @@
 """Layers that the towers share: patch embedding, rotary self-attention, and the processing of a block by tiles."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision.attention import Attention, Segments
-from encoder_service.vision.linear import Linear
+from encoder_service.vision.linear import Linear, frozen
+from encoder_service.vision.pointwise import Norm, Pointwise
+from encoder_service.vision.residual import Residual
+from encoder_service.vision.segments import Attention, Segments
 from encoder_service.vision.spec import TowerSpec
 
 
@@ -17,7 +18,7 @@ from encoder_service.vision.spec import TowerSpec
 class Layout:
     """The layout of the packed patches of one forward pass: everything but the pixels, on the device.
 
-    `rotary` complex64 [patches, 1, 1, head size / 2]; `position` [patches, embed] or None; `segments` one per image,
+    `rotations` [patches, ...] as `pointwise` wants them; `position` [patches, embed] or None; `segments` one per image,
     `windows` one per window or None; `order` and `inverse` [rows] or None (see `GridTables`). `tile` is how many
     patches the products and pointwise parts take at once, 0 for all: on the CPU a tile's intermediate values then
     stay in the cache between a product and what follows it. `projected` [patches, 3, heads, head size] then gathers
@@ -25,21 +26,21 @@ class Layout:
     than what is written to it.
     """
 
-    rotary: Tensor
+    rotations: Tensor
     position: Tensor | None
     segments: Segments
     windows: Segments | None
     order: Tensor | None
     inverse: Tensor | None
     attend: Attention
-    rotate: "Rotation"
+    pointwise: Pointwise
     tile: int = 0
     projected: Tensor | None = None
 
     @property
     def patches(self) -> int:
         """Packed patches."""
-        return self.rotary.shape[0]
+        return self.rotations.shape[0]
 
     def cut(self, packed: Tensor) -> list[Tensor]:
         """Views of `packed` [patches, ...], tile by tile; the last may be shorter."""
@@ -50,15 +51,20 @@ class TowerModule(nn.Module):
     """The network of a family, parameters under their names in checkpoints.
 
     `forward` takes uint8 packs [patches, channels × patch × patch] with the layout of each and returns the rows
-    [rows, width] of each. `positions` is the learned position table [side², embed], None without one.
+    [rows, width] of each; it calls `between`, a third argument, before each block. `positions` is the learned position
+    table [side², embed], None without one.
     """
 
     spec: TowerSpec
+    blocks: nn.ModuleList
 
     @property
     def positions(self) -> Tensor | None:
         """The learned position table."""
         return None
+
+    def align(self, multiple: int) -> None:
+        """Widen, with zeros, what lies inside the blocks' MLPs to a multiple of so many columns; it is exact."""
 
 
 class PatchProjection(nn.Module):
@@ -96,20 +102,23 @@ class PatchEmbed(nn.Module):
             bias += self.proj.bias.double()
         weight = still * (processor.rescale_factor / std)[:, None, None]
         folded = Linear(weight[0].numel(), len(weight))
-        folded.weight = _frozen(weight.flatten(1).to(dtype))
-        folded.bias = _frozen(bias.to(dtype))
+        folded.weight = frozen(weight.flatten(1).to(dtype))
+        folded.bias = frozen(bias.to(dtype))
         self._folded = folded
         del self.proj
 
-    def forward(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> list[Tensor]:
-        """uint8 [patches, values] → embeddings with their positions, a list of tiles [patches, embed]."""
+    def forward(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> Residual:
+        """uint8 [patches, values] → embeddings with their positions, the stream that blocks advance."""
         assert self._folded is not None
         centred = [tile.to(dtype).sub_(128) for tile in layout.cut(patches)]
         if layout.position is None:
-            return [self._folded(tile) for tile in centred]
-        positions = layout.cut(layout.position)
+            return Residual([self._folded(tile) for tile in centred], layout.pointwise)
         # The table is cached for other images of this grid, so it must not be modified.
-        return [self._folded.plus(at.clone(), tile) for at, tile in zip(positions, centred, strict=True)]
+        positions = [tile.clone() for tile in layout.cut(layout.position)]
+        hidden = Residual(positions, layout.pointwise)
+        for number, tile in enumerate(centred):
+            hidden.add(number, self._folded, tile)
+        return hidden
 
 
 class SelfAttention(nn.Module):
@@ -133,8 +142,8 @@ class SelfAttention(nn.Module):
         values = torch.arange(head.numel(), self.qkv.weight.shape[0])
         order = torch.cat([head.flatten(), values]).to(self.qkv.weight.device)
         assert self.qkv.bias is not None
-        self.qkv.weight = _frozen(self.qkv.weight[order])
-        self.qkv.bias = _frozen(self.qkv.bias[order])
+        self.qkv.weight = frozen(self.qkv.weight[order])
+        self.qkv.bias = frozen(self.qkv.bias[order])
 
     def pad_heads(self, head_size: int) -> None:
         """Widen every head to `head_size` with zero weights, once, for kernels that prefer it.
@@ -145,65 +154,30 @@ class SelfAttention(nn.Module):
         assert self.qkv.bias is not None
         weight = self.qkv.weight.view(3, self._heads, self._head_size, -1)
         bias = self.qkv.bias.view(3, self._heads, self._head_size)
-        self.qkv.weight = _frozen(functional.pad(weight, (0, 0, 0, extra)).flatten(0, 2))
-        self.qkv.bias = _frozen(functional.pad(bias, (0, extra)).flatten())
+        self.qkv.weight = frozen(functional.pad(weight, (0, 0, 0, extra)).flatten(0, 2))
+        self.qkv.bias = frozen(functional.pad(bias, (0, extra)).flatten())
         columns = self.proj.weight.view(-1, self._heads, self._head_size)
-        self.proj.weight = _frozen(functional.pad(columns, (0, extra)).flatten(1))
+        self.proj.weight = frozen(functional.pad(columns, (0, extra)).flatten(1))
         self._head_size = head_size  # the scale stays that of the model's own head size
 
-    def forward(
-        self, hidden: Sequence[Tensor], norm: nn.Module, segments: Segments, layout: Layout
-    ) -> list[Tensor]:
-        """Normalise and mix tiles [patches, embed] → tiles [patches, embed], before the output projection."""
+    def forward(self, hidden: Residual, norm: Norm, segments: Segments, layout: Layout) -> list[Tensor]:
+        """Normalise and mix the stream → tiles [patches, embed], before the output projection."""
         query, key, value = self._project(hidden, norm, layout).unbind(1)
         mixed = layout.attend(query, key, value, segments, self._scale)
         return layout.cut(mixed.flatten(1))
 
-    def _project(self, hidden: Sequence[Tensor], norm: nn.Module, layout: Layout) -> Tensor:
+    def _project(self, hidden: Residual, norm: Norm, layout: Layout) -> Tensor:
         """Queries, keys and values of all tiles [patches, 3, heads, head size], the first two rotated."""
         shape = (3, self._heads, self._head_size)
-        packed = layout.projected
+        packed, rotate = layout.projected, layout.pointwise.rotate
         if packed is None:
-            whole: Tensor = self.qkv(norm(hidden[0])).view(-1, *shape)
+            whole: Tensor = self.qkv(hidden.normed(0, norm)).view(-1, *shape)
             turned = whole[:, :2]
-            layout.rotate(turned, layout.rotary, turned)
+            rotate(turned, layout.rotations, turned)
             return whole
-        for tile, rotary, out in zip(hidden, layout.cut(layout.rotary), layout.cut(packed), strict=True):
-            projected = self.qkv(norm(tile)).view(-1, *shape)
-            layout.rotate(projected[:, :2], rotary, out[:, :2])
+        tiles = zip(layout.cut(layout.rotations), layout.cut(packed), strict=True)
+        for number, (rotations, out) in enumerate(tiles):
+            projected = self.qkv(hidden.normed(number, norm)).view(-1, *shape)
+            rotate(projected[:, :2], rotations, out[:, :2])
             out[:, 2] = projected[:, 2]
         return packed
-
-
-# (values [patches, 2, heads, head size], rotary, out): rotate neighbouring pairs of the last dimension in float32.
-Rotation = Callable[[Tensor, Tensor, Tensor], None]
-
-
-def rotate(values: Tensor, rotary: Tensor, out: Tensor) -> None:
-    """Rotate by one complex product; `out` may be `values`."""
-    pairs = values.float().view(*values.shape[:-1], -1, 2)
-    rotated = torch.view_as_complex(pairs).mul_(rotary)
-    out.copy_(torch.view_as_real(rotated).flatten(-2))
-
-
-def compiled_rotation() -> Rotation:
-    """`rotate` in place as one kernel: without it the float32 copies cost three passes over queries and keys."""
-
-    def rotate_in_place(values: Tensor, turns: Tensor) -> None:
-        cosine, sine = turns.unbind(-1)
-        pairs = values.view(*values.shape[:-1], -1, 2).float()
-        first, second = pairs.unbind(-1)
-        rotated = torch.stack((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-        values.copy_(rotated.flatten(-2))
-
-    kernel = torch.compile(rotate_in_place, dynamic=True)
-
-    def rotation(values: Tensor, rotary: Tensor, out: Tensor) -> None:
-        assert out is values
-        kernel(values, torch.view_as_real(rotary))
-
-    return rotation
-
-
-def _frozen(values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values, requires_grad=False)

@@ -1,14 +1,15 @@
 """The vision tower of Qwen2.5-VL: attention inside windows, in a few blocks over the whole image."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from encoder_service.vision.family import Family
 from encoder_service.vision.layers import Layout, PatchEmbed, SelfAttention, TowerModule
 from encoder_service.vision.linear import Linear
+from encoder_service.vision.pointwise import Norm, Pointwise
+from encoder_service.vision.residual import Residual
 from encoder_service.vision.spec import TowerSpec
 
 
@@ -21,9 +22,17 @@ class Mlp(nn.Module):
         self.up_proj = Linear(spec.embed, spec.intermediate)
         self.down_proj = Linear(spec.intermediate, spec.embed)
 
-    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Return `residual` + the MLP of `x`, all [patches, embed]; `residual` is used up."""
-        return self.down_proj.plus(residual, functional.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
+    def add_to(self, hidden: Residual, number: int, norm: Norm) -> None:
+        """Add to a tile of the stream the MLP of its norm."""
+        x = hidden.normed(number, norm)
+        hidden.add(number, self.down_proj, functional.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
+
+    def align(self, multiple: int) -> None:
+        """Widen the gated values to a multiple of so many columns: silu(0) × 0 adds 0 to the last product."""
+        extra = -self.gate_proj.weight.shape[0] % multiple
+        self.gate_proj.widen_outputs(extra)
+        self.up_proj.widen_outputs(extra)
+        self.down_proj.widen_inputs(extra)
 
 
 class Block(nn.Module):
@@ -31,20 +40,20 @@ class Block(nn.Module):
 
     def __init__(self, spec: TowerSpec, *, windowed: bool) -> None:
         super().__init__()
-        self.norm1 = nn.RMSNorm(spec.embed, eps=1e-6)
-        self.norm2 = nn.RMSNorm(spec.embed, eps=1e-6)
+        self.norm1 = Norm(spec.embed, rms=True)
+        self.norm2 = Norm(spec.embed, rms=True)
         self.attn = SelfAttention(spec)
         self.mlp = Mlp(spec)
         self._windowed = windowed
 
-    def forward(self, hidden: list[Tensor], layout: Layout) -> None:
-        """Advance the residual stream, tiles [patches, embed], in place."""
+    def forward(self, hidden: Residual, layout: Layout) -> None:
+        """Advance the residual stream."""
         segments = layout.windows if self._windowed else layout.segments
         assert segments is not None
         mixed = self.attn(hidden, self.norm1, segments, layout)
         for number, tile in enumerate(mixed):
-            residual = self.attn.proj.plus(hidden[number], tile)
-            hidden[number] = self.mlp.plus(residual, self.norm2(residual))
+            hidden.add(number, self.attn.proj, tile)
+            self.mlp.add_to(hidden, number, self.norm2)
 
 
 class Merger(nn.Module):
@@ -53,16 +62,18 @@ class Merger(nn.Module):
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
         self._merged = spec.embed * spec.merge_unit
-        self.ln_q = nn.RMSNorm(spec.embed, eps=1e-6)
+        self.ln_q = Norm(spec.embed, rms=True)
         # Numbered as in checkpoints: 0 and 2 are products, 1 the activation between them.
         self.mlp = nn.ModuleDict(
             {"0": Linear(self._merged, self._merged), "2": Linear(self._merged, spec.hidden)}
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, pointwise: Pointwise) -> Tensor:
         """[patches, embed] → [rows, hidden]."""
-        normed = self.ln_q(hidden).view(-1, self._merged)
-        rows: Tensor = self.mlp["2"](self.mlp["0"](normed, "gelu_erf"))
+        normed = pointwise.add_norm(hidden, None, self.ln_q).view(-1, self._merged)
+        first, second = self.mlp["0"], self.mlp["2"]
+        assert isinstance(first, Linear)
+        rows: Tensor = second(first.gelu_erf(normed, pointwise))
         return rows
 
 
@@ -78,22 +89,34 @@ class Qwen25VLTower(TowerModule):
         )
         self.merger = Merger(spec)
 
-    def forward(self, packs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+    def forward(
+        self,
+        packs: Sequence[Tensor],
+        layouts: Sequence[Layout],
+        between: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
         """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step."""
         streams = [self._embed(*pack) for pack in zip(packs, layouts, strict=True)]
         for block in self.blocks:
+            between()
             for hidden, layout in zip(streams, layouts, strict=True):
                 block(hidden, layout)
         return [
-            self.merger(torch.cat(hidden))[layout.inverse]
+            self.merger(hidden.whole(), layout.pointwise)[layout.inverse]
             for hidden, layout in zip(streams, layouts, strict=True)
         ]
 
-    def _embed(self, patches: Tensor, layout: Layout) -> list[Tensor]:
+    def align(self, multiple: int) -> None:
+        """See `TowerModule`."""
+        for part in self.modules():
+            if isinstance(part, Mlp):
+                part.align(multiple)
+
+    def _embed(self, patches: Tensor, layout: Layout) -> Residual:
         unit = self.spec.merge_unit
         ordered = patches.view(-1, unit * patches.shape[1])[layout.order].view(-1, patches.shape[1])
-        tiles: list[Tensor] = self.patch_embed(ordered, layout, self.merger.ln_q.weight.dtype)
-        return tiles
+        embedded: Residual = self.patch_embed(ordered, layout, self.merger.ln_q.weight.dtype)
+        return embedded
 
 
 FAMILY = Family(

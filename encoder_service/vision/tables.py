@@ -1,5 +1,6 @@
 """Tables that depend only on an image's grid: position embeddings, rotary angles, window order. Cached by grid."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,34 +9,49 @@ import torch
 from torch import Tensor
 
 from encoder_contract.geometry import Grid
+from encoder_service.vision.pointwise import patch_coordinates
+from encoder_service.vision.segments import moved
 from encoder_service.vision.spec import TowerSpec
 
-# A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): 170 MB in all, eighteen
-# different 720p grids.
-MAX_TABLE_PATCHES = 65536
+# A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): at most 170 MB on the
+# CPU, eighteen different 720p grids; 1.7 GB on a GPU, where a grid that is not here costs more than its forward.
+MAX_TABLE_PATCHES = {"cpu": 65536, "cuda": 655360}
 
 
 @dataclass(frozen=True, slots=True)
 class GridTables:
     """Tables of one grid, on the device, patches in the tower's processing order.
 
-    `rotary` [patches, 1, 1, head size / 2] complex64: the rotation of each pair of a head's values. `position`
+    `rotations` [patches, ...]: what `Pointwise.rotate` needs to know of each patch. `position`
     [patches, embed] or None: what is added to each patch's embedding. `order` [rows] or None: the merged row at
     each position in processing order, window by window; `inverse` undoes it; `windows` the patches in each.
+    `made` passes on CUDA when they are there: they are made on another stream than they are used on.
     """
 
     grid: Grid
-    rotary: Tensor
+    rotations: Tensor
     position: Tensor | None = None
     order: Tensor | None = None
     inverse: Tensor | None = None
     windows: tuple[int, ...] = ()
+    made: "torch.cuda.Event | None" = None
+
+    def here(self) -> "GridTables":
+        """Return them for the current stream's next work, which waits until they are made and keeps their memory."""
+        if self.made is not None:
+            stream = torch.cuda.current_stream(self.rotations.device)
+            stream.wait_event(self.made)
+            for table in (self.rotations, self.position, self.order, self.inverse):
+                if table is not None:
+                    table.record_stream(stream)
+        return self
 
 
 class TableCache:
-    """The tables of recent grids, bounded by their patches, with least-recently-used eviction."""
+    """The tables of recent grids, bounded by their patches, with least-recently-used eviction; for any thread."""
 
-    def __init__(self, make: Callable[[Grid], GridTables], max_patches: int = MAX_TABLE_PATCHES) -> None:
+    def __init__(self, make: Callable[[Grid], GridTables], max_patches: int) -> None:
+        self._lock = threading.Lock()
         self._make = make
         self._max_patches = max_patches
         self._patches = 0
@@ -45,63 +61,51 @@ class TableCache:
         return len(self._tables)
 
     def get(self, grid: Grid) -> GridTables:
-        """Return the tables of `grid`, computed now if they are not cached; a grid over the bound is never cached."""
-        tables = self._tables.get(grid)
-        if tables is not None:
-            self._tables.move_to_end(grid)
-            return tables
-        tables = self._make(grid)
-        if grid.patches <= self._max_patches:
-            self._tables[grid] = tables
-            self._patches += grid.patches
+        """Return the tables of `grid`, computed now if they are not cached; a grid over the bound is never cached.
+
+        Two threads that come for the same grid at once may both make its tables; those of the first are kept.
+        """
+        with self._lock:
+            if grid in self._tables:
+                self._tables.move_to_end(grid)
+                return self._tables[grid]
+        made = self._make(grid)
+        with self._lock:
+            return self._keep(grid, made)
+
+    def _keep(self, grid: Grid, made: GridTables) -> GridTables:
+        if grid.patches > self._max_patches or grid in self._tables:
+            return self._tables.get(grid, made)
+        self._tables[grid] = made
+        self._patches += grid.patches
         while self._patches > self._max_patches:
             dropped, _ = self._tables.popitem(last=False)
             self._patches -= dropped.patches
-        return tables
+        return made
 
 
 def make_tables(
-    grid: Grid, spec: TowerSpec, learned: Tensor | None, device: torch.device, head_size: int
+    grid: Grid, spec: TowerSpec, learned: Tensor | None, rotations: Tensor, device: torch.device
 ) -> GridTables:
     """Make the tables of `grid` on `device`.
 
-    `learned` is the tower's position table, whose dtype `position` gets; `head_size` may be larger than the model's
-    own: the values added to a head are zeros and are rotated by nothing.
+    `learned` is the tower's position table, whose dtype `position` gets; `rotations` are those of
+    `Pointwise.rotations`.
     """
-    rotary = rotary_table(grid, spec)
-    unmoved = rotary.new_ones(grid.patches, (head_size - spec.head_size) // 2)
-    rotary = torch.cat([rotary, unmoved], dim=1)
-    position = None
+    position = order = inverse = None
+    windows: tuple[int, ...] = ()
     if learned is not None:
         position = position_table(grid, spec, learned).to(learned.dtype)
-    if not spec.window:
-        return GridTables(grid, rotary[:, None, None].to(device), position)
-    order, windows = window_order(grid, spec)
-    rotary = rotary.view(len(order), spec.merge_unit, -1)[order].view(grid.patches, 1, 1, -1)
-    return GridTables(
-        grid, rotary.to(device), position, order.to(device), order.argsort().to(device), windows
-    )
-
-
-def patch_coordinates(grid: Grid, merge_size: int) -> tuple[Tensor, Tensor]:
-    """Row and column of each patch [patches] in merge order: the patches of one merged row are neighbours."""
-    shape = (grid.h // merge_size, merge_size, grid.w // merge_size, merge_size)
-    rows = torch.arange(grid.h).view(shape[0], shape[1], 1, 1).expand(shape)
-    columns = torch.arange(grid.w).view(1, 1, shape[2], shape[3]).expand(shape)
-    flat = [axis.transpose(1, 2).reshape(-1).repeat(grid.t) for axis in (rows, columns)]
-    return flat[0], flat[1]
-
-
-def rotary_table(grid: Grid, spec: TowerSpec) -> Tensor:
-    """Rotations [patches, head size / 2] complex64: first the row's frequencies, then the column's.
-
-    As the axial rotary embedding of `transformers`: θ^(−2i/(head size/2)), cosine and sine in float32.
-    """
-    half = spec.head_size // 2
-    frequencies = 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
-    angles = [axis.float()[:, None] * frequencies for axis in patch_coordinates(grid, spec.merge_size)]
-    angle = torch.cat(angles, dim=1)
-    return torch.complex(angle.cos(), angle.sin())
+    if spec.window:
+        order, windows = window_order(grid, spec)
+        rotations = rotations.view(len(order), spec.merge_unit, *rotations.shape[1:])[order].flatten(0, 1)
+        order, inverse = moved(order, device), moved(order.argsort(), device)
+    rotations = moved(rotations, device)
+    made = None
+    if device.type == "cuda":
+        made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        made.record(torch.cuda.current_stream(device))
+    return GridTables(grid, rotations, position, order, inverse, windows, made)
 
 
 def position_table(grid: Grid, spec: TowerSpec, learned: Tensor) -> Tensor:
@@ -111,7 +115,8 @@ def position_table(grid: Grid, spec: TowerSpec, learned: Tensor) -> Tensor:
     """
     side = spec.position_side
     taps = []
-    for axis, size in zip(patch_coordinates(grid, spec.merge_size), (grid.h, grid.w), strict=True):
+    axes = patch_coordinates(grid, spec.merge_size, learned.device)
+    for axis, size in zip(axes, (grid.h, grid.w), strict=True):
         source = axis.float() * (side - 1) / max(size - 1, 1)
         low = source.floor()
         fraction = source - low
@@ -121,9 +126,7 @@ def position_table(grid: Grid, spec: TowerSpec, learned: Tensor) -> Tensor:
     total = torch.zeros(grid.patches, learned.shape[1], dtype=torch.float32, device=learned.device)
     for row, row_weight in taps[0]:
         for column, column_weight in taps[1]:
-            index = (row * side + column).to(learned.device)
-            weight = (row_weight * column_weight).to(learned.device)
-            total += learned[index].float() * weight[:, None]
+            total += learned[row * side + column].float() * (row_weight * column_weight)[:, None]
     return total
 
 

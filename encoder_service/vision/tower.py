@@ -1,19 +1,18 @@
 """A loaded vision tower: uint8 patches of any number of images in, their rows out, within bounded memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from encoder_contract.geometry import Grid
-from encoder_service.vision.attention import Attention, Segments
+from encoder_service.vision.capture import CudaCapture
 from encoder_service.vision.graphs import Graphs
-from encoder_service.vision.layers import Layout, Rotation, TowerModule
-from encoder_service.vision.tables import GridTables, TableCache, make_tables
-
-# One 2560×1440 image of Qwen3-VL has 14400 patches; this leaves room for two, some 0.6 GB of activations.
-DEFAULT_BATCH_PATCHES = 32768
+from encoder_service.vision.layers import Layout, TowerModule
+from encoder_service.vision.pointwise import Pointwise
+from encoder_service.vision.segments import Attention, Segments
+from encoder_service.vision.tables import MAX_TABLE_PATCHES, GridTables, TableCache, make_tables
 
 # On the CPU, products and the operations after them process 256 patches at a time: the widest intermediate (2.2 MB in
 # bfloat16) then stays in the second-level cache of the cores that share it.
@@ -21,13 +20,20 @@ CPU_TILE_PATCHES = 256
 
 
 class Tower:
-    """A vision tower ready to run on one device; for one thread at a time. Created by `load_tower`."""
+    """A vision tower ready to run on one device. Created by `load_tower`.
+
+    For one thread at a time, but for `prepare`, which others may call meanwhile. `graph_batches` and `eager_batches`
+    count the batches computed so far, by how.
+    """
+
+    graph_batches = 0
+    eager_batches = 0
 
     def __init__(
         self,
         module: TowerModule,
         attention: Attention,
-        rotate: Rotation,
+        pointwise: Pointwise,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -43,8 +49,8 @@ class Tower:
         self.image_by_image = image_by_image
         self._module = module
         self._attention = attention
-        self._rotate = rotate
-        self._tables = TableCache(self._make_tables)
+        self._pointwise = pointwise
+        self._tables = TableCache(self._make_tables, MAX_TABLE_PATCHES[device.type])
         self._graphs: Graphs | None = None
 
     @property
@@ -52,42 +58,60 @@ class Tower:
         """The name of the attention backend."""
         return self._attention.name
 
-    def encode(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    def encode(
+        self,
+        patches: Sequence[Tensor],
+        grids: Sequence[Grid],
+        between: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
         """Encode images and return for each its rows [tokens, width] in `dtype` on `device`.
 
         `patches[i]` is uint8 [grids[i].patches, channels × patch × patch] in merge order, on any device; rows are in
         raster order of the merged grid. Activations are bounded by `batch_patches` whatever the number of images;
         an image larger than that runs alone. On the CPU, and with `image_by_image`, an image's rows depend only
-        on that image, to the bit. Raises `ValueError` for patches that do not fit their grid.
+        on that image, to the bit. On the CPU, where a block takes long, `between` is called before each one; it may
+        encode other images. Raises `ValueError` for patches that do not fit their grid.
         """
         for image, grid in zip(patches, grids, strict=True):
             self._check(image, grid)
         rows: list[Tensor] = []
         with torch.inference_mode():
             for batch in self._batches(grids):
-                rows += self._encode_batch(patches[batch], grids[batch])
+                rows += self._encode_batch(patches[batch], grids[batch], between)
         return rows
+
+    def prepare(self, grid: Grid) -> None:
+        """Make what `encode` needs to know of a grid, on the current stream: it then need not wait for that."""
+        with torch.inference_mode():
+            self._tables.get(grid)
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs for batches up to the largest patch budget; larger ones run eagerly."""
         with torch.inference_mode():
             example = self._layout([Grid(1, 16, 16)])
-            self._graphs = Graphs(self._module, self.spec, example, self.batch_patches)
+            capture = CudaCapture(self.device)
+            self._graphs = Graphs(self._module, self.spec, example, self.batch_patches, capture)
 
     @property
     def padding_patches(self) -> int:
         """Padding patches computed so far to fill the shapes of graphs; a counter."""
         return self._graphs.padding_patches if self._graphs else 0
 
-    def _encode_batch(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    def _encode_batch(
+        self, patches: Sequence[Tensor], grids: Sequence[Grid], between: Callable[[], None]
+    ) -> list[Tensor]:
         on_device = [image.to(self.device, non_blocking=True) for image in patches]
         if self.device.type == "cpu":
             # Block by block, each image by itself: a block's weights are read from memory once for all images, and the
             # shapes of an image's kernels depend only on its own grid.
-            return list(self._module(on_device, self._layouts(grids)))
+            self.eager_batches += 1
+            return list(self._module(on_device, self._layouts(grids), between))
         layout = self._layout(grids)
         rows = self._graphs.run(on_device, layout) if self._graphs else None
-        if rows is None:
+        if rows is not None:
+            self.graph_batches += 1
+        else:
+            self.eager_batches += 1
             [rows] = self._module([_joined(on_device)], [layout])
         return list(rows.split([grid.patches // self.spec.merge_unit for grid in grids]))
 
@@ -118,23 +142,24 @@ class Tower:
 
     def _layout(self, grids: Sequence[Grid]) -> Layout:
         """One layout for all images packed together."""
-        tables = [self._tables.get(grid) for grid in grids]
+        tables = [self._tables.get(grid).here() for grid in grids]
         windows = None
         if self.spec.window:
             windows = Segments.of([length for table in tables for length in table.windows], self.device)
         return Layout(
-            rotary=_joined([table.rotary for table in tables]),
+            rotations=_joined([table.rotations for table in tables]),
             position=_joined_or_none([table.position for table in tables]),
             segments=Segments.of([grid.patches for grid in grids], self.device),
             windows=windows,
             order=_joined_or_none(_offset([table.order for table in tables])),
             inverse=_joined_or_none(_offset([table.inverse for table in tables])),
             attend=self._attention,
-            rotate=self._rotate,
+            pointwise=self._pointwise,
         )
 
     def _make_tables(self, grid: Grid) -> GridTables:
-        return make_tables(grid, self.spec, self._module.positions, self.device, self.head_size)
+        rotations = self._pointwise.rotations(grid, self.spec, self.head_size)
+        return make_tables(grid, self.spec, self._module.positions, rotations, self.device)
 
     def _check(self, image: Tensor, grid: Grid) -> None:
         merge = self.spec.merge_size

@@ -15,16 +15,17 @@ from encoder_contract.errors import (
     UnavailableError,
     UnknownImageError,
 )
+from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
 from prefill_client.fleet.sent_images import SentImages
-from prefill_client.images import FetchedRows, RowRequest, Submitted
+from prefill_client.images import FetchedRows, Image, RowRequest, Submitted
 from prefill_client.transport import INLINE
 from prefill_client.transport.row_stream import RowStream
 
-# (files, seconds left) -> the servers' word on each
-Submit = Callable[[Sequence[bytes], float], Awaitable[list[Submitted]]]
+# (images, seconds left) -> the servers' answer to each
+Submit = Callable[[Sequence[Image], float], Awaitable[list[Submitted]]]
 
 
 class FetchStream:
@@ -46,6 +47,7 @@ class FetchStream:
         grace_ms: int,
         transports: Sequence[str],
         timeout_s: float,
+        producer: Producer | None = None,
     ) -> None:
         self._pool = pool
         self._recent = recent
@@ -55,6 +57,7 @@ class FetchStream:
         self._grace_ms = grace_ms
         self._transports = transports
         self._timeout_s = timeout_s
+        self._producer = producer
         deadline = monotonic() + timeout_s
         self._attempts = [Attempts(deadline) for _ in requests]
         # None: closed. An exception: a bug, which the caller must see rather than wait for ever.
@@ -63,7 +66,7 @@ class FetchStream:
         self._tasks: set[asyncio.Future[None]] = set()
 
     def close(self) -> None:
-        """End all calls and with them everything they held."""
+        """End all calls and release everything that they hold."""
         self._outcomes.put_nowait(None)
         for task in self._tasks:
             task.cancel()
@@ -90,18 +93,23 @@ class FetchStream:
     def _fetch_all(self, indexes: Sequence[int]) -> None:
         if not indexes:
             return
-        digests = [self._requests[index].digest for index in indexes]
+        names = [self._requests[index].routed_by for index in indexes]
         groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for index, endpoint in zip(
-            indexes, self._pool.router.place(digests, self._recent.route), strict=True
-        ):
+        for index, endpoint in zip(indexes, self._pool.router.place(names, self._route), strict=True):
             # What we sent ourselves we do not wait for: whoever does not know it has lost it, and is sent it again.
-            grace_ms = self._grace_ms if self._recent.file(self._requests[index].digest) is None else 0
+            grace_ms = self._grace_ms if self._sent(index) is None else 0
             groups[endpoint, grace_ms].append(index)
         for (endpoint, grace_ms), group in groups.items():
             left = dict(enumerate(group))
             task = self._start(self._fetch_from(endpoint, left, grace_ms))
             task.add_done_callback(partial(self._leave, endpoint, left))
+
+    def _sent(self, index: int) -> Image | None:
+        """Return the image that a request's rows could be made of again; of rows that were put there is none."""
+        return None if self._producer else self._recent.image(self._requests[index].digest)
+
+    def _route(self, name: bytes) -> str | None:
+        return None if self._producer else self._recent.route(name)
 
     def _leave(self, endpoint: str, left: dict[int, int], _: object) -> None:
         self._pool.router.end(endpoint, len(left))
@@ -134,6 +142,7 @@ class FetchStream:
                 grace_ms=grace_ms,
                 transports=self._transports,
                 timeout_s=self._attempts[indexes[0]].left_s(),
+                producer=self._producer,
             )
             self._streams.append(stream)
             async for outcome in stream:
@@ -154,7 +163,7 @@ class FetchStream:
             self._start(self._again(list(left.values()), late))
 
     async def _fetch_again(self, index: int) -> FetchedRows:
-        """Return rows anew that were lost: as bytes, which nobody can take away. Raises the error of the image."""
+        """Fetch lost rows again, inline, so that they cannot be lost once more. Raises the error of the image."""
         request = replace(self._requests[index], needed_in_ms=0)
         stream = FetchStream(
             self._pool,
@@ -165,6 +174,7 @@ class FetchStream:
             grace_ms=self._grace_ms,
             transports=[INLINE],
             timeout_s=self._timeout_s,
+            producer=self._producer,
         )
         async with stream:
             outcome = await anext(aiter(stream))
@@ -173,12 +183,12 @@ class FetchStream:
         return replace(outcome, index=index)
 
     async def _again(self, indexes: list[int], error: EncoderError) -> None:
-        """Try images again that failed with `error`, if that can help; else the error is their outcome."""
+        """Retry images that failed with `error`, if that can help; else the error is their outcome."""
         again: list[int] = []
         pause_s = 0.0
         for index in indexes:
             digest = self._requests[index].digest
-            can_resubmit = self._recent.file(digest) is not None
+            can_resubmit = self._sent(index) is not None
             pause = self._attempts[index].pause_s(error, can_resubmit=can_resubmit)
             if pause is None:
                 self._outcomes.put_nowait(
@@ -197,10 +207,10 @@ class FetchStream:
         digests = [self._requests[index].digest for index in indexes]
         for digest in digests:
             self._recent.lost(digest)
-        files = [file for digest in digests if (file := self._recent.file(digest)) is not None]
+        images = [image for digest in digests if (image := self._recent.image(digest)) is not None]
         known: list[int] = []
         left_s = min(self._attempts[index].left_s() for index in indexes) if indexes else 0.0
-        answers = {answer.digest: answer for answer in await self._submit(files, left_s)}
+        answers = {answer.digest: answer for answer in await self._submit(images, left_s)}
         for index, digest in zip(indexes, digests, strict=True):
             answer = answers.get(digest)
             if answer is not None and answer.error is not None:

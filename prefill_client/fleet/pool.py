@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_contract.errors import EncoderError, ModelMismatchError, UnavailableError
 from prefill_client.fleet.routing import Router
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection, Description
 
 log = logging.getLogger(__name__)
@@ -19,10 +20,13 @@ log = logging.getLogger(__name__)
 WATCH_AGAIN_S = 1.0
 # The other servers of a fleet get this long, once the first has answered, before images go past them.
 OTHERS_S = 0.25
-# Once connected to any server, nobody waits longer than this for another: a call to a third one is quicker.
+# Once connected to any server, nobody waits longer than this for another, nor at all for one that is not there: a call
+# to a third one is quicker.
 CONNECT_AGAIN_S = 2.0
 # How often names are resolved anew, for fleets that grow and shrink behind a headless Service.
 RESOLVE_EVERY_S = 5.0
+# What a connection that begins no more calls gives those that it still carries: longer than any of them takes.
+RETIRE_S = 600.0
 DNS = "dns:"
 
 
@@ -38,20 +42,23 @@ class Pool:
         *,
         model: bytes,
         processor: bytes,
+        channels: Channels,
         connect_timeout_s: float,
         wait: bool,
     ) -> None:
+        self._channels = channels
         self._names = list(dict.fromkeys(endpoints))
         self._expected = {"model": model, "processor": processor}
         self._timeout_s = connect_timeout_s
         self._wait = wait
         self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._retired: set[asyncio.Task[None]] = set()
         self._resolving: asyncio.Task[None] | None = None
         self.router = Router(name for name in self._names if not name.startswith(DNS))
 
     async def open(self) -> Description:
-        """Connect to whichever server answers first and return what it is; watch them all from here on.
+        """Connect to whichever server answers first and return its description; watch them all from here on.
 
         Raises the first error when none of them can be used.
         """
@@ -70,7 +77,7 @@ class Pool:
                 except EncoderError as error:
                     errors.append(error)
                     continue
-                self._timeout_s = min(self._timeout_s, CONNECT_AGAIN_S)
+                self._timeout_s, self._wait = min(self._timeout_s, CONNECT_AGAIN_S), False
                 await self._pass_by_the_late(attempts)
                 return description
         finally:
@@ -91,7 +98,9 @@ class Pool:
         Raises `UnavailableError` when there is none in time, and `ModelMismatchError`.
         """
         task = self._connections.get(endpoint)
-        if task is None:
+        if task is None or self._is_outdated(task):
+            if task is not None:
+                self._retire(endpoint, task.result())
             task = self._connections[endpoint] = asyncio.create_task(self._connect(endpoint))
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -105,7 +114,7 @@ class Pool:
 
     async def close(self) -> None:
         """Close everything; running calls end."""
-        tasks = [*self._watches.values(), *([self._resolving] if self._resolving else [])]
+        tasks = [*self._watches.values(), *self._retired, *([self._resolving] if self._resolving else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -114,8 +123,23 @@ class Pool:
             with suppress(asyncio.CancelledError, EncoderError):
                 await (await connecting).close()
 
+    def _is_outdated(self, task: "asyncio.Task[Connection]") -> bool:
+        """Whether a connection was opened with certificates that have changed since."""
+        return _is_open(task) and task.result().version != self._channels.version
+
+    def _retire(self, endpoint: str, connection: Connection) -> None:
+        """Let the calls of a connection end, but begin no more, and watch its server on the next one."""
+        closing = asyncio.create_task(connection.close(RETIRE_S), name=f"retire {endpoint}")
+        self._retired.add(closing)
+        closing.add_done_callback(self._retired.discard)
+        watch = self._watches.get(endpoint)
+        if watch is not None and watch is not asyncio.current_task():
+            del self._watches[endpoint]
+            watch.cancel()
+            self._watch_all()
+
     async def _connect(self, endpoint: str) -> Connection:
-        connection = await Connection.open(endpoint, self._timeout_s, wait=self._wait)
+        connection = await Connection.open(endpoint, self._channels, self._timeout_s, wait=self._wait)
         found = {
             "model": connection.description.model_fingerprint,
             "processor": connection.description.processor_fingerprint,
@@ -139,6 +163,7 @@ class Pool:
     async def _watch(self, endpoint: str) -> None:
         """Follow the health of a server for as long as it is known; the open stream also keeps the pings going."""
         while True:
+            connection: Connection | None = None
             try:
                 connection = await self.connection(endpoint)
                 watch = health_pb2_grpc.HealthStub(connection.channel).Watch(  # type: ignore[attr-defined]
@@ -154,7 +179,16 @@ class Pool:
                 if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # it has no health to watch: calls tell how it is
             self.router.mark_down(endpoint)
+            if connection is not None:
+                self._drop(endpoint, connection)
             await asyncio.sleep(WATCH_AGAIN_S)
+
+    def _drop(self, endpoint: str, connection: Connection) -> None:
+        """Let what is under way end: a server that comes back has another segment, and may be of another model."""
+        task = self._connections.get(endpoint)
+        if task is not None and _is_open(task) and task.result() is connection:
+            del self._connections[endpoint]
+            self._retire(endpoint, connection)
 
     async def _resolve_again(self) -> None:
         while True:
@@ -178,6 +212,10 @@ class Pool:
                 continue
             found.extend(sorted({_authority(address) for *_, address in answers}))
         self.router.set_endpoints(dict.fromkeys(found))
+
+
+def _is_open(connecting: "asyncio.Task[Connection]") -> bool:
+    return connecting.done() and not connecting.cancelled() and connecting.exception() is None
 
 
 def _authority(address: tuple[object, ...]) -> str:

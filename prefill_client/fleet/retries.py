@@ -19,7 +19,7 @@ from encoder_contract.errors import (
 MAX_FAILURES = 6
 MAX_INTERNAL = 2
 PAUSE_S = 0.1  # after a server was found gone: the others may be finding out just now
-# A server that has said no so often says no for a while, whatever it hints: the pause doubles up to this.
+# A server that has refused several times goes on refusing for a while, whatever its hint: the pause doubles up to this.
 MAX_REFUSED_PAUSE_S = 2.0
 
 
@@ -58,7 +58,7 @@ class Attempts:
         return None
 
     def outcome(self, error: EncoderError) -> EncoderError:
-        """Return what to tell the caller: that a full queue refused it is why its time ran out, if it did."""
+        """Return what to tell the caller: if its time ran out while queues were full, the refusal, not the deadline."""
         return self.refusal if isinstance(error, DeadlineError) and self.refusal is not None else error
 
     def left_s(self) -> float:

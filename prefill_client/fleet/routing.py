@@ -120,20 +120,20 @@ class Router:
         known.said_to_serve = False
 
     def failed(self, endpoint: str) -> None:
-        """A call found it gone."""
+        """Note that a call found the server gone."""
         if (known := self._endpoints.get(endpoint)) and known.said_to_serve:
             known.relapses += 1
         self.mark_down(endpoint)
 
     def mark_up(self, endpoint: str) -> None:
-        """Its health check says that it serves: it is tried at once, unless it said so before and then failed."""
+        """Note that its health check reports serving: it is tried at once, until calls failed twice although it did."""
         if known := self._endpoints.get(endpoint):
             known.failures, known.said_to_serve = 0, True
             wait_s = _backoff_s(known.relapses - 2) if known.relapses > 1 else 0.0
             known.down_until = known.failed_at + wait_s
 
     def succeeded(self, endpoint: str) -> None:
-        """A call got through: whatever failed before is over."""
+        """Note that a call succeeded: earlier failures no longer count."""
         if known := self._endpoints.get(endpoint):
             known.failures, known.relapses, known.said_to_serve = 0, 0, True
             known.down_until = float("-inf")

@@ -2,8 +2,12 @@
 
 from cachetools import LRUCache
 
+from prefill_client.images import Image
+
 # Bytes that may have to be sent once more when a server is lost. They are references to what the caller sent.
 MAX_BYTES = 256 << 20
+# What one takes without its file, which is elsewhere.
+NAME_BYTES = 1024
 MAX_ROUTES = 65536  # some 10 MB
 
 
@@ -11,18 +15,18 @@ class SentImages:
     """Bounded, least recently used out first. Not for several threads."""
 
     def __init__(self) -> None:
-        self._files: LRUCache[bytes, bytes] = LRUCache(MAX_BYTES, getsizeof=len)
+        self._images: LRUCache[bytes, Image] = LRUCache(MAX_BYTES, getsizeof=_size)
         self._routes: LRUCache[bytes, str] = LRUCache(MAX_ROUTES)
 
-    def sent(self, digest: bytes, data: bytes, endpoint: str) -> None:
+    def sent(self, image: Image, endpoint: str) -> None:
         """Remember an image that `endpoint` has taken over."""
-        self._routes[digest] = endpoint
-        if len(data) <= MAX_BYTES:
-            self._files[digest] = data
+        self._routes[image.digest] = endpoint
+        if _size(image) <= MAX_BYTES:
+            self._images[image.digest] = image
 
-    def file(self, digest: bytes) -> bytes | None:
-        """Return the bytes of an image sent not long ago."""
-        return self._files.get(digest)
+    def image(self, digest: bytes) -> Image | None:
+        """Return an image sent not long ago, as it was sent."""
+        return self._images.get(digest)
 
     def route(self, digest: bytes) -> str | None:
         """Return where an image was sent to."""
@@ -31,3 +35,7 @@ class SentImages:
     def lost(self, digest: bytes) -> None:
         """Forget where an image was sent to: it is not there."""
         self._routes.pop(digest, None)
+
+
+def _size(image: Image) -> int:
+    return NAME_BYTES + len(image.data)

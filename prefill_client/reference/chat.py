@@ -36,7 +36,7 @@ from prefill_client.transport.elements import element_type
 Result = TypeVar("Result")
 
 # {"role": ..., "content": text or parts}; a part is
-# {"type": "text", "text": str} or {"type": "image", "image": bytes}.
+# {"type": "text", "text": str} or {"type": "image", "image": bytes or Image}.
 Message = Mapping[str, Any]
 
 
@@ -56,7 +56,7 @@ class Prefilled:
     """A request whose prompt has been prefilled: `logits` [vocab] are those of its last token.
 
     `prefix_tokens` of the prompt were covered by the KV cache of an earlier one; `runs` are the chunks behind it,
-    and `submitted` holds the encoder's word on each image that has rows there.
+    and `submitted` holds the encoder's answer to each image that has rows there.
     """
 
     prompt: Prompt
@@ -84,11 +84,11 @@ class Chat:
         chunk_tokens: int,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """Raise `ModelMismatchError` when the encoder lays images out as the language model does not."""
+        """Raises `ModelMismatchError` if encoder and language model merge different numbers of patches into a row."""
         theirs, ours = client.description.geometry.merge_size, engine.language_model.merge_size
         if theirs != ours:
             raise ModelMismatchError(f"the encoder merges {theirs} patches a side, the model {ours}")
-        self._client = client
+        self.client = client
         self._engine = engine
         self._tokenizer = tokenizer
         self._chunk_tokens = chunk_tokens
@@ -106,9 +106,9 @@ class Chat:
         on_chunk: Callable[[ChunkRun], None] = lambda _: None,
         trace: Trace | None = None,
     ) -> Prefilled:
-        """Prefill the messages' prompt; `on_chunk` hears of every chunk. An image that fails raises its own error.
+        """Prefill the messages' prompt; call `on_chunk` after every chunk. An image that fails raises its own error.
 
-        What happens when is noted in `trace`, whose request id is also that of the calls to the encoder.
+        `trace` records when each step began and ended; calls to the encoder carry its request id.
         """
         trace = trace or Trace(uuid4().hex)
         with trace.span("hash"):
@@ -128,7 +128,7 @@ class Chat:
         runs: list[ChunkRun] = []
         logits: Tensor | None = None
         async with PrefetchSession(
-            partial(trace.watch(self._client.fetch), request_id=trace.request_id),
+            partial(trace.watch(self.client.fetch), request_id=trace.request_id),
             plan(layout, self._chunk_tokens, begin=begin),
             [RowRequest(image.digest) for image in images],
             row_bytes=self._row_bytes,
@@ -161,17 +161,17 @@ class Chat:
         """Hash the images and read their headers: all that the prompt's layout needs."""
         files = [part["image"] for part in _parts(messages) if part["type"] == "image"]
         images = []
-        for number, image in enumerate(read_images(files, self._client.description.geometry)):
+        for number, image in enumerate(read_images(files, self.client.description.geometry)):
             if isinstance(image, EncoderError):
                 raise of_image(number, image)
             images.append(image)
         return images
 
     async def _submit(self, images: Mapping[int, Image], request_id: str) -> dict[int, Submitted]:
-        """Hand over the images that have rows to fetch."""
+        """Submit the images that have rows to fetch."""
         if not images:
             return {}
-        answers = await self._client.submit([image.data for image in images.values()], request_id=request_id)
+        answers = await self.client.submit(list(images.values()), request_id=request_id)
         submitted = dict(zip(images, answers, strict=True))
         for number, image in submitted.items():
             if image.error:
@@ -207,7 +207,7 @@ class Chat:
 
     @property
     def _row_bytes(self) -> int:
-        ours = self._client.description
+        ours = self.client.description
         return ours.width * element_type(ours.dtype).itemsize
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prefill_client import Image
+
 MAX_MESSAGES = 1024  # a long conversation; the prompt's tokens are bounded by the model
 MAX_PARTS = 1024
 DEFAULT_ANSWER_TOKENS = 256
@@ -83,8 +85,8 @@ class ChatRequest(_Strict):
         """The URLs of all images, in prompt order."""
         return [part.image_url.url for part in self._parts() if isinstance(part, ImagePart)]
 
-    def prompt_messages(self, images: Sequence[bytes]) -> list[Mapping[str, Any]]:
-        """Return the messages as the chat takes them, with the images' bytes in place of their URLs."""
+    def prompt_messages(self, images: Sequence[bytes | Image]) -> list[Mapping[str, Any]]:
+        """Return the messages as the chat takes them, with the images in place of their URLs."""
         left = iter(images)
         return [
             {

@@ -29,7 +29,7 @@ def greedy(logits: Tensor) -> int:
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt in work: its tokens and positions, and the KV cache of the `done` tokens already run.
+    """A prompt under way: its tokens and positions, and the KV cache of the `done` tokens already run.
 
     `generated` are the tokens behind the prompt that the cache holds too.
     """
@@ -58,7 +58,7 @@ class Engine:
     """Runs prompts through a language model chunk by chunk. Its methods block: not for the event loop."""
 
     def __init__(self, language_model: LanguageModel, *, row_width: int) -> None:
-        """Refuse with `ModelMismatchError` rows whose width (elements) the model cannot take."""
+        """Raises `ModelMismatchError` if the model cannot take rows of `row_width` elements."""
         language_model.require_width(row_width)
         self.language_model = language_model
 

@@ -25,9 +25,9 @@ from encoder_contract.errors import (
 from encoder_contract.errors import Status as Code
 from encoder_contract.traceparent import TRACEPARENT
 from prefill_client import Trace, traceparent
+from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.completions import ChatRequest, completion, piece, usage
-from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.sampling import sampler
 from prefill_client.reference.trace_folder import TraceFolder
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 COMPLETIONS = "/v1/chat/completions"
-# Beside gRPC's codes, as HTTP has them; what is not here is a 500.
+# The HTTP status of each gRPC status; any other is a 500.
 _HTTP_STATUS = {
     Code.INVALID_ARGUMENT: 400,
     Code.NOT_FOUND: 503,  # an image's bytes expired between Submit and Fetch: the same request again will do
@@ -51,7 +51,7 @@ _HTTP_STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one process takes on."""
+    """How much one process accepts."""
 
     requests: int = 64  # at once; over it 429
     body_bytes: int = 256 << 20
@@ -99,7 +99,7 @@ class HttpService:
         tokenizer: Any,
         model: str,
         *,
-        image_urls: ImageUrls,
+        image_loader: SharedLoader,
         metrics: Metrics,
         limits: Limits,
         traces: TraceFolder | None = None,
@@ -107,7 +107,7 @@ class HttpService:
         self._chat = chat
         self._tokenizer = tokenizer
         self._model = model
-        self._image_urls = image_urls
+        self._image_loader = image_loader
         self._metrics = metrics
         self._limits = limits
         self._traces = traces
@@ -142,9 +142,8 @@ class HttpService:
         outcome = "failed"
         context = request.headers.get(TRACEPARENT, "")
         trace = Trace(uuid4().hex, traceparent=context)
-        traceparent.set(
-            context if trace.trace_id else ""
-        )  # of this request's task, and the calls that it makes
+        # For this request's task, and the calls that it makes.
+        traceparent.set(context if trace.trace_id else "")
         try:
             async with asyncio.timeout(self._limits.request_s):
                 asked = await self._read(request)
@@ -167,9 +166,9 @@ class HttpService:
         finally:
             self._metrics.requests.labels(outcome).inc()
             if self._traces is not None:
-                await self._leave(trace)
+                await self._keep(trace)
 
-    async def _leave(self, trace: Trace) -> None:
+    async def _keep(self, trace: Trace) -> None:
         assert self._traces is not None
         try:
             await asyncio.to_thread(self._traces.keep, trace)
@@ -192,7 +191,8 @@ class HttpService:
         return asked
 
     async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:
-        images = await asyncio.gather(*(self._image_urls.load(url) for url in asked.image_urls))
+        client = self._chat.client
+        images = await asyncio.gather(*(self._image_loader.open(url, client) for url in asked.image_urls))
         with self._metrics.first_token_seconds.time():
             prefilled = await self._chat.prefill(
                 asked.prompt_messages(images), on_chunk=self._metrics.on_chunk, trace=trace
@@ -259,7 +259,7 @@ def _event(content: dict[str, Any]) -> str:
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, and drop it when the caller hangs up: what it held is then released."""
+    """Do the work, and cancel it if the caller hangs up: that releases what it holds."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_hang_up(request))
     try:

@@ -115,14 +115,16 @@ def load_language_model(
     is not there.
     """
     if not (Path(folder) / "config.json").is_file():
-        # A path that is none would be taken for the name of a repository to download.
+        # `transformers` would take it for the name of a repository to download.
         raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
     config = transformers.AutoConfig.from_pretrained(folder)
     if config.model_type not in _ARCHITECTURES:
-        raise ModelMismatchError(f"{folder}: {config.model_type} is none of {', '.join(_ARCHITECTURES)}")
+        raise ModelMismatchError(f"{folder}: {config.model_type} is not one of {', '.join(_ARCHITECTURES)}")
     architecture = _without_tower(getattr(transformers, _ARCHITECTURES[config.model_type]))
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"torch {torch.__version__} sees no CUDA device: {device} cannot be had, cpu can")
+        raise ValueError(
+            f"torch {torch.__version__} sees no CUDA device: {device} is unavailable, cpu is not"
+        )
     try:
         with _quiet():
             model = architecture.from_pretrained(folder, config=config, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The metrics of the reference prefill service, all named here."""
+"""The metrics of the reference prefill service, all declared here."""
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -17,18 +17,21 @@ class Metrics:
         )
         self.first_token_seconds = Histogram(
             "prefill_first_token_seconds",
-            "From the images' bytes to the logits of the first token.",
+            "Seconds from having the images' bytes to the logits of the first token.",
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.chunk_wait_seconds = Histogram(
             "prefill_chunk_wait_seconds",
-            "Wait of a chunk for its rows.",
+            "Seconds a chunk waited for its rows.",
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.chunk_seconds = Histogram(
-            "prefill_chunk_seconds", "Forward of a chunk.", buckets=_SECONDS, registry=self.registry
+            "prefill_chunk_seconds",
+            "Seconds a chunk's forward pass took.",
+            buckets=_SECONDS,
+            registry=self.registry,
         )
         self.rows = Counter(
             "prefill_rows",
@@ -47,7 +50,7 @@ class Metrics:
         )
 
     def on_chunk(self, run: ChunkRun) -> None:
-        """Count a chunk that was run."""
+        """Count a chunk that has run."""
         self.chunk_wait_seconds.observe(run.waited_ms / 1000)
         self.chunk_seconds.observe(run.prefill_ms / 1000)
         for window, source in zip(run.chunk.windows, run.sources, strict=True):

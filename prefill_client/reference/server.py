@@ -1,4 +1,4 @@
-"""The reference prefill service as a process: how its parts are put together."""
+"""The reference prefill service as a process: constructs and wires its components, and serves."""
 
 import asyncio
 import errno
@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +14,56 @@ import torch
 import transformers
 import uvicorn
 
+from encoder_contract.certificates import Certificates
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.settings import ConfigError
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.reference.chat import Chat
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.http_service import HttpService, Limits
-from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.language_model import load_language_model
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.prefix import PrefixCache
 from prefill_client.reference.trace_folder import TraceFolder
 
+GIB = 1 << 30
 DRAIN_S = 30  # what running requests are given after SIGTERM
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that a signal ends the process with 0 and not by that signal once more.
+    """uvicorn, which would raise the signal that stopped it once more; here the process ends with 0.
 
-    Prints its banner when requests are answered: who waits for it may then ask.
+    Prints its banner once it answers requests, so that whoever started it can wait for that.
     """
 
-    def __init__(self, config: uvicorn.Config, banner: str) -> None:
+    def __init__(self, config: uvicorn.Config, banner: str, certificates: Certificates | None) -> None:
         super().__init__(config)
         self._banner = banner
+        self._certificates = certificates
+        self._pem = certificates.pem if certificates else None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, and say so."""
         await super().startup(sockets)
         if self.started:
             print(self._banner, flush=True)  # noqa: T201 - the one block that says what was chosen
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check every tenth of a second whether to stop, and every second for new certificates."""
+        if (
+            self._certificates is not None
+            and counter % 10 == 0
+            and (pem := self._certificates.pem) is not self._pem
+        ):
+            assert self.config.ssl is not None
+            with suppress(ValueError):  # changed this moment: the next look loads them
+                self._certificates.load_into(self.config.ssl)
+                self._pem = pem
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,13 +79,14 @@ async def serve(config: ServiceConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end.
 
     Raises `EncoderError` when the encoder cannot be reached or the model does not fit it, `OSError` and `ValueError`
-    when the model's folder cannot be used, `ConfigError` when the port cannot be had.
+    when the model's folder cannot be used, `ConfigError` when the port is unavailable.
     """
     with _bound(config.listen) as listener:
         await _serve(config, listener)
 
 
 async def _serve(config: ServiceConfig, listener: socket.socket) -> None:
+    certificates = Certificates(config.tls_cert, config.tls_key) if config.tls_cert else None
     if config.threads:
         torch.set_num_threads(config.threads)
     language_model = load_language_model(
@@ -75,30 +94,50 @@ async def _serve(config: ServiceConfig, listener: socket.socket) -> None:
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
     name = config.served_name or config.model.resolve().name
-    async with await EncoderClient.connect(config.encoder) as client:
+    async with await EncoderClient.connect(config.encoder, credentials=config.credentials) as client:
         engine = Engine(language_model, row_width=client.description.width)
         prefixes = PrefixCache(config.prefix_tokens)
         chat = Chat(client, engine, tokenizer, chunk_tokens=config.chunk_tokens, prefixes=prefixes)
-        hosts = [host.strip() for host in config.image_hosts.split(",") if host.strip()]
+        loader = ImageLoader(
+            config.image_destinations,
+            max_bytes=config.max_image_bytes,
+            timeout_s=config.image_s,
+            cache_bytes=int(config.image_cache_gib * GIB),
+            unsaid_fresh_s=config.image_fresh_s,
+        )
+        shared = SharedLoader(loader)
         service = HttpService(
             chat,
             tokenizer,
             name,
-            image_urls=ImageUrls(hosts, max_bytes=config.max_image_bytes, timeout_s=config.image_s),
+            image_loader=shared,
             metrics=Metrics(),
             limits=Limits(config.max_requests, config.max_body_bytes, config.request_s),
             traces=TraceFolder(Path(config.trace_folder)) if config.trace_folder else None,
         )
-        await _answer(service, config, name, listener)
+        await _answer(service, config, name, listener, certificates)
+        await shared.close()
         chat.close()
 
 
-async def _answer(service: HttpService, config: ServiceConfig, name: str, listener: socket.socket) -> None:
+async def _answer(
+    service: HttpService,
+    config: ServiceConfig,
+    name: str,
+    listener: socket.socket,
+    certificates: Certificates | None,
+) -> None:
     host = config.listen.rpartition(":")[0]
     server = _Server(
         uvicorn.Config(
-            service.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
+            service.app(),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_S,
+            ssl_certfile=config.tls_cert or None,
+            ssl_keyfile=config.tls_key or None,
         ),
+        certificates=certificates,
         banner=f"prefill-client {__version__}\n"
         f"  model      {name} ({config.model}), {config.dtype} on {config.device}\n"
         f"  encoder    {config.encoder}\n"
@@ -110,7 +149,7 @@ async def _answer(service: HttpService, config: ServiceConfig, name: str, listen
 
 
 def _bound(address: str) -> socket.socket:
-    """Take the port before anything slow is begun, but listen only when there is somebody to answer."""
+    """Take the port before anything slow begins; connections are refused until the server answers."""
     host, port, _ = Endpoint.parse(address)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:

@@ -129,14 +129,12 @@ def _rows(message: pb.FetchResponse, source: FetchedRows | None, group: dist.Pro
 @contextmanager
 def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Do the body; nobody goes on before all have, and none when it failed at one."""
-    failure: BaseException | None = None
+    has_failed = True
     try:
         yield
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        has_failed = False
+    finally:  # whatever ended the body: the other ranks wait for this one
+        failed = torch.tensor([has_failed], dtype=torch.int32)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group)
-        if failed.item() and failure is None:
+        if failed.item() and not has_failed:
             raise UnavailableError(_FAILED)

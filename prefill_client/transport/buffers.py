@@ -13,7 +13,7 @@ MIN_POOLED_BYTES = 1 << 20
 
 
 class Buffers:
-    """Hands out byte arrays; one goes back by itself when nothing refers to it or to a view of it any more."""
+    """Hands out byte arrays; each is returned by itself once nothing refers to it or to a view of it."""
 
     def __init__(self, max_idle_bytes: int = MAX_IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes

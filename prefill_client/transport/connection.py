@@ -11,37 +11,26 @@ from typing import Any, Self
 
 import grpc
 
-from encoder_contract.endpoint import is_local
-from encoder_contract.errors import DeadlineError, InternalError, UnavailableError
+from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.producer import Producer
+from encoder_contract.segment_file import segment_proof
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.images import Image, RowRequest, Submitted
-from prefill_client.transport import INLINE, TRANSPORTS, Receiver, receivers
+from prefill_client.transport import BY_DEFAULT, Receiver, asked, receivers
+from prefill_client.transport.channels import Channels
+from prefill_client.transport.put_stream import PutStream
 from prefill_client.transport.row_stream import RowStream, ended_early, from_message, from_rpc
 from prefill_client.transport.server_clock import ServerClock
 
-# An error so close to the deadline is the deadline, in whatever words grpc tells it.
+# An error this close to the deadline is the deadline, whatever gRPC calls it.
 NEARLY_S = 0.05
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 # Two disciplined clocks part by less than 0.1 ms in this time.
 CLOCK_S = 60.0
-
-# A silent peer is noticed within about two seconds: without ping_timeout_ms, keepalive_timeout_ms has no effect
-# and it takes a minute.
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 8 << 20),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the longest that an attempt to connect may take: twenty seconds unless told otherwise.
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-)
 
 # The W3C trace context that goes out with every call of this task, for servers to log; empty: none.
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
@@ -49,7 +38,7 @@ traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a server said it is; `geometry` lets the client lay prompts out by itself."""
+    """What a server says about itself; `geometry` lets the client lay out prompts by itself."""
 
     version: str
     model_type: str
@@ -95,7 +84,7 @@ class Description:
 
 
 class Connection:
-    """A channel to one server. Every method is one attempt; who retries is the client."""
+    """A channel to one server. Every method makes one attempt; retrying is the client's business."""
 
     def __init__(
         self,
@@ -104,8 +93,15 @@ class Connection:
         description: Description,
         receivers: Mapping[str, Receiver],
         clock: ServerClock,
+        channels: Channels,
+        version: int,
+        shm_segment: str,
     ) -> None:
+        """`version` is what `channels` had when this one was opened."""
         self.endpoint = endpoint
+        self.version = version
+        self._channels = channels
+        self._shm_segment = shm_segment
         self.description = description
         self.channel = channel
         self.receivers = receivers
@@ -119,47 +115,60 @@ class Connection:
         )
 
     @classmethod
-    async def open(cls, endpoint: str, timeout_s: float = 10.0, *, wait: bool = True) -> Self:
-        """Connect and ask the server what it is. Raises `UnavailableError` when it cannot be reached.
+    async def open(
+        cls, endpoint: str, channels: Channels, timeout_s: float = 10.0, *, wait: bool = True
+    ) -> Self:
+        """Connect, and ask the server to describe itself. Raises `UnavailableError` when it cannot be reached.
 
-        `wait` is for a server that is being started: who refuses the connection is tried again until `timeout_s`.
+        With `wait`, for a server that is starting, a refused connection is tried again until `timeout_s`.
         """
-        # No proxy stands between a server of this host and us: it is told things that others are not.
-        direct = (("grpc.enable_http_proxy", 0),) if is_local(endpoint) else ()
-        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS + direct)
+        version, shown = channels.version, channels.metadata(endpoint)
+        channel = channels.open(endpoint)
         try:
             message = await EncoderServiceStub(channel).Describe(
-                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait
+                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait, metadata=shown
             )
-            # The first answer waited for the connection: it says nothing about the time of a question.
-            clock = await _clock_of(channel, timeout_s)
+            # The first answer waited for the connection: it says nothing about how long an answer takes.
+            clock = await _clock_of(channel, timeout_s, shown)
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
             raise from_rpc(error, endpoint) from error
-        except BaseException:
+        except BaseException:  # cancelled too: nobody else knows of the channel
             await channel.close()
             raise
         description = Description.from_message(message)
-        return cls(endpoint, channel, description, receivers(endpoint, message), clock)
+        return cls(
+            endpoint,
+            channel,
+            description,
+            receivers(endpoint, message),
+            clock,
+            channels,
+            version,
+            message.shm_segment,
+        )
 
-    async def close(self) -> None:
-        """Close the channel; running calls end."""
+    async def close(self, after_s: float = 0.0) -> None:
+        """Close the channel after `after_s`, or when this is cancelled; calls that still run end then."""
         if self._clock_task is not None:
             self._clock_task.cancel()
-        await self.channel.close()
+        try:
+            await asyncio.sleep(after_s)  # gRPC's own grace would refuse new calls at once
+        finally:
+            await self.channel.close()
 
     async def submit(
         self, images: Sequence[Image], caller: pb.Caller, timeout_s: float | None = None
     ) -> list[Submitted]:
-        """Name the images, send the bytes of those the server lacks, and return its word on each, in order."""
-        call = self._stub.Submit(timeout=timeout_s, metadata=_metadata())
+        """Name the images, send the bytes of those the server lacks, and return its answer to each, in order."""
+        call = self._stub.Submit(timeout=timeout_s, metadata=self.metadata())
         deadline = inf if timeout_s is None else monotonic() + timeout_s
         try:
             return await _converse(call, images, caller, self.description.max_message_bytes)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            # A write to a call that has ended is told in one of several ways, none of which says why it ended.
+            # A write to a call that has ended fails in one of several ways, none of which says why it ended.
             if monotonic() >= deadline - NEARLY_S:
                 raise DeadlineError(f"{self.endpoint}: the deadline passed") from error
             if isinstance(error, grpc.aio.AioRpcError):
@@ -174,41 +183,63 @@ class Connection:
         caller: pb.Caller,
         *,
         grace_ms: int,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float | None = None,
+        producer: Producer | None = None,
     ) -> RowStream:
         """Start a Fetch call; rows come by the first of `transports` that both sides can use, or inline.
 
         `timeout_s` bounds the wait for the last outcome; the call itself has no deadline, because it may hold rows.
         """
-        asked = {name: self.receivers[name] for name in (*transports, INLINE) if name in self.receivers}
+        receivers = asked(transports, self.receivers)
         message = pb.FetchRequest(
             caller=caller,
-            images=[_fetch_image(index, request) for index, request in enumerate(requests)],
+            images=[request.to_message(index) for index, request in enumerate(requests)],
             grace_ms=grace_ms,
+            producer=producer.to_message() if producer else None,
         )
-        for receiver in asked.values():
+        for receiver in receivers.values():
             receiver.ask(message)
-        call = self._fetch(message, metadata=_metadata())
+        call = self._fetch(message, metadata=self.metadata())
         if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
             self._clock_task = asyncio.create_task(self._estimate_again(), name="clock")
-        return RowStream(call, requests, asked, self.endpoint, self.clock, timeout_s)
+        return RowStream(call, requests, receivers, self.endpoint, self.clock, timeout_s)
+
+    async def put(self, producer: Producer, caller: pb.Caller, *, shared: bool) -> PutStream:
+        """Begin a Put call; with `shared`, rows go through shared memory if the server is on this host.
+
+        Raises the error with which the server refuses the call.
+        """
+        return await PutStream.open(
+            self.channel,
+            self.endpoint,
+            producer,
+            caller,
+            max_images=self.description.max_images_per_call,
+            segment=self._shm_segment,
+            proof=segment_proof(self.endpoint, self._shm_segment) if shared else b"",
+            metadata=self.metadata(),
+        )
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return what goes out with every call: our token, and the trace that the call belongs to."""
+        shown, given = self._channels.metadata(self.endpoint), traceparent.get()
+        return (*shown, (TRACEPARENT, given)) if given else shown
 
     async def _estimate_again(self) -> None:
-        with suppress(grpc.aio.AioRpcError):  # whoever fetches hears of it too
-            self.clock = await _clock_of(self.channel, CLOCK_S)
+        with suppress(grpc.aio.AioRpcError, EncoderError):  # a Fetch will report it
+            self.clock = await _clock_of(self.channel, CLOCK_S, self._channels.metadata(self.endpoint))
         self._clock_task = None
 
 
-async def _clock_of(channel: grpc.aio.Channel, timeout_s: float) -> ServerClock:
+async def _clock_of(
+    channel: grpc.aio.Channel, timeout_s: float, metadata: tuple[tuple[str, str], ...]
+) -> ServerClock:
     asked_s = monotonic()
-    message = await EncoderServiceStub(channel).Describe(pb.DescribeRequest(), timeout=timeout_s)
+    message = await EncoderServiceStub(channel).Describe(
+        pb.DescribeRequest(), timeout=timeout_s, metadata=metadata
+    )
     return ServerClock.estimate(asked_s, message.clock_s, monotonic())
-
-
-def _metadata() -> tuple[tuple[str, str], ...]:
-    given = traceparent.get()
-    return ((TRACEPARENT, given),) if given else ()
 
 
 async def _converse(
@@ -221,6 +252,7 @@ async def _converse(
             digest=image.digest,
             grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w),
             size_bytes=len(image.data),
+            without_bytes=image.elsewhere is not None,
         )
         for index, image in enumerate(images)
     ]
@@ -264,16 +296,4 @@ def _submitted(image: Image, state: pb.ImageState, upload_s: tuple[float, float]
         state.address,
         cached=state.state == pb.STATE_CACHED,
         upload_s=upload_s,
-    )
-
-
-def _fetch_image(index: int, request: RowRequest) -> pb.FetchImage:
-    return pb.FetchImage(
-        index=index,
-        digest=request.digest,
-        variant=pb.Variant(min_pixels=request.min_pixels, max_pixels=request.max_pixels),
-        row_begin=request.row_begin,
-        row_end=request.row_end,
-        chunk=request.chunk,
-        needed_in_ms=request.needed_in_ms,
     )

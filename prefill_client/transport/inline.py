@@ -1,4 +1,4 @@
-"""Inline: rows arrive in messages of the call itself, and are ours. Works with every server."""
+"""Inline: rows arrive in messages of the call itself, into our own memory. Works with every server."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +33,15 @@ class OwnRows(Rows):
         """Return the rows themselves: nobody else writes to them."""
         return self._array
 
+    @contextmanager
+    def lent(self) -> Iterator[Rows]:
+        """Lend the rows themselves."""
+        yield self
+
+    def own(self) -> "OwnRows":
+        """Return the rows themselves."""
+        return self
+
 
 class InlineReceiver(Receiver):
     """Gathers the bytes of the rows and checks them."""
@@ -47,11 +56,11 @@ class InlineReceiver(Receiver):
 
     @staticmethod
     def announced(ready: pb.ImageReady) -> bool:  # noqa: ARG004
-        """Whether the rows come inline: all do that come by no other transport."""
+        """Whether the rows come inline: so do all that come by no other transport."""
         return True
 
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:  # noqa: ARG002
-        """Return the rows, of which nothing is here yet."""
+        """Return the rows, none of which have arrived yet."""
         return _InlineArrival(ready)
 
 

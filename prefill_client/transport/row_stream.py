@@ -1,4 +1,4 @@
-"""A Fetch call under way: outcomes as they arrive, and what keeps rows in place that stay at the server."""
+"""A running Fetch call: its outcomes as they arrive, and the hold on rows that stay at the server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import grpc
 
+from encoder_contract.endpoint import why_unconnected
 from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError, from_status
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -65,12 +66,12 @@ class RowStream:
         self._arriving: dict[int, _Arriving] = {}
 
     def close(self) -> None:
-        """End the call and with it everything it held."""
+        """End the call and release everything that it holds."""
         self._closed = True
         self._call.cancel()
 
     def is_open(self) -> bool:
-        """Whether the call is not known to have ended: a thread that asks hears what the event loop has heard."""
+        """Whether the call is open, as far as the event loop knows; any thread may ask."""
         return not self._closed and not self._call.done()
 
     async def __aenter__(self) -> Self:
@@ -151,7 +152,7 @@ class RowStream:
 
 
 def _forget(reading: "asyncio.Future[Any]") -> None:
-    """Take note of how a read ended that nobody waits for any more."""
+    """Retrieve the outcome of a read that nobody waits for any more, so that asyncio does not report it."""
     if not reading.cancelled():
         reading.exception()
 
@@ -169,7 +170,7 @@ def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
     why = error.details() or ""
     if why.startswith(UNCONNECTED):
-        why = f"no server answers ({why.rpartition(': ')[2].removesuffix('])')})"
+        why = f"no server answers ({why_unconnected(why)})"
     return from_status(error.code().value[0], f"{endpoint}: {why}", retry_after_ms=retry_after_ms)
 
 

@@ -5,18 +5,20 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, open_memory
 from encoder_contract.errors import InternalError, StaleHandleError
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from encoder_contract.segment_file import open_segment, segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.elements import element_type
+from prefill_client.transport.inline import OwnRows
 from prefill_client.transport.transport import Arrival, Receiver, Rows
 
 _MAPPED_SEGMENTS = 16
@@ -31,6 +33,8 @@ class SharedRows(Rows):
 
     handle: Handle
 
+    on_device = False
+
     def __init__(
         self, handle: Handle, width: int, dtype: str, *, is_held: Callable[[], bool] = lambda: True
     ) -> None:
@@ -39,8 +43,11 @@ class SharedRows(Rows):
         `is_held` says whether the stream is known to be open. Raises `StaleHandleError` when the segment or the rows
         are gone, `InternalError` for a senseless handle.
         """
+        if bool(handle.memory) != self.on_device:
+            raise InternalError(f"the rows of a handle into {handle.segment} lie in other memory")
         self.handle = handle
         self._is_held = is_held
+        self.dtype = dtype
         self._segment = _mapped(handle)
         self._segment.check(handle)
         self._element = element_type(dtype)
@@ -57,20 +64,36 @@ class SharedRows(Rows):
 
         Raises `StaleHandleError` on entering, and on leaving: then what was read, and any error over it, is void.
         """
-        if not self._is_held():
-            raise StaleHandleError("the call that held the rows has ended")
-        self._segment.check(self.handle)
-        try:
+        with self._checked():
             yield self._array()
-        except Exception:
-            self._segment.check(self.handle)
-            raise
-        self._segment.check(self.handle)
+
+    @contextmanager
+    def lent(self) -> Iterator[Rows]:
+        """Lend the rows in place, as `reading` does."""
+        with self.reading() as array:
+            yield OwnRows(array)
+
+    def own(self) -> Rows:
+        """Return a copy, as `copy` does."""
+        return OwnRows(self.copy())
 
     def copy(self) -> NDArray[np.generic]:
         """Return a copy [rows, width] that outlives the Fetch stream. Raises `StaleHandleError`."""
         with self.reading() as array:
             return array if array.flags.writeable else array.copy()
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Make sure before and after that these are the handle's rows; if they are not, any error over them is void."""
+        if not self._is_held():
+            raise StaleHandleError("the call that held the rows has ended")
+        self._segment.check(self.handle)
+        try:
+            yield
+        except Exception:
+            self._segment.check(self.handle)
+            raise
+        self._segment.check(self.handle)
 
     def _array(self) -> NDArray[np.generic]:
         pieces = self._segment.pieces(self.handle)
@@ -96,8 +119,8 @@ class SharedMemoryReceiver(Receiver):
 
     @staticmethod
     def announced(ready: pb.ImageReady) -> bool:
-        """Whether the message has a handle."""
-        return ready.HasField("handle")
+        """Whether the message has a handle into the segment."""
+        return ready.HasField("handle") and not ready.handle.memory
 
     def ask(self, request: pb.FetchRequest) -> None:
         """Add the transport, and the proof."""
@@ -124,6 +147,18 @@ class _MappedSegment:
     path: str
     segment_id: bytes
     content: NDArray[np.uint8]
+    memories: dict[tuple[bytes, int], DeviceMemory] = field(default_factory=dict)
+    """Device memory that was opened for a handle into it, by name and GPU; closed with the segment."""
+
+    def memory(self, handle: Handle, gpu: int) -> DeviceMemory:
+        with _segments_lock:
+            if (handle.memory, gpu) not in self.memories:
+                try:
+                    opened = open_memory(handle.memory, handle.memory_bytes, gpu)
+                except DeviceMemoryError as error:
+                    raise StaleHandleError(f"the rows of a handle into {self.path}: {error}") from error
+                self.memories[handle.memory, gpu] = opened
+            return self.memories[handle.memory, gpu]
 
     def pieces(self, handle: Handle) -> list[NDArray[np.uint8]]:
         return [self.content[offset : offset + length] for offset, length in handle.extents]
@@ -154,7 +189,7 @@ def _mapped(handle: Handle) -> _MappedSegment:
 
 
 def _unmap_dead() -> None:
-    """Let go of segments whose server has gone, lest a mapping keep memory. Views that are in use keep theirs alive."""
+    """Unmap segments whose server has gone, as a mapping keeps their memory allocated. Views in use stay valid."""
     for path in [path for path in _segments if not os.path.exists(path)]:
         del _segments[path]
 
@@ -167,7 +202,7 @@ def _map(handle: Handle) -> _MappedSegment:
     try:
         # A mapping beyond the end of its file is a SIGBUS at some later read.
         if not 0 < handle.segment_bytes <= os.fstat(file).st_size:
-            raise InternalError(f"{handle.segment} is no segment of {handle.segment_bytes} bytes")
+            raise InternalError(f"{handle.segment} is not a segment of {handle.segment_bytes} bytes")
         content = np.frombuffer(
             mmap.mmap(file, handle.segment_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8
         )
@@ -183,12 +218,18 @@ def _map(handle: Handle) -> _MappedSegment:
 
 def _check_bounds(handle: Handle, segment_bytes: int) -> None:
     if not handle.generation:
-        raise InternalError(
-            f"a handle into {handle.segment} names no generation"
-        )  # none is what free pages have
-    spans = (*handle.extents, (handle.generation_offset, GENERATION_BYTES))
-    if not handle.extents or any(
-        offset < SEGMENT_ID_BYTES or length <= 0 or offset + length > segment_bytes
-        for offset, length in spans
+        # 0 is what free pages have.
+        raise InternalError(f"a handle into {handle.segment} names no generation")
+    slot = (handle.generation_offset, GENERATION_BYTES)
+    whole = (0, handle.memory_bytes) if handle.memory else (SEGMENT_ID_BYTES, segment_bytes)
+    if not (
+        handle.extents
+        and _is_inside(slot, SEGMENT_ID_BYTES, segment_bytes)
+        and all(_is_inside(extent, *whole) for extent in handle.extents)
     ):
-        raise InternalError(f"a handle reaches outside its segment {handle.segment}")
+        raise InternalError(f"a handle into {handle.segment} reaches outside of what it names")
+
+
+def _is_inside(extent: tuple[int, int], begin: int, end: int) -> bool:
+    offset, length = extent
+    return offset >= begin and length > 0 and offset + length <= end

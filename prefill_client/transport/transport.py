@@ -1,9 +1,9 @@
-"""The client's side of a transport: how rows arrive from a server, and where they are then."""
+"""The client's side of a transport: how rows arrive from a server, and where they then lie."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from encoder_contract.errors import InternalError
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.transport.elements import tensor_view
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Rows(ABC):
@@ -34,7 +38,19 @@ class Rows(ABC):
 
     @abstractmethod
     def copy(self) -> NDArray[np.generic]:
-        """Return the rows to keep, however long the Fetch lasts. Raises `StaleHandleError`."""
+        """Return the rows to keep, however long the Fetch lasts, on the host. Raises `StaleHandleError`."""
+
+    def tensor(self, dtype: str) -> "torch.Tensor":
+        """Return the rows to keep, as a tensor: on the GPU if they come from one. Raises `StaleHandleError`."""
+        return tensor_view(self.copy(), dtype)
+
+    @abstractmethod
+    def lent(self) -> "AbstractContextManager[Rows]":
+        """Lend the rows as rows that nobody can take away, as `reading` does."""
+
+    @abstractmethod
+    def own(self) -> "Rows":
+        """Return the rows to keep, on the GPU if they come from one. Raises `StaleHandleError`."""
 
 
 class Arrival(ABC):
@@ -47,7 +63,7 @@ class Arrival(ABC):
 
     def add(self, data: memoryview) -> None:  # noqa: ARG002
         """Take the next bytes of the rows."""
-        raise InternalError("the server sent bytes of rows that do not travel")
+        raise InternalError("the server sent bytes of rows that stay in its memory")
 
     @abstractmethod
     def rows(self) -> Rows:
@@ -70,6 +86,8 @@ class Receiver(ABC):
     transport: ClassVar[pb.Transport.ValueType]
     holds: ClassVar[bool]
     """Whether the rows stay at the server, so that the call must stay open while they are read."""
+    by_default: ClassVar[bool] = True
+    """Whether rows come by it to callers who do not name it."""
 
     @classmethod
     @abstractmethod

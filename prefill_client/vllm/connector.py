@@ -1,4 +1,7 @@
-"""vLLM's encoder-cache connector, as a consumer of the encoder service: what `--ec-transfer-config` names.
+"""vLLM's encoder-cache connector: what `--ec-transfer-config` names.
+
+As `ec_consumer`, the engine takes its rows from the encoder service; as `ec_both`, its own tower makes what nobody has
+made yet, and the service keeps that for all engines.
 
 vLLM makes one in the scheduler's process, whose gate decides what may run and whose table holds rows in host memory,
 and one in every worker, which copies them to its device.
@@ -12,13 +15,16 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorMetadata,
     ECConnectorRole,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prefill_client.vllm.deepstack import keep_deepstack
 from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan
 from prefill_client.vllm.row_loader import RowLoader
+from prefill_client.vllm.row_saver import RowSaver
 from prefill_client.vllm.scheduler_side import SchedulerSide
-from prefill_client.vllm.service_check import check_service
+from prefill_client.vllm.service_check import check_service, refuse_sharing, row_kind
 from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.sharing_side import SharingSide
 from prefill_client.vllm.stats import EncoderServiceMetrics, EncoderServiceStats
 
 if TYPE_CHECKING:
@@ -29,26 +35,41 @@ if TYPE_CHECKING:
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
-    """A consumer; arguments that a newer vLLM adds to a call are let pass."""
+    """For either role; arguments that a newer vLLM adds to a call are let pass."""
 
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole, *_: object, **__: object) -> None:
         """Raise `ValueError` when the service or the configuration cannot serve this engine."""
         super().__init__(vllm_config, role)
         settings = Settings.from_extra_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        if vllm_config.ec_transfer_config.is_ec_producer:
+            refuse_sharing(vllm_config)
+        self._saver: RowSaver | None = None
         if role is ECConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(settings, vllm_config)
+            side = SharingSide if self.is_producer else SchedulerSide
+            self._scheduler: SharingSide | SchedulerSide = side(settings, vllm_config)
         else:  # made before the weights are loaded: the place to say no
-            description = check_service(settings, vllm_config)
-            keep_deepstack(vllm_config)
-            device = torch.device(vllm_config.device_config.device)
-            self._loader = RowLoader(description.width, description.dtype, device)
-            self._loaded_step = 0
+            self._work(settings, vllm_config)
         self._at_work = True
+
+    def _work(self, settings: Settings, config: "VllmConfig") -> None:
+        device = torch.device(config.device_config.device)
+        if self.is_producer:
+            kind = row_kind(config)
+            width, dtype = kind.width, kind.dtype
+            self._saver = RowSaver(width, dtype, device)
+        else:
+            description = check_service(settings, config)
+            keep_deepstack(config)
+            width, dtype = description.width, description.dtype
+        self._loader = RowLoader(width, dtype, device)
+        self._loaded_step = 0
 
     def shutdown(self) -> None:
         """End what is under way; a second time does nothing."""
         if self._at_work and self.role is ECConnectorRole.SCHEDULER:
             self._scheduler.close()
+        if self._saver is not None:
+            self._saver.close()
         self._at_work = False
 
     # In the scheduler's process.
@@ -63,7 +84,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: "Request", index: int, **_: object) -> None:
         """The image is part of the step that is being planned."""
-        self._scheduler.allocated(request.mm_features[index].identifier)
+        self._scheduler.allocated(request.mm_features[index])
 
     def update_state_after_free(self, request: "Request", index: int, **_: object) -> None:
         """The request has prefilled the image."""
@@ -109,7 +130,13 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return LoadedUpTo(step) if step else None
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: object) -> None:
-        """Nothing: what the engine encodes itself stays with it."""
+        """The engine's own tower has made an image's rows: share them, if that is asked. One rank does."""
+        if self._saver is None or get_tensor_model_parallel_rank():
+            return
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, LoadPlan)
+        if plan.saves and plan.outgoing and (save := plan.saves.get(mm_hash)):
+            self._saver.save(plan.outgoing, save, encoder_cache[mm_hash])
 
     # In the API server.
 

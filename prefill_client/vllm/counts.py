@@ -1,36 +1,48 @@
-"""What the engine's side counts: images by where they were found, bytes by transport, waits, failures."""
+"""What the engine counts: images by where their rows were found, bytes by transport, waits, failures and puts."""
 
 from collections import Counter
 
 from encoder_contract.errors import EncoderError
 from prefill_client.vllm.row_fetcher import Outcome
+from prefill_client.vllm.store_session import Found
 
 IMAGES, BYTES, FETCH_S, FAILED = "images", "bytes", "fetch_seconds", "images_failed"
 WAITED_S, WAITED = "wait_seconds", "waits"
+ENCODED, PUT = "images_encoded", "images_put"
 
-# The metric of each, its label, and what it is.
+# The metric of each, its label, and its help.
 METRICS = {
     IMAGES: (
         "vllm:encoder_service_images_total",
         "source",
-        "Images whose rows came, by where the service had them.",
+        "Images whose rows arrived, by where the service found them.",
     ),
     BYTES: (
         "vllm:encoder_service_row_bytes_total",
         "transport",
-        "Bytes of rows that came from the encoder service.",
+        "Bytes of rows received from the encoder service.",
     ),
     FETCH_S: (
         "vllm:encoder_service_fetch_seconds_total",
         "",
-        "Seconds between asking for an image's rows and having them.",
+        "Seconds from asking for the rows of an image to having them.",
     ),
     FAILED: (
         "vllm:encoder_service_images_failed_total",
         "status",
-        "Images whose rows did not come, and end requests.",
+        "Images whose rows will not arrive; each ends the requests that need it.",
     ),
     WAITED: ("vllm:encoder_service_waits_total", "", "Prefill steps that waited for rows."),
+    ENCODED: (
+        "vllm:encoder_service_images_encoded_total",
+        "made_for",
+        "Images left to the engine's own tower: for everybody, or for this engine alone.",
+    ),
+    PUT: (
+        "vllm:encoder_service_images_put_total",
+        "outcome",
+        "Images whose rows the engine put into the store: kept, or why not.",
+    ),
     WAITED_S: ("vllm:encoder_service_wait_seconds_total", "", "Seconds that prefill steps waited for rows."),
 }
 
@@ -51,8 +63,25 @@ class Counts:
         """An image's rows will not come."""
         self._counted[FAILED, error.status.name.lower()] += 1
 
+    def found(self, found: Found, size_bytes: int) -> None:
+        """It is known who makes an image's rows; if they are here, they came from the store."""
+        if found.outcome == "here":
+            self._counted[IMAGES, found.source] += 1
+            self._counted[BYTES, found.transport] += size_bytes
+            self._add(FETCH_S, found.took_s)
+        elif found.outcome == "ours":
+            self.encoded(shared=found.lease is not None)
+
+    def encoded(self, *, shared: bool) -> None:
+        """An image is left to the engine's own tower; `shared`: its rows are to be put."""
+        self._counted[ENCODED, "everybody" if shared else "itself"] += 1
+
+    def put(self, outcome: str) -> None:
+        """The rows of an image that the engine has made were kept by the store, or not."""
+        self._counted[PUT, outcome] += 1
+
     def waited(self, wait_s: float) -> None:
-        """A prefill step waited so long for the rows of its images."""
+        """A prefill step has waited for the rows of its images, `wait_s` seconds."""
         self._counted[WAITED, ""] += 1
         self._add(WAITED_S, wait_s)
 

@@ -1,20 +1,22 @@
 """Decides, for the scheduler, whether a request may prefill now: the images of its next step are here, or they are not.
 
 A request is parked only for the images of its next step, and with the cache manager only for one that its very next
-token belongs to; those behind it are fetched meanwhile.
+token belongs to, or for a moment for those that the service has encoded already: it would need one more step without
+them. Images behind the next step are fetched meanwhile.
 """
 
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from time import monotonic
-from typing import Any, Protocol
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
+from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours
+from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours, producer_of, salt_of
+from prefill_client.vllm.prompt_images import Feature, PromptImages, Request, Span
+from prefill_client.vllm.request_parameters import caller_of, stored_of
 from prefill_client.vllm.row_fetcher import Caller, Wanted
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Gating
@@ -22,87 +24,49 @@ from prefill_client.vllm.settings import Gating
 _log = logging.getLogger("vllm.encoder_service")
 # For "how soon are the rows needed" of images behind the next step: a guess that only orders the service's work.
 _PREFILL_TOKENS_PER_S = 8000
-PARAMETERS = "encoder_service"
-"""The key of `ec_transfer_params` under which the middleware says who calls."""
-
-
-class Position(Protocol):
-    """Where an image's tokens lie: vLLM's `PlaceholderRange`."""
-
-    offset: int
-    length: int
-
-    def get_num_embeds(self) -> int:
-        """How many of them are rows."""
-
-
-class Feature(Protocol):
-    """An image of a request: vLLM's `MultiModalFeatureSpec`."""
-
-    data: Any
-    identifier: str
-    mm_position: Position
-
-
-class Request(Protocol):
-    """What we read of vLLM's `Request`."""
-
-    request_id: str
-    mm_features: Sequence[Feature]
-    ec_transfer_params: dict[str, Any] | None
+# How long a request waits, at most, for images that the service has encoded, though it could prefill the few tokens
+# before them: about a step. Over a slow network it then goes on with what is here.
+SOON_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens `[begin, end)` of a prompt, filled by the rows of one of our images."""
+class NamedSpan(Span):
+    """The tokens of one of our images."""
 
-    begin: int
-    end: int
-    index: int  # among the request's multimodal features
-    identifier: str
     name: ImageName
-    rows: int
 
 
-@dataclass(slots=True)
-class Prompt:
+@dataclass(slots=True, kw_only=True)
+class Prompt(PromptImages[NamedSpan]):
     """A request with images of ours."""
 
-    spans: list[Span]
-    features: int
     caller: Caller
+    stored: set[int] = field(default_factory=set)  # images that the service has encoded, by index
     needs_rows: int = 0  # in host memory at once, at most
     reserved_rows: int = 0  # what is set apart for it; 0: not admitted
-    held: dict[int, Span] = field(default_factory=dict)
-    parked_s: float = 0.0  # since when, on the steady clock; 0: it is not
-
-    @property
-    def end(self) -> int:
-        """The token behind its last image."""
-        return self.spans[-1].end if self.spans else 0
 
 
 class Gate:
     """For the scheduler's thread."""
 
     def __init__(
-        self, table: RowTable, signer: NameSigner, counts: Counts, *, producer: bytes, merge_size: int,
+        self, table: RowTable, signer: NameSigner, counts: Counts, *, description: Description, tenant_salt: str,
         window_tokens: int, capacity_rows: int, gating: Gating,
     ) -> None:  # fmt: skip
         """`window_tokens` is what one step prefills at most, `capacity_rows` what fits into host memory."""
         self._table = table
         self._signer = signer
         self._counts = counts
-        self._producer = producer
-        self._merged_patches = merge_size**2
+        self._description = description
+        self._tenant_salt = tenant_salt
+        self._merged_patches = description.geometry.merge_size**2
         self._window_tokens = window_tokens
         self._free_rows = self._capacity_rows = capacity_rows
         self._gating = gating
         self._prompts: dict[str, Prompt] = {}
         self._failed: dict[str, EncoderError] = {}
-        self._line: dict[
-            str, None
-        ] = {}  # requests that wait for host memory, in the order in which they came
+        # Requests that wait for host memory, in the order in which they came.
+        self._line: dict[str, None] = {}
         self.exact = False
         """Whether a cache manager of ours ends each step before the first image that is not here."""
 
@@ -120,7 +84,7 @@ class Gate:
         if request_id not in self._failed and self._admit(request_id, prompt):
             self._hold(request_id, prompt, computed)
             ready = all(self._table.is_here(span.identifier) for span in self._needed(prompt, computed))
-        self._note_wait(prompt, ready=ready)
+        prompt.note_wait(self._counts, ready=ready)
         return ready
 
     def is_here(self, identifier: str) -> bool:
@@ -131,6 +95,7 @@ class Gate:
         """The request is done with its image number `index`."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
+            prompt.stored.add(index)  # should a preemption have it asked for again
             self._drop(request_id, prompt, index)
 
     def finished(self, request_id: str) -> None:
@@ -150,24 +115,30 @@ class Gate:
         """Find our images in a request; one that is not what it claims to be ends it."""
         request_id, spans = request.request_id, []
         self.finished(request_id)  # a session that goes on with more images
+        salt = salt_of(self._tenant_salt, request.cache_salt)
+        producer = producer_of(self._description, salt)
         try:
             for index, feature in enumerate(request.mm_features):
                 if is_ours(feature.identifier):
-                    spans.append(self._span(index, feature))
+                    spans.append(self._span(index, feature, producer))
                 elif feature.data is None or all(key.endswith("grid_thw") for key in feature.data):
                     raise InvalidRequestError(f"image {index} has neither pixels nor a name of ours")
-            prompt = Prompt(spans, len(request.mm_features), _caller(request))
+            said = request.ec_transfer_params
+            caller = caller_of(said, request_id=request_id, tenant_salt=salt)
+            prompt = Prompt(
+                spans=spans, features=len(request.mm_features), caller=caller, stored=stored_of(said)
+            )
             prompt.needs_rows = self._most_rows(prompt)
         except InvalidRequestError as error:
-            prompt = Prompt([], len(request.mm_features), Caller())
+            prompt = Prompt(spans=[], features=len(request.mm_features), caller=Caller())
             self._fail(request_id, error)
         self._prompts[request_id] = prompt
         return prompt
 
-    def _span(self, index: int, feature: Feature) -> Span:
+    def _span(self, index: int, feature: Feature, producer: bytes) -> NamedSpan:
         """Check an image that has a name of ours against all that the engine would believe of it."""
         name, position = self._signer.name(feature.identifier), feature.mm_position
-        if name is None or name.producer != self._producer:
+        if name is None or name.producer != producer:
             raise InvalidRequestError(f"image {index} has a name that our middleware did not give it")
         if feature.data is None or set(feature.data) != {"image_grid_thw"}:
             raise InvalidRequestError(f"image {index} has a name of ours and data of its own")
@@ -179,7 +150,7 @@ class Gate:
                 f"and was submitted with grid {tuple(name.grid)} and {rows}"
             )
         begin, end = position.offset, position.offset + position.length
-        return Span(begin, end, index, feature.identifier, name, rows)
+        return NamedSpan(begin, end, index, feature.identifier, rows, name)
 
     def _most_rows(self, prompt: Prompt) -> int:
         """Return how many rows one step can need at once, and as many again to fetch ahead, but not more than all."""
@@ -194,18 +165,28 @@ class Gate:
             )
         return min(2 * most, sum(rows), self._capacity_rows)
 
-    def _window(self, prompt: Prompt, computed: int) -> list[Span]:
+    def _window(self, prompt: Prompt, computed: int) -> list[NamedSpan]:
         """Return the images that a step which begins at token `computed` may touch."""
         first = bisect_right(prompt.spans, computed, key=lambda span: span.end)
         end = computed + self._window_tokens
         return list(takewhile(lambda span: span.begin < end, prompt.spans[first:]))
 
-    def _needed(self, prompt: Prompt, computed: int) -> list[Span]:
-        """Return the images without which nothing can be prefilled."""
+    def _needed(self, prompt: Prompt, computed: int) -> list[NamedSpan]:
+        """Return the images without which nothing can be prefilled, and those for whose sake nothing should be yet."""
         if self._gating == "request":
             return [span for span in prompt.spans if span.end > computed]
         window = self._window(prompt, computed)
-        return [span for span in window if span.begin <= computed] if self.exact else window
+        if not self.exact:
+            return window
+        soon = prompt.stored if not prompt.parked_s or monotonic() - prompt.parked_s < SOON_S else set()
+        return [
+            *takewhile(
+                lambda span: (
+                    span.begin <= computed or span.index in soon or self._table.is_here(span.identifier)
+                ),
+                window,
+            )
+        ]
 
     def _admit(self, request_id: str, prompt: Prompt) -> bool:
         """Set host memory apart for all that a step of the request can need. First come, first served.
@@ -263,21 +244,3 @@ class Gate:
         if request_id not in self._failed:
             _log.warning("request %s ends with an error: %s", request_id, error.message)
             self._failed[request_id] = error
-
-    def _note_wait(self, prompt: Prompt, *, ready: bool) -> None:
-        if not ready:
-            prompt.parked_s = prompt.parked_s or monotonic()
-        elif prompt.parked_s:
-            self._counts.waited(monotonic() - prompt.parked_s)
-            prompt.parked_s = 0.0
-
-
-def _caller(request: Request) -> Caller:
-    """Return what the middleware said about who calls."""
-    said = (request.ec_transfer_params or {}).get(PARAMETERS) or {}
-    priority = said.get("priority", 0)
-    return Caller(
-        request_id=str(said.get("request_id", request.request_id))[:128],
-        priority=priority if priority in range(-8, 9) else 0,
-        traceparent=str(said.get("traceparent", "")),
-    )

@@ -1,8 +1,9 @@
 """Host memory for rows on their way into the engine: written by the scheduler's process, mapped by every worker.
 
-It is our own and not the service's, so that nothing the service does can change a row between the scheduler's word
-that it is here and the moment a worker reads it. A memfd: it has no name to leave behind, needs no room in /dev/shm,
-and the workers, processes of the same user on the same host, open it through /proc.
+Rows of the engine's own tower, where it shares them, leave through another such memory, which a worker writes. Both are
+our own and not the service's, so that nothing the service does can change a row between the scheduler's word that it is
+here and the moment a worker reads it. A memfd: it has no name to leave behind, needs no room in /dev/shm, and the
+workers, processes of the same user on the same host, open it through /proc.
 """
 
 import mmap
@@ -63,19 +64,25 @@ class HostMemory:
             self._bytes[offset : offset + length] = content[begin : begin + length]
             begin += length
 
+    def read(self, extents: Sequence[Extent]) -> NDArray[np.uint8]:
+        """Return what lies in extents, uint8 [bytes]; a copy only where there are several. Any thread may."""
+        pieces = [self._bytes[offset : offset + length] for offset, length in extents]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
     def close(self) -> None:
         """Let the memory go when nothing maps it any more."""
         os.close(self._file)
 
 
 class MappedMemory:
-    """The same memory in a worker, read-only."""
+    """The same memory in a worker, read-only unless it is `writable`."""
 
-    def __init__(self, path: str) -> None:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: str, *, writable: bool = False) -> None:
+        file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             size = os.fstat(file).st_size
-            self._bytes = np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+            self._bytes = np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED, access), np.uint8)
         finally:
             os.close(file)
         self.path = path

@@ -60,6 +60,19 @@ def is_ours(identifier: str) -> bool:
     return identifier.startswith(_PREFIX)
 
 
+def salt_of(tenant_salt: str, cache_salt: str | None) -> str:
+    """Return the tenant salt of a request's images: the engine's, and with it what the request says to vLLM.
+
+    `cache_salt` keeps requests apart in vLLM's prefix cache; images of such a request have addresses of their own.
+    """
+    if not cache_salt:
+        return tenant_salt
+    hasher = blake3.blake3(derive_key_context="encoder-service vllm tenant")
+    for field in (tenant_salt.encode(), cache_salt.encode()):
+        hasher.update(len(field).to_bytes(4, "little") + field)
+    return hasher.hexdigest()
+
+
 def producer_of(description: Description, tenant_salt: str) -> bytes:
     """Return 16 bytes over what decides an image's rows besides the image."""
     hasher = blake3.blake3(derive_key_context="encoder-service vllm producer")

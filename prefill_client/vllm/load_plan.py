@@ -15,13 +15,31 @@ class Load:
     extents: tuple[Extent, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One image whose rows, once the tower has made them, are copied out; `number` is what that is told by."""
+
+    extents: tuple[Extent, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """Where the rows of saved images go: host memory at `path`, and the pipe that is told of each."""
+
+    path: str
+    pipe: str
+
+
 @dataclass
 class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
-    """What every worker loads before a step, from the host memory at `path`."""
+    """What every worker loads before a step, from the host memory at `path`, and what one of them saves after it."""
 
     step: int
     path: str
     loads: tuple[Load, ...] = ()
+    saves: dict[str, Save] | None = None
+    outgoing: Outgoing | None = None
 
 
 @dataclass

@@ -16,14 +16,16 @@ from uuid import uuid4
 
 from vllm import envs
 
-from encoder_contract.errors import EncoderError, Status
+from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from prefill_client.client import EncoderClient
-from prefill_client.images import Submitted
-from prefill_client.reference.image_urls import ImageUrls
+from prefill_client.images import Image, Submitted
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.transport.connection import traceparent
-from prefill_client.vllm.gate import PARAMETERS
-from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
-from prefill_client.vllm.request_images import RequestImages
+from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
+from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
+from prefill_client.vllm.request_parameters import PARAMETERS, STORED
 from prefill_client.vllm.row_fetcher import connect
 from prefill_client.vllm.settings import Settings
 
@@ -33,7 +35,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _log = logging.getLogger("vllm.encoder_service")
-PATH = "/v1/chat/completions"
+FORMS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
+"""The routes on which images are ours, and how requests there carry them."""
 _HTTP = {
     Status.INVALID_ARGUMENT: (400, "BadRequestError"),
     Status.PERMISSION_DENIED: (403, "PermissionDeniedError"),
@@ -59,18 +62,20 @@ class EncoderServiceMiddleware:
             finally:
                 if self._service is not None:
                     await self._service.close()
-        elif scope["type"] == "http" and _is_chat(scope) and _is_authorized(scope):
-            await self._chat(scope, receive, send)
+        elif scope["type"] == "http" and (form := _form(scope)) is not None and _is_authorized(scope):
+            await self._request(form, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _chat(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _request(
+        self, form: Form, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
         body = await _read(receive)
         if body is None:  # the caller has left
             return
         if b"image" in body:
             try:
-                body = await self._with_names(scope, body)
+                body = await self._with_names(form, scope, body)
             except EncoderError as error:
                 if not (
                     error.status in _SERVICE_DOWN and self._of(scope).settings.without_service == "own_tower"
@@ -80,13 +85,13 @@ class EncoderServiceMiddleware:
                 _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
         await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
 
-    async def _with_names(self, scope: MutableMapping[str, Any], body: bytes) -> bytes:
+    async def _with_names(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> bytes:
         """Return the body with names in the place of images; without images, or if it is no JSON, the body itself."""
         try:
             parsed = await asyncio.to_thread(json.loads, body)  # megabytes of base64
         except ValueError:
             return body  # vLLM has an answer to that
-        images = RequestImages(parsed)
+        images = RequestImages(parsed, form)
         if not len(images):
             return body
         await self._of(scope).submit(images, _headers(scope))
@@ -95,6 +100,10 @@ class EncoderServiceMiddleware:
     def _of(self, scope: MutableMapping[str, Any]) -> "_Service":
         if self._service is None:
             state = scope["app"].state
+            if state.vllm_config.ec_transfer_config.is_ec_producer:
+                raise InvalidRequestError(
+                    "the middleware is for ec_consumer: as ec_both the engine needs the images"
+                )
             self._service = _Service(
                 state.vllm_config, getattr(state.args, "allowed_media_domains", None) or ()
             )
@@ -110,15 +119,16 @@ class _Service:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
         self.settings = Settings.from_extra_config(config.ec_connector_extra_config)
         self._signer = NameSigner(config.engine_id)
-        self._image_hosts = image_hosts
+        self._destinations = Destinations(image_hosts)
         self._opening: asyncio.Task[EncoderClient] | None = None
-        self._urls: ImageUrls | None = None
+        self._loader: SharedLoader | None = None
 
     async def submit(self, images: RequestImages, headers: dict[str, str]) -> None:
         """Submit a request's images and name them; raise the error of the first that failed."""
-        client = await self._client()
-        files = await self._load(images.urls(), client)
         caller = _caller(images.body, headers)
+        salt = _salt(self.settings, images.body)
+        client = (await self._client()).for_tenant(salt.encode())
+        files = await self._load(images.urls(), client)
         token = traceparent.set(caller["traceparent"])
         try:
             answers = await client.submit(
@@ -130,11 +140,14 @@ class _Service:
         finally:
             traceparent.reset(token)
         _raise_first([answer.error for answer in answers])
-        producer = producer_of(client.description, self.settings.tenant_salt)
-        images.name([self._named(answer, producer) for answer in answers], (PARAMETERS, caller))
+        producer = producer_of(client.description, salt)
+        said = {**caller, STORED: [index for index, answer in enumerate(answers) if answer.cached]}
+        images.name([self._named(answer, producer) for answer in answers], (PARAMETERS, said))
 
     async def close(self) -> None:
         """Close the connection."""
+        if self._loader is not None:
+            await self._loader.close()
         if self._opening is not None and self._opening.done() and not self._opening.exception():
             await self._opening.result().close()
 
@@ -144,14 +157,14 @@ class _Service:
             self._opening = asyncio.create_task(connect(self.settings, wait=False))
         return await asyncio.shield(self._opening)
 
-    async def _load(self, urls: list[str], client: EncoderClient) -> list[bytes]:
-        if self._urls is None:
-            most = client.description.max_image_bytes
-            hosts, timeout_s = self._image_hosts, self.settings.submit_timeout_s
-            self._urls = ImageUrls(hosts, max_bytes=most, timeout_s=timeout_s)
-        loaded = await asyncio.gather(*map(self._urls.load, urls), return_exceptions=True)
+    async def _load(self, urls: list[str], client: EncoderClient) -> list[bytes | Image]:
+        if self._loader is None:
+            most, timeout_s = client.description.max_image_bytes, self.settings.submit_timeout_s
+            self._loader = SharedLoader(ImageLoader(self._destinations, max_bytes=most, timeout_s=timeout_s))
+        opening = (self._loader.open(url, client) for url in urls)
+        loaded = await asyncio.gather(*opening, return_exceptions=True)
         _raise_first(loaded)
-        return [each for each in loaded if isinstance(each, bytes)]
+        return [each for each in loaded if isinstance(each, (bytes, Image))]
 
     def _named(self, answer: Submitted, producer: bytes) -> tuple[str, list[int]]:
         assert answer.grid is not None, "an answer without an error has a grid"
@@ -179,9 +192,15 @@ def _caller(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _is_chat(scope: MutableMapping[str, Any]) -> bool:
+def _salt(settings: Settings, body: dict[str, Any]) -> str:
+    cache_salt = body.get("cache_salt")
+    return salt_of(settings.tenant_salt, cache_salt if isinstance(cache_salt, str) else None)
+
+
+def _form(scope: MutableMapping[str, Any]) -> Form | None:
+    """Return how a request carries images; None for one whose images are not ours."""
     path: str = scope["path"]
-    return scope["method"] == "POST" and path.removeprefix(scope.get("root_path", "")) == PATH
+    return FORMS.get(path.removeprefix(scope.get("root_path", ""))) if scope["method"] == "POST" else None
 
 
 def _is_authorized(scope: MutableMapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
-"""The images of a chat-completion request: where they are in its JSON, and what takes their place."""
+"""The images of a request: where they are in its JSON, and what takes their place."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
@@ -10,12 +11,30 @@ _KINDS = {"image_url", "input_image", "image_embeds", "image_pil"}
 _PROCESSOR_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the requests of an API carry images: in lists of parts under these keys of each message.
+
+    `named` is what a named part has besides its name and grid.
+    """
+
+    messages: str
+    parts: tuple[str, ...]
+    named: tuple[tuple[str, str], ...]
+
+
+CHAT = Form("messages", ("content",), (("type", "image_embeds"),))
+# vLLM checks these by OpenAI's types, which have no `image_embeds`, and reads a part that has a `uuid` by its keys.
+RESPONSES = Form("input", ("content", "output"), (("type", "input_image"), ("detail", "auto")))
+
+
 class RequestImages:
     """A parsed request body. Raises `InvalidRequestError` or `ForbiddenError` for images that cannot be served."""
 
-    def __init__(self, body: Any) -> None:
+    def __init__(self, body: Any, form: Form) -> None:
         self.body = body
-        self._parts = list(_image_parts(body))
+        self._form = form
+        self._parts = list(_image_parts(body, form))
         if not self._parts:
             return
         for option in _PROCESSOR_OPTIONS:
@@ -38,18 +57,19 @@ class RequestImages:
         """
         for part, (identifier, grid) in zip(self._parts, identifiers, strict=True):
             part.clear()
-            part |= {"type": "image_embeds", "image_embeds": {"image_grid_thw": grid}, "uuid": identifier}
+            part |= {**dict(self._form.named), "image_embeds": {"image_grid_thw": grid}, "uuid": identifier}
         key, value = parameters
         self.body["ec_transfer_params"] = {**(self.body.get("ec_transfer_params") or {}), key: value}
 
 
-def _image_parts(body: Any) -> Iterator[dict[str, Any]]:
-    messages = body.get("messages") if isinstance(body, dict) else None
+def _image_parts(body: Any, form: Form) -> Iterator[dict[str, Any]]:
+    messages = body.get(form.messages) if isinstance(body, dict) else None
     for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and (part.get("type") in _KINDS or _KINDS & part.keys()):
-                yield part
+        for key in form.parts:
+            parts = message.get(key) if isinstance(message, dict) else None
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, dict) and (part.get("type") in _KINDS or _KINDS & part.keys()):
+                    yield part
 
 
 def _url(part: dict[str, Any]) -> str:

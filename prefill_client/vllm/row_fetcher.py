@@ -12,9 +12,11 @@ from time import monotonic
 import numpy as np
 
 from encoder_contract.errors import DeadlineError, EncoderError, InternalError, StaleHandleError
+from encoder_contract.geometry import Grid
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.transport import INLINE, TRANSPORTS
+from prefill_client.loop_thread import LoopThread
+from prefill_client.transport import BY_DEFAULT, INLINE
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.transport.reading import again, use_in_place
 from prefill_client.vllm.host_memory import Extent, HostMemory
@@ -31,6 +33,7 @@ class Caller:
     request_id: str = ""
     priority: int = 0
     traceparent: str = ""
+    tenant_salt: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,13 +69,12 @@ class RowFetcher:
         self._memory = memory
         self._tasks: dict[Wanted, asyncio.Task[Outcome]] = {}  # of the loop's thread
         self._ended: deque[Outcome] = deque()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="encoder-rows", daemon=True)
-        self._thread.start()
+        self._any_ended = threading.Event()
+        self._loop = LoopThread("encoder-rows")
         try:
-            self._client = asyncio.run_coroutine_threadsafe(connect(settings), self._loop).result()
-        except BaseException:
-            self._stop()
+            self._client = self._loop.run(connect(settings))
+        except BaseException:  # Ctrl-C too: nobody else would end the thread
+            self._loop.stop()
             raise
 
     @property
@@ -82,24 +84,28 @@ class RowFetcher:
 
     def fetch(self, wanted: Wanted) -> None:
         """Begin to fetch an image's rows. Its extents are in use until its outcome is told."""
-        self._loop.call_soon_threadsafe(self._begin, wanted)
+        self._loop.call(self._begin, wanted)
 
     def cancel(self, wanted: Wanted) -> None:
         """Give up; the outcome still comes."""
-        self._loop.call_soon_threadsafe(self._cancel, wanted)
+        self._loop.call(self._cancel, wanted)
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yield what has ended since the last time."""
+        self._any_ended.clear()
         while self._ended:
             yield self._ended.popleft()
 
+    def wait(self, timeout_s: float) -> None:
+        """Return when an outcome is there that `outcomes` has not told, or after so long."""
+        self._any_ended.wait(timeout_s)
+
     def close(self) -> None:
         """End every fetch, the connections and the thread."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._stop()
+        self._loop.stop(self._close())
 
     def _begin(self, wanted: Wanted) -> None:
-        task = self._loop.create_task(self._fetch(wanted))
+        task = asyncio.create_task(self._fetch(wanted))
         self._tasks[wanted] = task
         task.add_done_callback(partial(self._end, wanted))
 
@@ -109,57 +115,36 @@ class RowFetcher:
 
     def _end(self, wanted: Wanted, task: "asyncio.Task[Outcome]") -> None:
         del self._tasks[wanted]
-        if task.cancelled():
-            self._ended.append(Outcome(wanted, cancelled=True))
-        elif (error := task.exception()) is None:
-            self._ended.append(task.result())
-        elif isinstance(error, EncoderError):
-            self._ended.append(Outcome(wanted, error))
-        else:
-            _log.error("a fetch ended in a way that it never should", exc_info=error)
-            self._ended.append(Outcome(wanted, InternalError(f"{type(error).__name__}: {error}")))
+        self._ended.append(_outcome(wanted, task))
+        self._any_ended.set()
 
     async def _fetch(self, wanted: Wanted) -> Outcome:
         traceparent.set(wanted.caller.traceparent)  # of this task alone
         begun_s, timeout_s = monotonic(), self._settings.timeout_s
         request = RowRequest(wanted.name.digest, chunk=wanted.chunk, needed_in_ms=wanted.needed_in_ms)
+        client = self._client.for_tenant(wanted.caller.tenant_salt.encode())
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.fetch(
+                client.fetch(
                     [request],
                     request_id=wanted.caller.request_id,
                     priority=wanted.caller.priority,
                     grace_ms=int(1000 * self._settings.grace_s),
-                    transports=TRANSPORTS if self._settings.shared_memory else [INLINE],
+                    transports=BY_DEFAULT if self._settings.shared_memory else [INLINE],
                     timeout_s=timeout_s,
                 ) as stream,
             ):
                 async for rows in stream:
-                    await self._keep(wanted, rows)
+                    await keep(rows, self._memory, wanted.extents, self._shape(wanted))
                     took_s = monotonic() - begun_s
                     return Outcome(wanted, source=rows.source, transport=rows.transport, took_s=took_s)
         except TimeoutError:
             raise DeadlineError(f"no rows within {timeout_s:g} s") from None
         raise InternalError("the client ended a fetch without an outcome")
 
-    async def _keep(self, wanted: Wanted, rows: FetchedRows) -> None:
-        """Copy rows to where they are wanted. On this thread: a copy in another would outlive a cancelled fetch."""
-        while True:
-            try:
-                return use_in_place([rows], partial(self._write, wanted))
-            except StaleHandleError as error:
-                (rows,) = await asyncio.gather(*again([rows], error))
-
-    def _write(self, wanted: Wanted, fetched: Sequence[FetchedRows]) -> None:
-        (rows,) = fetched
-        shape = (wanted.tokens, self.description.width)
-        if rows.grid != wanted.name.grid or rows.shape != shape or rows.dtype != self.description.dtype:
-            raise InternalError(
-                f"the service has grid {rows.grid} and rows {rows.shape} of {rows.dtype} for an image named "
-                f"with grid {wanted.name.grid}, {shape} of {self.description.dtype}"
-            )
-        self._memory.write(wanted.extents, rows.array.reshape(-1).view(np.uint8))
+    def _shape(self, wanted: Wanted) -> "Shape":
+        return Shape(wanted.name.grid, wanted.tokens, self.description.width, self.description.dtype)
 
     async def _close(self) -> None:
         tasks = list(self._tasks.values())
@@ -168,10 +153,49 @@ class RowFetcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+
+def _outcome(wanted: Wanted, task: "asyncio.Task[Outcome]") -> Outcome:
+    if task.cancelled():
+        return Outcome(wanted, cancelled=True)
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, EncoderError):
+        return Outcome(wanted, error)
+    _log.error("a fetch ended in a way that it never should", exc_info=error)
+    return Outcome(wanted, InternalError(f"{type(error).__name__}: {error}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an image's rows have to be: `tokens` of `width` elements, of an image with this grid."""
+
+    grid: Grid
+    tokens: int
+    width: int
+    dtype: str
+
+
+async def keep(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent], shape: Shape) -> None:
+    """Copy rows to where they are wanted. On this thread: a copy in another would outlive a cancelled fetch.
+
+    Raises the image's error, and `InternalError` for rows of another shape.
+    """
+
+    def write(fetched: Sequence[FetchedRows]) -> None:
+        (rows,) = fetched
+        right = rows.grid == shape.grid and rows.shape == (shape.tokens, shape.width)
+        if not right or rows.dtype != shape.dtype:
+            raise InternalError(
+                f"the service has grid {rows.grid} and rows {rows.shape} of {rows.dtype}, not {shape}"
+            )
+        memory.write(extents, rows.array.reshape(-1).view(np.uint8))
+
+    while True:
+        try:
+            return use_in_place([rows], write)
+        except StaleHandleError as error:
+            (rows,) = await asyncio.gather(*again([rows], error))
 
 
 async def connect(settings: Settings, *, wait: bool = True) -> EncoderClient:
@@ -180,6 +204,7 @@ async def connect(settings: Settings, *, wait: bool = True) -> EncoderClient:
         settings.endpoints,
         model_fingerprint=bytes.fromhex(settings.model_fingerprint),
         tenant_salt=settings.tenant_salt.encode(),
+        credentials=settings.credentials,
         timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,
         wait=wait,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from encoder_contract.errors import EncoderError
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.host_memory import HostMemory
+from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.row_fetcher import Outcome, RowFetcher, Wanted
 
 Holder = tuple[str, int]
@@ -22,6 +22,11 @@ class Rows:
     loads: int = 0  # steps under way that copy them into a worker
     holders: set[Holder] = field(default_factory=set)
 
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Where they are, or will be."""
+        return self.wanted.extents
+
 
 class RowTable:
     """For the scheduler's thread."""
@@ -37,6 +42,11 @@ class RowTable:
 
     def __len__(self) -> int:
         return len({*self._rows.values(), *self._fetching.values()})
+
+    @property
+    def fetching(self) -> bool:
+        """Whether rows are on their way."""
+        return bool(self._fetching)
 
     def is_here(self, identifier: str) -> bool:
         """Whether an image's rows are in host memory."""

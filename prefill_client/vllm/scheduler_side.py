@@ -1,18 +1,19 @@
 """The scheduler's part of the connector: the gate and all that it needs, and what the workers are told to load."""
 
-from collections import deque
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.gate import Gate
 from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.image_name import NameSigner, is_ours, producer_of
-from prefill_client.vllm.load_plan import Load, LoadedUpTo, LoadPlan
+from prefill_client.vllm.image_name import NameSigner, is_ours
+from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan
+from prefill_client.vllm.prompt_images import Feature
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_loader import row_bytes
 from prefill_client.vllm.row_table import Rows, RowTable
 from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.steps import Steps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,39 +37,32 @@ class SchedulerSide:
             self.table,
             NameSigner(config.ec_transfer_config.engine_id),
             self.counts,
-            producer=producer_of(description, settings.tenant_salt),
-            merge_size=description.geometry.merge_size,
-            window_tokens=config.scheduler_config.max_num_batched_tokens + _look_ahead(config),
+            description=description,
+            tenant_salt=settings.tenant_salt,
+            window_tokens=config.scheduler_config.max_num_batched_tokens + look_ahead(config),
             capacity_rows=self._memory.size_bytes // size,
             gating=settings.gating,
         )
-        self._step = 0
-        self._to_load: dict[str, Rows] = {}  # for the next plan
-        self._under_way: deque[tuple[int, list[Rows]]] = (
-            deque()
-        )  # plans that workers may still be reading from
+        self._steps = Steps[Rows](
+            self._memory.path,
+            fetching=lambda: self.table.fetching,
+            wait=lambda timeout_s: self._fetcher.wait(timeout_s),
+        )
 
-    def allocated(self, identifier: str) -> None:
+    def allocated(self, feature: Feature) -> None:
         """The scheduler counts on an image in the step that it is planning."""
-        if is_ours(identifier) and identifier not in self._to_load:
-            self._to_load[identifier] = self.table.begin_load(identifier)
+        identifier = feature.identifier
+        if is_ours(identifier) and identifier not in self._steps:
+            self._steps.load(self.table.begin_load(identifier))
 
     def plan(self, scheduled_tokens: int) -> LoadPlan:
-        """Return what the workers are to load. With nothing scheduled some would not: then it waits for the next."""
-        self._step += 1
-        if not self._to_load or not scheduled_tokens:
-            return LoadPlan(self._step, self._memory.path)
-        rows = list(self._to_load.values())
-        self._to_load.clear()
-        self._under_way.append((self._step, rows))
-        loads = tuple(Load(each.identifier, each.wanted.extents) for each in rows)
-        return LoadPlan(self._step, self._memory.path, loads)
+        """Return what the workers are to load before this step."""
+        return self._steps.plan(scheduled_tokens)
 
     def loaded(self, up_to: LoadedUpTo) -> None:
         """Let go of what the workers have copied."""
-        while self._under_way and self._under_way[0][0] <= up_to.step:
-            for rows in self._under_way.popleft()[1]:
-                self.table.end_load(rows)
+        for rows in self._steps.loaded(up_to):
+            self.table.end_load(rows)
 
     def close(self) -> None:
         """End what is under way; the engine stops."""
@@ -76,7 +70,7 @@ class SchedulerSide:
         self._memory.close()
 
 
-def _look_ahead(config: "VllmConfig") -> int:
+def look_ahead(config: "VllmConfig") -> int:
     """Return how many tokens behind its own a step may touch: those that a drafter reads ahead."""
     speculative = config.speculative_config
     return 0 if speculative is None else speculative.num_speculative_tokens + 1

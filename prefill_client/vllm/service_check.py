@@ -1,14 +1,18 @@
 """Before the weights load: whether the service makes the rows that this engine's model takes."""
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prefill_client.blocking import BlockingClient
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.store_session import RowKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_log = logging.getLogger("vllm.encoder_service")
 
 Difference = tuple[str, object, object]
 """What it is about, the engine's value, the service's."""
@@ -35,20 +39,47 @@ def check_service(settings: Settings, config: "VllmConfig") -> Description:
 
 def refuse_configuration(config: "VllmConfig") -> None:
     """Raise `ValueError` for settings of the engine under which our rows would be wrong or out of reach."""
-    if config.ec_transfer_config.is_ec_producer:
-        raise ValueError("ec_role is ec_consumer: the encoder service takes nothing from engines")
+    _refuse_everywhere(config)
     multimodal = config.model_config.multimodal_config
-    if multimodal is None:
-        raise ValueError(f"{config.model_config.model} takes no images")
     if multimodal.mm_processor_kwargs or multimodal.media_io_kwargs:
         raise ValueError(
             "--mm-processor-kwargs and --media-io-kwargs change images in the engine alone; set them in the "
             "checkpoint's preprocessor_config.json, which the encoder service reads too"
         )
+
+
+def refuse_sharing(config: "VllmConfig") -> None:
+    """Raise `ValueError` for settings under which this engine cannot share what its tower makes."""
+    _refuse_everywhere(config)
+    if config.model_config.multimodal_config.mm_processor_cache_type == "shm":
+        raise ValueError(
+            "--mm-processor-cache-type shm: images then pass the scheduler by, which could not name them"
+        )
+    if not hasattr(config.model_config.hf_config.vision_config, "spatial_merge_size"):
+        raise ValueError(f"{config.model_config.hf_config.model_type}: images of this model have no grid")
+
+
+def _refuse_everywhere(config: "VllmConfig") -> None:
+    transfer = config.ec_transfer_config
+    if not transfer.is_ec_consumer:
+        raise ValueError(
+            "ec_role is ec_consumer, or ec_both for an engine that shares what its own tower makes"
+        )
+    if config.model_config.multimodal_config is None:
+        raise ValueError(f"{config.model_config.model} takes no images")
     if config.lora_config is not None and getattr(config.lora_config, "enable_tower_connector_lora", False):
-        raise ValueError("LoRA on the vision tower: the encoder service has none")
+        raise ValueError("LoRA on the vision tower: rows are those of the checkpoint's own")
     if config.parallel_config.nnodes > 1:
         raise ValueError("workers on several hosts cannot map the same rows: one host for each engine")
+
+
+def row_kind(config: "VllmConfig") -> RowKind:
+    """Return what a row of this engine's own tower is."""
+    model = config.model_config
+    vision = model.hf_config.vision_config
+    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    width = model.hf_config.get_text_config().hidden_size * (1 + levels)
+    return RowKind(width, str(model.dtype).removeprefix("torch."), vision.spatial_merge_size)
 
 
 def differences(model: Any, description: Description) -> Iterator[Difference]:
@@ -74,7 +105,12 @@ def differences(model: Any, description: Description) -> Iterator[Difference]:
 
 def _describe(settings: Settings) -> Description:
     fingerprint = bytes.fromhex(settings.model_fingerprint)
+    endpoints = ", ".join(settings.endpoints)
+    _log.info("waiting for the encoder service at %s, at most %g s", endpoints, settings.start_timeout_s)
     with BlockingClient.connect(
-        settings.endpoints, model_fingerprint=fingerprint, timeout_s=settings.start_timeout_s
+        settings.endpoints,
+        model_fingerprint=fingerprint,
+        credentials=settings.credentials,
+        timeout_s=settings.start_timeout_s,
     ) as client:
         return client.description

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
+from encoder_contract.credentials import Credentials
+
 Gating = Literal["window", "request"]
 WithoutService = Literal["refuse", "own_tower"]
 
@@ -33,6 +35,16 @@ class Settings:
     """When the service is down: answer 503, or let the engine's own tower do it, where it is loaded."""
     model_fingerprint: str = ""
     """Refuse a service with another model than this, in hexadecimal digits; empty: any of the right shape."""
+    tls_ca: str = ""
+    """PEM file of authorities of the service's certificate, or `public`; empty: no TLS."""
+    tls_cert: str = ""
+    """PEM file with a certificate of this engine, where the service asks for one; read again when it changes."""
+    tls_key: str = ""
+    """PEM file with its key."""
+    tls_name: str = ""
+    """The name in the service's certificate, if endpoints are addresses."""
+    token_file: str = ""
+    """File with the token of this engine's tenant; sent by TLS or within this host only, read again when it changes."""
     tenant_salt: str = ""
     """Part of the address of every image, so that this engine shares embeddings only with those of the same salt."""
 
@@ -53,6 +65,11 @@ class Settings:
         settings._check()
         return settings
 
+    @property
+    def credentials(self) -> Credentials:
+        """What the service is asked with."""
+        return Credentials(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
+
     def _check(self) -> None:
         for name, choices in (("gating", get_args(Gating)), ("without_service", get_args(WithoutService))):
             if getattr(self, name) not in choices:
@@ -63,4 +80,6 @@ class Settings:
                 raise ValueError(f"ec_connector_extra_config: {name} is a number above 0, not {value!r}")
         if not isinstance(self.shared_memory, bool):
             raise ValueError("ec_connector_extra_config: shared_memory is true or false")
+        self.credentials.certificates()
+        self.credentials.token()
         bytes.fromhex(self.model_fingerprint)

@@ -68,9 +68,8 @@ def output() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is left is not tried again at exit
+        # What is left is not tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             raise SystemExit(FAILED) from None
         raise SystemExit(f"standard output: {error.strerror}") from None

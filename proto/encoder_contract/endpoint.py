@@ -31,6 +31,13 @@ class Endpoint(NamedTuple):
         return cls(found[1] or found[2], int(found[3]), "")
 
 
+def why_unconnected(details: str) -> str:
+    """Return the reason at the end of what gRPC's core says when it has no connection, without the core's prose."""
+    if handshake := re.search(r"OPENSSL_internal:(.*)|(Hostname Verification Check failed)", details):
+        return f"the TLS handshake failed: {(handshake[1] or handshake[2]).removesuffix(': OK')}"
+    return details.rpartition(": ")[2].removesuffix("])")
+
+
 def is_local(text: str) -> bool:
     """Whether who connects here, through no proxy, is connected to this host, whatever a name server says."""
     try:

@@ -45,6 +45,10 @@ class ImageLimitError(InvalidImageError):
     """The image is over a limit (bytes, pixels, tokens, aspect ratio); the message names the limit."""
 
 
+class UndecodableImageError(InvalidImageError):
+    """A decoder crashed on the image, or needed more time or memory than an image may."""
+
+
 class DigestMismatchError(InvalidImageError):
     """The bytes do not hash to the digest they were sent under."""
 
@@ -84,7 +88,7 @@ class DeadlineError(EncoderError):
 
 
 class ModelMismatchError(EncoderError):
-    """The model or processor fingerprint of the two sides differs; the message holds both."""
+    """The two sides do not fit: fingerprints differ (the message holds both), or the server has no tower."""
 
     status, retryable = Status.FAILED_PRECONDITION, False
 

@@ -1,8 +1,8 @@
 """Rows on the wire: `FetchResponse{rows{index, data}}` framed and parsed by hand, without protobuf's copies.
 
-Byte-identical with the generated class, which can read what this writes and the reverse. protobuf copies
-`bytes` when a message is built, when it is serialised, when it is parsed, and at every access of the field;
-this copies once when writing and never when reading.
+`PutRequest{rows{index, data}}` has the same bytes. Identical with what the generated classes write, and read by them.
+protobuf copies `bytes` when a message is built, when it is serialised, when it is parsed, and at every access of the
+field; this copies once when writing and never when reading.
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryvie
 
     Accepts exactly what the generated class accepts. Raises `InternalError` for anything else.
     """
-    rows = _parse_rows(memoryview(message))
+    rows = parse_rows(message)
     if rows is not None:
         return rows
     try:
@@ -92,8 +92,9 @@ def checksum(views: Iterable[memoryview]) -> int:
     return running.value
 
 
-def _parse_rows(message: memoryview) -> tuple[int, memoryview] | None:
+def parse_rows(raw: bytes) -> tuple[int, memoryview] | None:
     """Return what `frame` wrote; None for any other arrangement of fields, left to protobuf's parser."""
+    message = memoryview(raw)
     try:
         if message[0] != _ROWS_TAG:
             return None

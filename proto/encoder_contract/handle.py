@@ -1,10 +1,12 @@
-"""A handle: where rows lie in a shared-memory segment of the same host. A path and numbers, never data.
+"""A handle: where rows lie in memory that processes of one host share. A path and numbers, never data.
 
 A segment is a file: its first 16 bytes are its random id; somewhere behind them lies a table of generations
 (uint64, little-endian), then the pages of rows. A generation is written when an entry is complete and zeroed
 before its pages are given to another, so a reader that finds the handle's generation **before and after** it
 used the bytes has used the right bytes. What keeps them in place is the Fetch stream that sent the handle, and a
 stream may end unnoticed: both are checked.
+
+Rows on a device lie in `memory` instead, which is named as its driver names it; their generation is in the segment.
 """
 
 from dataclasses import dataclass
@@ -24,9 +26,11 @@ class Handle:
     segment_bytes: int
     segment_id: bytes
     extents: tuple[tuple[int, int], ...]
-    """(offset in the segment, length), bytes, in row order."""
+    """(offset in the segment or in `memory`, length), bytes, in row order."""
     generation: int
     generation_offset: int
+    memory: bytes = b""
+    memory_bytes: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -43,6 +47,8 @@ class Handle:
             extents=tuple((extent.offset, extent.length) for extent in message.extents),
             generation=message.generation,
             generation_offset=message.generation_offset,
+            memory=message.memory,
+            memory_bytes=message.memory_bytes,
         )
 
     def to_message(self) -> encoder_pb2.Handle:
@@ -54,4 +60,6 @@ class Handle:
             extents=[encoder_pb2.Extent(offset=offset, length=length) for offset, length in self.extents],
             generation=self.generation,
             generation_offset=self.generation_offset,
+            memory=self.memory,
+            memory_bytes=self.memory_bytes,
         )

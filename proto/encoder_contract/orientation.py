@@ -14,6 +14,8 @@ UPRIGHT = 1
 FIRST_SWAPPED = 5
 
 ORIENTATION_TAG = 0x0112
+# EXIF with a thumbnail fits one 64 KiB segment of a JPEG, and XMP another; some writers need a few.
+MAX_METADATA_BYTES = 1 << 20
 BYTE_ORDERS = {b"MM\x00\x2a": ">", b"II\x2a\x00": "<", b"MM\x2a\x00": ">", b"II\x00\x2a": "<"}
 _EXIF_PREFIX = re.compile(rb"(?:Exif\x00\x00){0,2}")
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')

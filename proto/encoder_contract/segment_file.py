@@ -9,6 +9,8 @@ from encoder_contract.handle import SEGMENT_ID_BYTES
 
 MAGIC = b"ENCROWS1"
 """What follows the id at the beginning of every segment."""
+CALLERS_PREFIX = "encoder-client-"
+"""What the names of files begin with through which callers put rows, in the folder of the server's segment."""
 
 
 def open_segment(path: str) -> int:
@@ -24,7 +26,7 @@ def open_segment(path: str) -> int:
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not ours or os.pread(file, len(MAGIC), SEGMENT_ID_BYTES) != MAGIC:
             raise InternalError(f"{path} is no segment of this user")
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nobody else knows of the file
         os.close(file)
         raise
     return file

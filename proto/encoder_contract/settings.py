@@ -14,9 +14,15 @@ class ConfigError(ValueError):
     """A flag or environment variable that is unknown or has a bad value; the message says which and why."""
 
 
-def knob(default: Any = MISSING, *, help: str) -> Any:  # noqa: A002 - it is the help line
-    """Declare a field with its help line."""
-    return field(default=default, metadata={"help": help})
+def knob(
+    default: Any = MISSING,
+    *,
+    help: str,  # noqa: A002 - it is the help line
+    zero: bool = False,
+    below: float = inf,
+) -> Any:
+    """Declare a field with its help line. A number is positive and less than `below`; with `zero`, it may be 0."""
+    return field(default=default, metadata={"help": help, "zero": zero, "below": below})
 
 
 def flag(name: str) -> str:
@@ -26,7 +32,7 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a program can be told: subclasses add a `knob` for each, and check the values on construction."""
+    """What a program can be told: subclasses add a `knob` for each, and check on construction what it cannot say."""
 
     # Never the name of the program's Kubernetes Service: Kubernetes itself injects <SERVICE>_PORT and the like.
     environment_prefix: ClassVar[str]
@@ -44,10 +50,13 @@ class Settings:
             kind, choices = _kind(hints[each.name])
             default = "required" if each.default is MISSING else f"default {_shown(each.default)}"
             text = f"{each.metadata['help']} ({default}; {cls.environment_name(each.name)})"
+            switch = choices is not None and set(choices) == {"no", "yes"}
             parser.add_argument(
                 flag(each.name),
                 type=kind,
                 choices=choices,
+                nargs="?" if switch else None,  # a switch that stands alone means yes
+                const="yes" if switch else None,
                 default=argparse.SUPPRESS,
                 metavar=None if choices else kind.__name__.upper(),
                 help=text.replace("%", "%%"),
@@ -75,13 +84,14 @@ class Settings:
             values[known[name]] = _parsed(name, text, hints[known[name]])
         return values
 
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            self._require(0 < getattr(self, name) < inf, name, "must be positive and finite")
-
-    def _require_not_negative(self, *names: str) -> None:
-        for name in names:
-            self._require(0 <= getattr(self, name) < inf, name, "must not be negative, and finite")
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, below = getattr(self, each.name), each.metadata["below"]
+            if isinstance(value, int | float):
+                rule = "must be positive and finite" if below == inf else f"must lie between 0 and {below:g}"
+                if each.metadata["zero"]:
+                    rule = "must not be negative, and finite"
+                self._require(0 < value < below or (value == 0 and each.metadata["zero"]), each.name, rule)
 
     def _require_endpoint(self, name: str, *, tcp: bool = False) -> None:
         try:

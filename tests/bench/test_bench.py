@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
-from bench.gpu import BENCHMARK as GPU
 from bench.hardened import BENCHMARK as HARDENED
 from bench.harness.benchmark import Figure
 from bench.harness.discovery import benchmarks
@@ -17,7 +16,7 @@ from bench.harness.results import NOT_RUN, ROOT, Result, keep, newest, path_of
 from bench.harness.runner import END_S, run
 from bench.harness.tables import markdown
 from bench.sizing import BENCHMARK as SIZING
-from testing.attackers import ATTACKS
+from testing.attacks import ATTACKS
 
 BROKEN = replace(SIZING, arguments=("--no-such-flag",))
 GOOD = Result("store", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
@@ -69,15 +68,6 @@ def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path
         "store": GOOD.figures,
         "chat": GOOD.figures,
     }
-
-
-def test_the_table_of_the_gpu_benchmark_shows_the_fastest_of_ours_beside_theirs() -> None:
-    slow = {"case": "720p", "attention": "sdpa", "graphs": False, "ms": 9.0, "of_peak": 0.4}
-    case = {"case": "720p", "attention": "cudnn", "graphs": True, "ms": 8.0, "of_peak": 0.5}
-    theirs = {"case": "720p", "attention": "transformers sdpa", "ms": 16.0}
-    figures = {"product_tflops": 700.0, "checks": [], "cases": [slow, case, theirs]}
-    result = replace(GOOD, benchmark="gpu", figures=figures)
-    assert "| 720p | 8.00 | cudnn, graphs | 50% | 16.00 | 2.00 |" in table_of(GPU, result)
 
 
 def test_every_module_of_the_benchmarks_declares_one_under_its_own_name() -> None:

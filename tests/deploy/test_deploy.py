@@ -110,7 +110,7 @@ def test_the_image_installs_extras_that_exist_and_runs_as_nobody() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", dockerfile) for extra in group.split(",")}
-    assert asked == {"server", "dali-cuda13", "reference"}
+    assert asked == {"server", "dali-cuda13", "reference", "vllm"}
     assert asked <= set(extras)
     assert re.search(r"^USER \d+:\d+$", dockerfile, re.M)
     targets = {service["build"]["target"] for service in SERVICES.values() if "build" in service}
@@ -177,6 +177,15 @@ def test_the_pod_outlives_the_drain_and_is_locked_down() -> None:
 def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="ENCSVC_STORE_GIB is not a setting"):
         Config.read({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
+
+
+def test_the_driver_lends_every_gpu_deployment_its_hardware_jpeg_decoder() -> None:
+    wanted = "compute,utility,video"
+    assert f"NVIDIA_DRIVER_CAPABILITIES={wanted}\n" in (DEPLOY / "Dockerfile").read_text()
+    assert environment("encoder-gpu")["NVIDIA_DRIVER_CAPABILITIES"] == wanted
+    [patch] = yaml.safe_load((KUBERNETES / "overlays/gpu/kustomization.yaml").read_text())["patches"]
+    [container] = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"]
+    assert {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": wanted} in container["env"]
 
 
 # The operator's page

@@ -1,6 +1,5 @@
 """Dashboard, rules and alerts, every expression of them, against what a live fleet member exports."""
 
-import asyncio
 import json
 import re
 import shutil
@@ -20,12 +19,14 @@ from encoder_contract.digest import content_digest
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.observability.scrape import Scrape, scrape
+from encoder_service.observability.scrape import Scrape
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.reference.metrics import Metrics as PrefillMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
 from testing.photos import photo
 from testing.redis_servers import redis_server
+from tests.operator_view import numbers
+from tests.servers import server_of
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana/dashboards/encoder-service.json"
@@ -89,12 +90,8 @@ async def exported(config: Config, model: Model) -> AsyncIterator[Series]:
     """Every series of a replica with Redis behind it that has served images, and of the prefill side."""
     with redis_server() as redis:
         listening = replace(config, index=redis.url, metrics_listen="127.0.0.1:0", device_peak_tflops=1.0)
-        server = Server(listening, model)
-        await server.start()
-        try:
+        async with server_of(listening, model) as server:
             yield await _serve_some(server)
-        finally:
-            await server.drain()
 
 
 async def _serve_some(server: Server) -> Series:
@@ -106,7 +103,7 @@ async def _serve_some(server: Server) -> Series:
             async with client.fetch(requests, transports=[transport], timeout_s=30) as stream:
                 async for _ in stream:
                     pass
-        now: Scrape = await asyncio.to_thread(scrape, server.watch.endpoint)
+        now: Scrape = await numbers(server)
     series = {_exported(name): [labels for labels, _ in given] for name, given in now.samples.items()}
     text = generate_latest(PrefillMetrics().registry).decode()
     for family in text_string_to_metric_families(text):
@@ -171,6 +168,7 @@ async def test_what_is_exported_is_shown_or_said_to_be_left_out(exported: Series
     for_top_and_queries = {
         "encsvc_build_info",
         "encsvc_model_info",
+        "encsvc_foreign_total",
         "encsvc_queue_requests",
         "encsvc_queue_claims",
         "encsvc_queue_clients",

@@ -19,8 +19,14 @@ import yaml
 from encoder_service.observability.scrape import scrape
 from testing.photos import photo
 from testing.redis_servers import free_port, redis_binary
+from testing.server_process import DRAIN_S
 from tests.deploy.test_deploy import DEPLOY, EXAMPLE, SERVICES, filled
 from tests.deploy.test_prometheus import EXPRESSIONS
+from tests.small_store import STORE_GIB
+from tests.waiting import PATIENCE_S
+
+# One that ends is noticed at once; of one that does not, this is for a machine on which twenty others compute.
+START_S = 300.0
 
 
 class Started:
@@ -46,7 +52,7 @@ class Started:
 
     def here(self, value: str) -> str:
         """A value of the compose file as it is on this host."""
-        value = filled(value, {**EXAMPLE, "STORE_HOST_GIB": "0.25"})
+        value = filled(value, {**EXAMPLE, "STORE_HOST_GIB": str(STORE_GIB)})
         for there, here in self._here:
             if there in value:
                 return value.replace(there, here)
@@ -55,20 +61,19 @@ class Started:
     def start(self, service: str, program: str, *extra: str) -> None:
         """Start a service: its entry point, its command, its environment; then wait for its health check."""
         command = [self.here(part) for part in SERVICES[service]["command"]]
-        if (
-            command[0] == service + "-server"
-        ):  # where the image has no entry point, the command names the program
+        # Where the image has no entry point, the command names the program.
+        if command[0] == service + "-server":
             command = command[1:]
         environment = {k: self.here(v) for k, v in SERVICES[service].get("environment", {}).items()}
         with (self._folder / f"{service}.log").open("w") as file:
             self._processes[service] = subprocess.Popen(
                 [program, *command, *extra], env={**BARE, **environment}, stdout=file, stderr=file
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_S
         while not self._healthy(service):
             assert self._processes[service].poll() is None, self.said(service)
             assert time.monotonic() < deadline, self.said(service)
-            time.sleep(0.1)
+            time.sleep(0.5)  # each look is a process of its own
 
     def _healthy(self, service: str) -> bool:
         """Run the service's own health check, with the tools of this host."""
@@ -77,7 +82,7 @@ class Started:
             return subprocess.run([sys.executable, *arguments], capture_output=True).returncode == 0
         port = self.ports["6379" if program == "redis-cli" else "9090"]
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1):
+            with socket.create_connection(("127.0.0.1", port), timeout=10):
                 return True
         except OSError:
             return False
@@ -103,7 +108,7 @@ class Started:
         for service, process in reversed(self._processes.items()):
             process.terminate()
             try:
-                codes[service] = process.wait(30)
+                codes[service] = process.wait(DRAIN_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 codes[service] = process.wait()
@@ -167,11 +172,16 @@ def test_a_chat_is_answered_and_counted_and_a_known_image_is_not_encoded_again(s
     chat(started, known)
     chat(started, known, new)
     chat(started, new, known)
-    now = scrape(f"127.0.0.1:{started.ports['9464']}")
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        now = scrape(f"127.0.0.1:{started.ports['9464']}", PATIENCE_S)
+        if now.total("index_call_seconds_count", call="publish", outcome="ok") >= 1:  # behind the answers
+            break
+        assert time.monotonic() < until, "nothing is published"
+        time.sleep(0.1)
     assert now.total("encoded_images_total", outcome="kept") == 2
     assert now.total("encoded_images_total", outcome="failed") == 0
     assert now.total("index_state", state="joined") == 1
-    assert now.total("index_call_seconds_count", call="publish", outcome="ok") >= 1
     assert now.total("fetched_images_total", outcome="failed") == 0
 
 
@@ -185,7 +195,7 @@ def query(started: Started, expression: str) -> list[dict[str, Any]]:
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 def test_the_same_numbers_come_back_through_promql(started: Started) -> None:
     chat(started, photo(128, 128, 3))
-    expected = scrape(f"127.0.0.1:{started.ports['9464']}")
+    expected = scrape(f"127.0.0.1:{started.ports['9464']}", PATIENCE_S)
     names = {"encsvc_encoded_images_total": "encoded_images_total", "encsvc_store_entries": "store_entries"}
     deadline = time.monotonic() + 30
     for exported, name in names.items():

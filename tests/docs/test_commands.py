@@ -20,7 +20,8 @@ PACKAGES = ("bench", "demo", "testing")
 # Flags of vLLM, on pages about it; that they exist is read from vLLM itself by tests/vllm.
 VLLM = {
     *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
-    *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs"),
+    *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
+    *("--max-model-len", "--port"),
 }
 # Which of our programs a line runs: `encoder-service top`, `python -m bench.store`, `bench.store`.
 PROGRAM = (
@@ -85,9 +86,9 @@ def test_every_value_that_a_page_gives_a_flag_is_one_it_takes(page: Path, comman
     choices = {
         flag: set(values.split(","))
         for name in OURS
-        for flag, values in re.findall(r"\[(--[a-z-]+) \{([\w,]+)\}\]", commands[f"{name} serve"])
+        for flag, values in re.findall(r"\[(--[a-z-]+) \[?\{([\w,]+)\}\]", commands[f"{name} serve"])
     }
-    assert "--index-at-start" in choices
+    assert {"--index-at-start", "--store-only"} <= choices.keys()
     for line in lines_in(page):
         for flag, value in re.findall(r"(--[a-z-]+) ([a-z]\w*)", line):
             assert flag not in choices or value in choices[flag], line

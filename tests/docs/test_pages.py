@@ -12,18 +12,20 @@ from bench.harness import report
 from bench.harness.discovery import benchmarks
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
-from encoder_service.observability.metrics import PREFIX, READINGS, Metrics
+from encoder_service.observability.metrics import Metrics
+from encoder_service.observability.readings import PREFIX, READINGS
 from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
 from tests.test_architecture import LAYERS
 
 OURS = ("encoder_service", "prefill_client", "encoder_contract", "proto", "bench", "tests", "deploy", "docs")
-WRITTEN_BY_THE_READER = {"deploy/.env"}
+WRITTEN_BY_THE_READER = {"deploy/.env", "deploy/vllm/.env"}
 MARKER = r"<!-- bench:(\w+)(?:\.tables)? -->"
 OPERATIONS = ROOT / "docs" / "operations.md"
 # Names of other people's code: transformers, Kubernetes, redis; and of the reader's own, in an example.
 FOREIGN = {
     *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "smart_resize", "exif_transpose", "emptyDir"),
     *("ec_connector_module_path", "encoder_cache_manager_cls"),
+    *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"),
     *("maxUnavailable", "maxSurge", "MovedError", "run_chunk", "tokens_in_kv_cache"),
 }
 
@@ -113,7 +115,7 @@ def test_every_identifier_a_page_names_is_in_the_code(page: Path, words: set[str
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_http_path_a_page_names_is_served(page: Path, code: str) -> None:
     for span in code_in(page):
-        for path in named(r"(?:^|[a-z0-9] |:\d+|POST |GET )(/(?!dev)[a-z][\w/-]*)", span):
+        for path in named(r"(?:^|[a-z0-9] |:\d+|POST |GET )(/(?!dev|run/|tmp/)[a-z][\w/-]*)", span):
             assert f'"{path}"' in code, path
 
 
@@ -203,3 +205,28 @@ def test_the_readme_is_short_and_shows_its_commands_first() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 90
     assert {line.split("#")[0].strip() for line in lines[:30]} >= {"make demo", "make test"}
+
+
+def test_every_attack_has_a_test_that_exists() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    table = page.split("| attack | test |\n|---|---|\n", 1)[1].split("\n\n", 1)[0].splitlines()
+    assert len(table) >= 30
+    for row in table:
+        tried = re.fullmatch(r"\| .+ \| \[(test_\w+)\]\((tests/[\w/]+\.py)\) \|", row)
+        assert tried, row
+        assert f"def {tried[1]}(" in (ROOT / tried[2]).read_text(), row
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_test_a_page_links_to_exists(page: Path) -> None:
+    for name, path in re.findall(r"\[(test_\w+)\]\(([\w./]+\.py)\)", page.read_text()):
+        assert f"def {name}(" in (page.parent / path).read_text(), name
+
+
+def test_every_point_of_the_review_of_the_cuda_code_is_held_by_something() -> None:
+    page = (ROOT / "docs/decisions/cuda-review.md").read_text()
+    tables = re.findall(r"^\|.+\|\n\|[-|]+\|\n((?:\|.+\|\n)+)", page, re.MULTILINE)
+    points = [row for table in tables for row in table.splitlines()]
+    assert len(points) >= 30
+    for row in points:
+        assert row.removesuffix("|").rpartition(" | ")[2].strip(), row

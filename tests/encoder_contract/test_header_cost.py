@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
-from encoder_contract.header import MAX_JPEG_SCANS, read_header
+from encoder_contract.header import read_header
+from encoder_contract.jpeg import MAX_SCANS
 from encoder_contract.orientation import orientation
 from testing.hostile_images import png_chunk
 from testing.photos import encoded, photo
@@ -106,14 +107,17 @@ WORST: dict[str, tuple[Callable[[int], bytes], int]] = {
 MOST_WALKS = 14
 
 
-def seconds(image: bytes) -> float:
-    """Return what reading the header takes of a processor, the best of some: others may use it too."""
-    best = float("inf")
-    for _ in range(7):
+def seconds(image: bytes, enough: float = 0.0) -> float:
+    """Return what reading the header takes of a processor: the best of seven, or of more until it is `enough`.
+
+    A busy machine makes a reading slower (its caches are shared), never faster: what is dear stays dear however often.
+    """
+    best, tries = float("inf"), 0
+    while tries < 7 or (best > enough > 0 and tries < 200):
         began = time.thread_time()
         with suppress(EncoderError):
             read_header(image)
-        best = min(best, time.thread_time() - began)
+        best, tries = min(best, time.thread_time() - began), tries + 1
     return best
 
 
@@ -134,14 +138,16 @@ def test_four_times_the_trouble_costs_no_more_than_about_four_times(what):
     small, large = make(most // 4), make(most)
     with suppress(InvalidImageError):  # a file without end may lack a frame; it may not be over a bound
         read_header(large)
-    assert seconds(large) <= 8 * max(seconds(small), walk_seconds() / 100)
+    bound = 8 * max(seconds(small), walk_seconds() / 100)
+    assert seconds(large, enough=bound) <= bound
 
 
 @pytest.mark.parametrize("what", WORST)
 def test_no_file_costs_much_more_than_a_walk_over_its_parts(what):
     make, most = WORST[what]
     for image in (make(most), make(20 * most)):
-        assert seconds(image) <= MOST_WALKS * walk_seconds() * (1 + len(image) / 4_000_000)
+        bound = MOST_WALKS * walk_seconds() * (1 + len(image) / 4_000_000)
+        assert seconds(image, enough=bound) <= bound
 
 
 # What files are made of, to be repeated and mixed; a file begins as its format says, and then comes anything.
@@ -166,7 +172,8 @@ def test_nothing_that_can_be_put_together_costs_much_more_than_that(start, parts
     image = start + b"".join(
         piece * (times if len(piece) < 100 else 1 + times % 300) for piece, times in parts
     )
-    walks = seconds(image) / (walk_seconds() * (1 + len(image) / 4_000_000))
+    walk = walk_seconds() * (1 + len(image) / 4_000_000)
+    walks = seconds(image, enough=MOST_WALKS * walk) / walk
     target(walks)
     assert walks <= MOST_WALKS
 
@@ -178,8 +185,8 @@ def with_scans(image: bytes, scans: int) -> bytes:
 
 
 def test_a_jpeg_of_more_scans_than_any_sound_one_is_refused_by_its_header():
-    assert read_header(with_scans(PROGRESSIVE, MAX_JPEG_SCANS)).format == "JPEG"
-    for scans in (MAX_JPEG_SCANS + 1, 4000):
+    assert read_header(with_scans(PROGRESSIVE, MAX_SCANS)).format == "JPEG"
+    for scans in (MAX_SCANS + 1, 4000):
         with pytest.raises(ImageLimitError, match="more than 100 scans"):
             read_header(with_scans(PROGRESSIVE, scans))
 

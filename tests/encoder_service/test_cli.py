@@ -14,10 +14,14 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_contract.version import __version__
 from encoder_service.api.admin_client import run as operate
+from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from tests.closed_port import closed_port
+from tests.conftest import Gate
+from tests.operator_view import fetches_wait_for
 from tests.processes import run, running
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, soon
 
 
 @pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
@@ -59,7 +63,7 @@ def test_a_taken_port_is_a_clear_error(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         result = run(
-            "encoder-service", "serve", "--model", checkpoint, "--listen", address, "--store-host-gib", "0.1"
+            "encoder-service", "serve", "--model", checkpoint, "--listen", address, "--store-host-gib", "0.04"
         )
     assert result.returncode == 2
     assert address in result.stderr
@@ -117,18 +121,25 @@ def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:
     assert "cuda:7" in result.stderr
 
 
-def test_encode_prints_address_grid_and_stages_and_fails_for_what_is_no_image(
-    checkpoint: Path, tmp_path: Path
+def test_a_server_says_what_it_runs_on_and_within_which_limits(checkpoint: Path) -> None:
+    with running(checkpoint) as server:
+        banner = "\n".join(server.lines)
+    for word in ("qwen3_vl", "cpu", "attention", "decoder", "store", "limits"):
+        assert word in banner
+
+
+async def test_encode_prints_address_grid_and_stages_and_fails_for_what_is_no_image(
+    server: Server, gate: Gate, tmp_path: Path
 ) -> None:
     good, bad = tmp_path / "photo.jpg", tmp_path / "notes.txt"
     good.write_bytes(photo(320, 240, 1))
     bad.write_bytes(b"not an image")
-    with running(checkpoint) as server:
-        banner = "\n".join(server.lines)
-        for word in ("qwen3_vl", "cpu", "attention", "decoder", "store", "limits"):
-            assert word in banner
-        first = run("prefill-client", "encode", good, "--server", server.endpoint)
-        second = run("prefill-client", "encode", good, bad, "--server", server.endpoint, "--inline")
+    encode = ("prefill-client", "encode", "--server", server.endpoint, good)
+    with gate.closed():
+        encoding = asyncio.create_task(asyncio.to_thread(run, *encode))
+        await fetches_wait_for(server, 1)  # else it might be done before, and be held
+    first = await encoding
+    second = await asyncio.to_thread(run, *encode, bad, "--inline")
     assert first.returncode == 0, first.stderr
     assert "decode" in first.stdout
     assert "vit" in first.stdout
@@ -162,35 +173,28 @@ def test_the_operator_looks_into_the_store_and_drops_what_nobody_uses(
 
 def test_encode_says_when_there_is_no_server(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    result = run(
-        "prefill-client",
-        "encode",
-        tmp_path / "photo.jpg",
-        "--server",
-        f"127.0.0.1:{port}",
-        "--timeout-s",
-        "1",
-    )
+    with closed_port() as nobody:
+        result = run(
+            "prefill-client", "encode", tmp_path / "photo.jpg", "--server", nobody, "--timeout-s", "1"
+        )
     assert result.returncode == 1
     assert "UnavailableError" in result.stderr
-    assert str(port) in result.stderr
+    assert nobody in result.stderr
 
 
 async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkpoint: Path) -> None:
     images = [photo(900 + n, 700, n) for n in range(24)]
-    with running(checkpoint, log_format="json") as server:
+    with running(checkpoint, log_format="json", drain_s=200) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             await client.submit(images)
             requests = [RowRequest(content_digest(image)) for image in images]
-            async with client.fetch(requests, timeout_s=60, transports=["inline"]) as stream:
+            async with client.fetch(requests, timeout_s=200, transports=["inline"]) as stream:
                 outcomes = aiter(stream)
                 first = await anext(outcomes)
                 assert first.error is None
-                ending = asyncio.create_task(asyncio.to_thread(server.terminate))
-                await asyncio.sleep(0.3)
-                (refused,) = await client.submit([photo(64, 64, 99)], timeout_s=5)
+                ending = asyncio.create_task(asyncio.to_thread(server.terminate, 220))
+                await soon(lambda: any("draining" in line for line in server.lines))
+                (refused,) = await client.submit([photo(64, 64, 99)])
                 rest = [outcome async for outcome in outcomes]
             assert [outcome.error for outcome in rest] == [None] * 23
             assert isinstance(refused.error, UnavailableError)

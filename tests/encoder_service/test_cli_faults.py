@@ -17,8 +17,10 @@ import pytest
 from encoder_contract.errors import UnavailableError
 from prefill_client import EncoderClient
 from testing.photos import photo
+from testing.redis_servers import free_port
+from tests.closed_port import closed_port
 from tests.processes import SCRIPTS, run, running
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, START_S
 
 CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
 
@@ -40,10 +42,10 @@ def taken() -> Iterator[str]:
 
 
 @pytest.fixture
-def free() -> str:
+def free() -> Iterator[str]:
     """A port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    with closed_port() as port:
+        yield port
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,21 @@ def free() -> str:
             ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:99999"],
             "--metrics-listen 127.0.0.1:99999",
         ),
-        (["--listen", "192.0.2.1:50051"], "--listen 192.0.2.1:50051: Cannot assign"),
+        (
+            ["--listen", "192.0.2.1:50051", "--listen-unprotected", "yes"],
+            "--listen 192.0.2.1:50051: Cannot assign",
+        ),
+        (
+            ["--listen", "0.0.0.0:0"],
+            "--listen beyond this host needs --tls-cert, or --listen-unprotected yes",
+        ),
+        (["--metrics-listen", "[::]:0"], "--metrics-listen beyond this host needs --tls-cert"),
+        (["--tls-cert", "cert.pem"], "--tls-cert needs --tls-key"),
+        (["--tls-client-ca", "ca.pem"], "--tls-client-ca needs --tls-cert"),
+        (
+            ["--tls-cert", "/nowhere/cert.pem", "--tls-key", "/nowhere/key.pem"],
+            "--tls-cert: /nowhere/cert.pem and /nowhere/key.pem: No such file",
+        ),
         (["--listen", "127.0.0.1:1", "--metrics-listen", "127.0.0.1:1"], "must not be that of --listen"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),
         (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
@@ -164,11 +180,11 @@ def test_the_prefill_service_tells_of_weights_that_cannot_be_read(checkpoint: Pa
 
 
 @pytest.mark.parametrize(("command", "module"), [("serve --model x", "torch"), ("top --once", "rich")])
-def test_what_was_not_installed_is_named_with_what_installs_it(command: str, module: str, free: str) -> None:
+def test_what_was_not_installed_is_named_with_what_installs_it(command: str, module: str) -> None:
     code = (
         f"import sys; sys.modules[{module!r}] = None; from encoder_service.cli import main; sys.exit(main())"
     )
-    words = [*command.split(), *(["--listen", free] if "serve" in command else [])]
+    words = [*command.split(), *(["--listen", "127.0.0.1:0"] if "serve" in command else [])]
     result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert module in result.stderr
@@ -184,7 +200,7 @@ def test_a_disk_that_is_too_small_for_the_store_is_told_in_the_words_of_its_flag
     )
     result = subprocess.run(
         [sys.executable, "-c", limited, *serve, "--store-host-gib", "0.1"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=START_S, check=False,
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
     assert "--store-host-gib" in result.stderr
@@ -211,7 +227,8 @@ def test_a_reader_that_left_and_a_full_disk_under_the_output_are_no_tracebacks(
             assert (told.returncode, told.stderr) == (1, b"standard output: No space left on device\n")
 
 
-async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path, free: str) -> None:
+async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path) -> None:
+    free = f"127.0.0.1:{free_port()}"
     connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=100))
     await asyncio.sleep(0.2)
     async with asyncio.timeout(PATIENCE_S):

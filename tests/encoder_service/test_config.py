@@ -73,6 +73,13 @@ def test_a_password_in_what_is_no_index_is_not_told_either(url: str) -> None:
     assert "pass" not in str(refusal.value)
 
 
+def test_a_switch_that_stands_alone_means_yes() -> None:
+    given = parse("--store-only", "--accept-put", "--cuda-graphs", "no", "--model", "here")
+    assert (given["store_only"], given["accept_put"], given["cuda_graphs"]) == ("yes", "yes", "no")
+    with pytest.raises(SystemExit):
+        parse("--store-only", "true")
+
+
 def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
     environment = {"ENCSVC_MODEL": "a", "ENCSVC_MAX_GRACE_MS": "7", "ENCSVC_DECODE_THREADS": "5", "HOME": "x"}
     config = Config.read(parse("--max-grace-ms", "9"), environment)
@@ -87,7 +94,7 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
         ({"ENCSVC_MODEL": "a", "ENCSVC_MODLE": "b"}, "ENCSVC_MODLE"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_DRAIN_S": "soon"}, "ENCSVC_DRAIN_S=soon"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_DTYPE": "int8"}, "bfloat16"),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "0"}, "--batch-patches must be positive"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "-1"}, "--batch-patches must not be negative"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_MAX_CLIENT_SHARE": "1.5"}, "--max-client-share"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_LISTEN": "nowhere"}, "host:port"),
         *(
@@ -106,3 +113,12 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
 def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Config.read({}, environment)
+
+
+@pytest.mark.parametrize(
+    "number", [each.name for each in fields(Config) if type(each.default) in (int, float)]
+)
+@pytest.mark.parametrize("value", [-1, float("inf"), float("nan")])
+def test_no_number_is_negative_or_without_end(number: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=flag(number)):
+        Config(model=Path("a"), **{number: value})

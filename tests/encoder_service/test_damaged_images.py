@@ -34,7 +34,7 @@ def small_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def submit(stub: Any, files: list[bytes]) -> dict[int, int | str]:
     """Send every file, unread, and return the code of each that failed; `EncoderClient` would stop most of them."""
-    call = stub.Submit(timeout=30)
+    call = stub.Submit(timeout=100)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     names = [pb.ImageName(index=index, digest=content_digest(file)) for index, file in enumerate(files)]
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
@@ -58,7 +58,7 @@ async def fetch(stub: Any, files: dict[int, bytes]) -> dict[int, int | str]:
     """Fetch every file's rows inline and return the one outcome of each."""
     images = [pb.FetchImage(index=index, digest=content_digest(file)) for index, file in files.items()]
     outcomes: dict[int, int | str] = {}
-    async for message in stub.Fetch(pb.FetchRequest(images=images), timeout=30):
+    async for message in stub.Fetch(pb.FetchRequest(images=images), timeout=100):
         kind = message.WhichOneof("message")
         if kind != "rows":
             index = getattr(message, kind).index
@@ -87,7 +87,7 @@ async def test_2000_damaged_files_end_in_rows_or_one_error_each_and_leave_no_tra
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
             stub = EncoderServiceStub(channel)
             for begin in range(0, FILES, CALL):
-                counts.update(await asyncio.wait_for(outcomes_of(stub, range(begin, begin + CALL)), 60))
+                counts.update(await asyncio.wait_for(outcomes_of(stub, range(begin, begin + CALL)), 250))
                 resident.append(process.memory_info().rss - process.memory_info().shared)
         assert server.terminate() == 0
     assert set(counts) == EXPECTED, counts

@@ -15,7 +15,8 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.engine.model import Model
 from encoder_service.image.patches import to_patches
-from prefill_client import TRANSPORTS, EncoderClient, RowRequest
+from prefill_client import EncoderClient, RowRequest
+from prefill_client.transport import BY_DEFAULT
 from testing.photos import photo
 from tests.calls import collect, naming, stub
 from tests.conftest import Gate
@@ -30,7 +31,7 @@ def expected_rows(model: Model, image: bytes) -> torch.Tensor:
     (pixels,) = model.decoder.decode([image])
     assert isinstance(pixels, torch.Tensor)
     grid = model.processor.geometry.grid(pixels.shape[1], pixels.shape[0])
-    (patches,) = to_patches([pixels], [grid], model.processor.geometry)
+    (patches,) = to_patches([pixels], [grid], model.resize)
     return model.tower.encode([patches], [grid])[0]
 
 
@@ -43,7 +44,7 @@ async def test_describe_tells_model_geometry_and_limits(client: EncoderClient, m
     assert description.max_image_bytes == 32 << 20
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", BY_DEFAULT)
 async def test_submitted_images_come_back_as_the_rows_of_the_tower(
     client: EncoderClient, model: Model, transport: str
 ) -> None:
@@ -95,6 +96,27 @@ async def test_a_row_window_is_exactly_those_rows(client: EncoderClient) -> None
         assert np.array_equal(outcomes[index].array, whole[begin : end or None])
 
 
+@pytest.mark.parametrize("transport", BY_DEFAULT)
+async def test_an_image_that_a_call_names_many_times_is_awaited_found_and_pinned_once(
+    server: Server, client: EncoderClient, gate: Gate, transport: str
+) -> None:
+    (image,) = await client.submit([photo(320, 240, 40 + BY_DEFAULT.index(transport))])
+    named = [RowRequest(image.digest, row, row + 1) for row in range(image.tokens)]
+    with gate.closed():
+        waiting = asyncio.create_task(collect(client, named, transports=[transport]))
+        await soon(
+            lambda: any(jobs for (_, demanded), jobs in server.jobs.snapshot().images.items() if demanded)
+        )
+        assert server.jobs.snapshot().claims == 2, "that of the Submit, and one of the Fetch"
+    assert [outcome.error for outcome in (await waiting).values()] == [None] * len(named)
+    [before] = server.store.stats().tiers
+    outcomes = await collect(client, named, transports=[transport])
+    [after] = server.store.stats().tiers
+    assert after.hits - before.hits == 1
+    whole = (await collect(client, [RowRequest(image.digest)]))[0].array
+    assert np.array_equal(np.concatenate([outcomes[row].array for row in range(image.tokens)]), whole)
+
+
 async def test_fetch_waits_for_an_image_that_is_submitted_later(client: EncoderClient) -> None:
     image = photo(96, 96, 5)
     fetching = asyncio.create_task(collect(client, [RowRequest(content_digest(image))], grace_ms=20_000))
@@ -116,7 +138,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
 ) -> None:
     images = [photo(300 + n, 300, n) for n in range(12)]
     with gate.closed():
-        call = (await stub(client)).Submit(timeout=20)
+        call = (await stub(client)).Submit(timeout=60)
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         for index, image in enumerate(images):
             await call.write(naming(pb.ImageName(index=index, digest=content_digest(image))))
@@ -126,7 +148,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
             await call.write(pb.SubmitRequest(bytes=piece))
             if whole:
                 assert (await call.read()).state.state == pb.STATE_QUEUED
-        fetches = [client.fetch([RowRequest(content_digest(image))], timeout_s=20) for image in images]
+        fetches = [client.fetch([RowRequest(content_digest(image))], timeout_s=60) for image in images]
         reading = [asyncio.create_task(anext(aiter(fetch))) for fetch in fetches]
         await asyncio.sleep(0.2)
         assert len(server.jobs) == 6
@@ -134,12 +156,8 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
         for fetch in fetches:
             fetch.close()
         await asyncio.gather(*reading, return_exceptions=True)
-        for _ in range(100):
-            if not server.jobs:
-                break
-            await asyncio.sleep(0.01)
-        assert len(server.jobs) == 0
-    assert server.service.held_upload_bytes == 0
+        await soon(lambda: not server.jobs)
+    await soon(lambda: server.service.held_upload_bytes == 0)
     assert server.store.stats().pins == 0
 
 
@@ -147,16 +165,12 @@ async def test_shared_rows_are_pinned_exactly_while_their_stream_is_open(
     client: EncoderClient, server: Server
 ) -> None:
     (image,) = await client.submit([photo(128, 128, 20)])
-    async with client.fetch([RowRequest(image.digest)], timeout_s=20) as stream:
+    async with client.fetch([RowRequest(image.digest)], timeout_s=60) as stream:
         async for _ in stream:
             pass
         assert server.store.stats().pins == 1
         assert not server.store.evict(image.address)
-    for _ in range(100):
-        if server.store.stats().pins == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert server.store.stats().pins == 0
+    await soon(lambda: server.store.stats().pins == 0)
     assert server.store.evict(image.address)
 
 
@@ -168,7 +182,7 @@ async def test_a_caller_whose_machine_falls_silent_holds_no_pins_for_long(server
             await anext(aiter(stream))
             assert server.store.stats().pins == 1
             proxy.fall_silent()
-            await soon(lambda: server.store.stats().pins == 0, 15)
+            await soon(lambda: server.store.stats().pins == 0, 60)  # without keepalives it would be two hours
     await proxy.stop()
 
 

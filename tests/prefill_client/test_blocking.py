@@ -14,6 +14,8 @@ from prefill_client import BlockingClient, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.processes import running
+from tests.put_calls import PRODUCER, TOKENS, new_image
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,32 @@ def rows_of(client: BlockingClient, image: bytes) -> np.ndarray:
         return outcome.array.copy()
 
 
+def test_threads_put_rows_and_fetch_what_others_put(checkpoint: Path) -> None:
+    images = [new_image() for _ in range(6)]
+    with (
+        running(checkpoint, accept_put="yes") as server,
+        BlockingClient.connect(server.endpoint) as client,
+        client.put(PRODUCER) as session,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        width = client.description.width
+        rows = [np.full((TOKENS, width), number, np.float32) for number in range(len(images))]
+
+        def put(number: int) -> str:
+            (answer,) = session.name([images[number]])
+            return session.put(answer, rows[number]).state
+
+        assert list(threads.map(put, range(len(images)))) == ["held"] * len(images)
+        requests = [RowRequest(engine_key=image.engine_key) for image in images]
+        with client.fetch(requests, producer=PRODUCER, grace_ms=0) as outcomes:
+            for outcome in outcomes:
+                assert np.array_equal(outcome.array, rows[outcome.index])
+        (answer,) = session.name([new_image()])
+        session.abandon(answer)
+        (again,) = session.name([answer.image])
+        assert (answer.state, again.state) == ("yours", "yours")
+
+
 async def test_rows_equal_those_of_the_asynchronous_client(
     client: BlockingClient, process: ServerProcess
 ) -> None:
@@ -47,6 +75,17 @@ async def test_rows_equal_those_of_the_asynchronous_client(
         async with other.fetch([RowRequest(submitted.digest)]) as outcomes:
             theirs = [outcome.array.copy() async for outcome in outcomes]
     assert np.array_equal(ours, theirs[0])
+
+
+async def test_what_one_tenant_submitted_another_does_not_get(process: ServerProcess) -> None:
+    image = photo(140, 90, 2)
+    async with await EncoderClient.connect(process.endpoint, tenant_salt=b"one") as one:
+        two = one.for_tenant(b"two")
+        assert one.for_tenant(b"one") is one
+        (submitted,) = await one.submit([image])
+        for client, expected in ((one, type(None)), (two, UnknownImageError)):
+            async with client.fetch([RowRequest(submitted.digest)], grace_ms=0, timeout_s=30) as outcomes:
+                assert [type(outcome.error) async for outcome in outcomes] == [expected]
 
 
 def test_many_threads_share_one_client(client: BlockingClient) -> None:
@@ -62,7 +101,7 @@ def test_a_bad_image_fails_alone_and_an_unknown_one_is_its_outcome(client: Block
     good, bad = client.submit([photo(100, 80, 50), b"no image"])
     assert good.error is None
     assert isinstance(bad.error, InvalidImageError)
-    with client.fetch([RowRequest(b"\0" * 32)], grace_ms=0, timeout_s=5) as outcomes:
+    with client.fetch([RowRequest(b"\0" * 32)], grace_ms=0, timeout_s=60) as outcomes:
         assert [type(outcome.error) for outcome in outcomes] == [UnknownImageError]
 
 
@@ -88,10 +127,10 @@ def test_closing_ends_the_calls_of_other_threads_and_later_ones(process: ServerP
 
     thread = threading.Thread(target=wait_for_nothing)
     thread.start()
-    assert fetching.wait(10)
+    assert fetching.wait(PATIENCE_S)
     time.sleep(0.1)  # until it waits
     client.close()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert len(errors) == 1
     client.close()

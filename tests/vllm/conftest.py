@@ -1,29 +1,56 @@
 """Fixtures: checkpoints that vLLM loads, a real server for each, a real engine beside it."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Engine
+from tests.vllm.restartable import Restartable
+from tests.vllm.service import SERVICE, SETTINGS
 
-ROOT = Path(__file__).resolve().parents[2]
-SERVICE = Path(os.environ.get("ENCODER_SERVICE", ROOT / ".venv/bin/encoder-service"))
-"""The command of the environment that has what the server needs."""
+HERE = Path(__file__).parent
 SMALL = {
     "qwen3_vl": {"size": {"longest_edge": 65536, "shortest_edge": 1024}},
     "qwen3_vl_moe": {"size": {"longest_edge": 65536, "shortest_edge": 1024}},
     "qwen2_5_vl": {"min_pixels": 784, "max_pixels": 65536},
+    "qwen3_5": {"size": {"longest_edge": 65536, "shortest_edge": 1024}},
 }
-SETTINGS = {"device": "cpu", "dtype": "float32", "store_host_gib": 0.25}
+# Of the published configuration: vLLM's kernels for linear attention on a CPU take no other sizes, and only bfloat16.
+LINEAR_ATTENTION: dict[str, Any] = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "head_dim": 256,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+LEASE_S = 20.0
+HANG_S = 900
+"""What a test may take before it counts as hanging: engines start within it, on a machine that does much else."""
+STORE = {"store_only": "yes", "accept_put": "yes", "put_lease_s": LEASE_S}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give those of this folder their time; the limit in pyproject.toml is for tests that start no engine."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(HANG_S))
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:
     """Write a tiny checkpoint whose images have at most 64 tokens: several to a step, some across two."""
-    return write_checkpoint(folder, family, preprocessor=SMALL[family])
+    hybrid = family == "qwen3_5"
+    dtype, text = (torch.bfloat16, LINEAR_ATTENTION) if hybrid else (torch.float32, {})
+    return write_checkpoint(folder, family, preprocessor=SMALL[family], dtype=dtype, text=text)
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +72,12 @@ def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
     engine = Engine(checkpoint, service.endpoint)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def store(checkpoint: Path) -> Iterator[Restartable]:
+    """A server without a tower, which keeps what engines put."""
+    store = Restartable(checkpoint, **STORE)
+    store.start()
+    yield store
+    store.kill()

@@ -8,7 +8,7 @@ import pytest
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import CHUNK_TOKENS, Engine
-from tests.vllm.test_gate import TOLERANCE, begin_of_second, step_until_parked, two_images
+from tests.vllm.test_gate import TOLERANCE, begin_of_first, begin_of_second, step_until_parked, two_images
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,9 @@ def test_prefill_runs_exactly_up_to_a_missing_image(engine: Engine) -> None:
     engine.forget()
     engine.submit(first)
     request_id = engine.start(prompt)
-    engine.run_until(lambda: engine.computed(request_id) > 0)
+    engine.step()
     begin = begin_of_second(engine)
+    engine.run_until(lambda: engine.computed(request_id) > begin_of_first(engine))  # it has arrived
     assert begin % CHUNK_TOKENS, "or gating by step would end there too"
     assert step_until_parked(engine, request_id) == begin
     engine.submit(second)

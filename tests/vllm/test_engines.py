@@ -8,7 +8,8 @@ import pytest
 
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Answer, Engine
-from tests.vllm.conftest import SERVICE, SETTINGS, checkpoint_of
+from tests.vllm.conftest import checkpoint_of
+from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE, prompt
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")

@@ -1,11 +1,14 @@
 """A request waits for the images of its next step, not for those behind it; read from the engine's own steps."""
 
 import random
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from prefill_client.vllm import steps as plans
 from testing.photos import photo
 from testing.vllm_engine import CHUNK_TOKENS, Engine, Part
 
@@ -16,6 +19,11 @@ def two_images(seed: int) -> tuple[bytes, bytes, list[Part]]:
     """Two images that nobody knows, and a prompt with more than three steps between them."""
     first, second = photo(200, 150, 2 * seed, "PNG"), photo(190, 160, 2 * seed + 1, "PNG")
     return first, second, ["a", first, "b" * 300, second, "c" * 50]
+
+
+def begin_of_first(engine: Engine) -> int:
+    (prompt,) = engine.side.gate._prompts.values()
+    return prompt.spans[0].begin
 
 
 def begin_of_second(engine: Engine) -> int:
@@ -154,6 +162,36 @@ def test_a_decode_step_touches_no_table(engine: Engine, monkeypatch: pytest.Monk
     monkeypatch.setattr(engine.side.gate, "_hold", lambda *_: asked.append(1))
     engine.run(request_id)
     assert not asked
+
+
+def test_an_engine_with_nothing_else_to_do_rests_until_rows_arrive(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "REST_S", 100.0)
+    late = photo(120, 90, 97, "PNG")
+    request_id = engine.start(["a", late])
+    arriving = threading.Timer(0.5, engine.submit, [late])
+    arriving.start()
+    begun_s = time.monotonic()
+    # Thousands of steps fit into half a second of polling.
+    assert engine.run(request_id, steps=100)[request_id].reason == "length"
+    assert time.monotonic() - begun_s < 60, "or it would have slept through the arrival"
+    arriving.join()
+
+
+def test_an_engine_with_something_else_to_do_does_not_rest(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rested: list[float] = []
+    monkeypatch.setattr(engine.side._fetcher, "wait", rested.append)
+    parked = engine.start(["never ", photo(120, 90, 98, "PNG")])
+    other = engine.start(["text"], tokens=50)
+    engine.run(other)
+    assert not rested
+    for _ in range(10):
+        engine.step()
+    assert rested
+    engine.abort(parked)
 
 
 def test_a_deadline_ends_a_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,16 @@ def of_another_engine(engine: Engine) -> dict[str, Any]:
     return engine.named(IMAGE, uuid=NameSigner("another").identifier(name))
 
 
+def of_another_tenant(engine: Engine) -> dict[str, Any]:
+    """What a request with another `cache_salt` was given."""
+    from prefill_client.vllm.image_name import ImageName, producer_of, salt_of
+
+    image = engine.image(IMAGE)
+    producer = producer_of(engine.client.description, salt_of("", "theirs"))
+    name = ImageName(image.digest, image.grid, producer)
+    return engine.named(IMAGE, uuid=engine.signer.identifier(name))
+
+
 def signed_with_another_grid(engine: Engine) -> dict[str, Any]:
     """What a broken middleware would send: the service says what the grid is."""
     from prefill_client.vllm.image_name import ImageName
@@ -50,6 +60,7 @@ HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "a name that nobody knows": lambda engine: engine.named(IMAGE, uuid="my-image"),
     "a forged name": forged,
     "the name of another engine": of_another_engine,
+    "the name of another tenant": of_another_tenant,
     "a larger grid": lambda engine: grid_of(engine, 12, 16),
     "a smaller grid": lambda engine: grid_of(engine, 4, 4),
     "a transposed grid": lambda engine: grid_of(engine, *engine.image(IMAGE).grid[:0:-1]),

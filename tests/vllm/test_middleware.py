@@ -14,9 +14,9 @@ import pytest
 
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import Engine, raw
-from tests.vllm.conftest import SERVICE, SETTINGS
+from testing.vllm_engine import Engine, data_url, raw
 from tests.vllm.http_engine import HttpEngine, serving
+from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE, prompt
 
 PROMPTS = [prompt(700 + number, 1 + number % 8) for number in range(16)]
@@ -60,8 +60,8 @@ def assert_equal(ours: list[dict[str, float]], right: list[dict[str, float]]) ->
         assert all(abs(mine[token] - theirs[token]) <= TOLERANCE for token in both), (mine, theirs)
 
 
-def ask(http: HttpEngine, parts: list[Any]) -> list[dict[str, float]]:
-    response = http.chat(content(parts))
+def ask(http: HttpEngine, parts: list[Any], **body: Any) -> list[dict[str, float]]:
+    response = http.chat(content(parts), **body)
     assert response.status_code == 200, response.text
     return top(response.json()["choices"][0])
 
@@ -110,6 +110,84 @@ def test_a_streamed_answer(http: HttpEngine, right: list[list[dict[str, float]]]
     assert_equal(steps, right[3])
 
 
+def answered(http: HttpEngine, parts: list[Any], **body: Any) -> list[list[float]]:
+    """Ask as a response; return the five largest log-probabilities of each token of the answer."""
+    given = {
+        "model": "tiny",
+        "input": [{"role": "user", "content": response_content(parts)}],
+        "max_output_tokens": 8,
+        "temperature": 0,
+        "top_logprobs": 5,
+        "include": ["message.output_text.logprobs"],
+        "ignore_eos": True,
+        "skip_special_tokens": False,  # an answer without text has no log-probabilities
+        **body,
+    }
+    response = httpx.post(http.url + "/v1/responses", json=given, timeout=120)
+    assert response.status_code == 200, response.text
+    (message,) = (item for item in response.json()["output"] if item["type"] == "message")
+    return [values(step["top_logprobs"]) for step in message["content"][0]["logprobs"]]
+
+
+def response_content(parts: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {"type": "input_image", "image_url": data_url(part)}
+        if isinstance(part, bytes)
+        else {"type": "input_text", "text": part}
+        for part in parts
+    ]
+
+
+def values(likeliest: list[dict[str, Any]]) -> list[float]:
+    return sorted((each["logprob"] for each in likeliest), reverse=True)
+
+
+def furthest(ours: list[list[float]], theirs: list[dict[str, float]]) -> float:
+    """The largest difference of a log-probability, by rank: tokens are told as text there."""
+    assert len(ours) == len(theirs) == 8
+    pairs = zip(ours, theirs, strict=True)
+    return max(
+        abs(mine - other)
+        for step, dealt in pairs
+        for mine, other in zip(step, sorted(dealt.values(), reverse=True), strict=False)
+    )
+
+
+def test_responses_are_answered_as_by_the_engines_own_tower(
+    http: HttpEngine, right: list[list[dict[str, float]]]
+) -> None:
+    for parts, theirs in zip(PROMPTS[:8], right, strict=False):
+        assert furthest(answered(http, parts), theirs) <= TOLERANCE
+    assert furthest(answered(http, PROMPTS[0]), right[8]) > 100 * TOLERANCE, "of another prompt"
+
+
+def test_the_image_that_a_tool_returned_is_encoded_by_the_service(
+    http: HttpEngine, service: ServerProcess
+) -> None:
+    encoded = service.encodes()
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    found = {
+        "type": "function_call_output",
+        "call_id": "1",
+        "output": response_content([photo(91, 92, 8100, "PNG")]),
+    }
+    asked = {"role": "user", "content": "look"}
+    assert len(answered(http, [], input=[asked, call, found])) == 8
+    assert service.encodes() == encoded + 1
+
+
+def test_requests_of_another_cache_salt_share_no_embedding(
+    http: HttpEngine, service: ServerProcess, right: list[list[dict[str, float]]]
+) -> None:
+    images = sum(isinstance(part, bytes) for part in PROMPTS[9])
+    assert_equal(ask(http, PROMPTS[9]), right[9])
+    for salt in ("one", "two"):
+        encoded = service.encodes()
+        assert_equal(ask(http, PROMPTS[9], cache_salt=salt), right[9])
+        assert furthest(answered(http, PROMPTS[9], cache_salt=salt), right[9]) <= TOLERANCE
+        assert service.encodes() == encoded + images, "once for this tenant"
+
+
 def test_text_alone_and_bodies_that_are_no_request_are_vllms_to_answer(http: HttpEngine) -> None:
     assert http.chat([{"type": "text", "text": "an image in words"}]).status_code == 200
     for body in (b'{"image"', b'["image"]', b'{"messages": "image"}'):
@@ -144,10 +222,26 @@ def test_named_parts_on_other_routes_end_with_an_error_and_the_engine_lives(http
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
     message = {"role": "user", "content": [part]}
     anthropic = {"model": "tiny", "max_tokens": 4, "messages": [message]}
-    for path in ("/v1/messages", "/v1/responses"):
-        response = httpx.post(http.url + path, json={**anthropic, "input": [message]}, timeout=60)
-        assert response.status_code >= 400
+    assert httpx.post(http.url + "/v1/messages", json=anthropic, timeout=60).status_code >= 400
     assert ask(http, PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("image", "status", "told"),
+    [
+        ({"image_url": data_url(b"no image")}, 400, "image 0: "),
+        ({"file_id": "file-1"}, 400, "without image_url"),
+        ({"image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, 403, "embeddings"),
+    ],
+)
+def test_a_response_that_cannot_be_made_is_refused_with_its_own_text(
+    http: HttpEngine, image: dict[str, Any], status: int, told: str
+) -> None:
+    part = {"type": "input_image", "detail": "auto", **image}
+    given = {"model": "tiny", "input": [{"role": "user", "content": [part]}]}
+    response = httpx.post(http.url + "/v1/responses", json=given, timeout=60)
+    assert response.status_code == status
+    assert told in response.json()["error"]["message"]
 
 
 def test_an_image_that_turns_out_broken_ends_its_request_alone(http: HttpEngine) -> None:

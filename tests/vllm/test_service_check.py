@@ -8,8 +8,9 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from encoder_contract.errors import ModelMismatchError
+from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
-from prefill_client.vllm.service_check import check_service
+from prefill_client.vllm.service_check import check_service, refuse_sharing
 from prefill_client.vllm.settings import Settings
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess
@@ -29,8 +30,13 @@ def check(config: Any) -> None:
     check_service(Settings.from_extra_config(config.ec_transfer_config.ec_connector_extra_config), config)
 
 
-def test_the_service_of_the_same_checkpoint_passes(checkpoint: Path, service: ServerProcess) -> None:
+def test_the_service_of_the_same_checkpoint_passes_and_the_log_names_it(
+    checkpoint: Path, service: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(service_check._log, "info", lambda text, *values: said.append(text % values))
     check(config_of(checkpoint, service.endpoint))
+    assert any(service.endpoint in line for line in said), "an engine that waits says for what"
 
 
 def other_levels(folder: Path) -> Path:
@@ -81,9 +87,17 @@ def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: 
         check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))
 
 
-def test_an_engine_that_encodes_for_others_is_refused(checkpoint: Path, service: ServerProcess) -> None:
-    with pytest.raises(ValueError, match="ec_role is ec_consumer"):
-        check(config_of(checkpoint, service.endpoint, transfer={"ec_role": "ec_both"}))
+def test_an_engine_that_encodes_for_others_alone_is_refused(checkpoint: Path, service: ServerProcess) -> None:
+    with pytest.raises(ValueError, match="ec_role is ec_consumer, or ec_both"):
+        check(config_of(checkpoint, service.endpoint, transfer={"ec_role": "ec_producer"}))
+
+
+def test_an_engine_whose_images_pass_the_scheduler_by_cannot_share(checkpoint: Path) -> None:
+    both = {"ec_role": "ec_both"}
+    config = config_of(checkpoint, "127.0.0.1:1", transfer=both, mm_processor_cache_type="shm")
+    with pytest.raises(ValueError, match="--mm-processor-cache-type shm"):
+        refuse_sharing(config)
+    refuse_sharing(config_of(checkpoint, "127.0.0.1:1", transfer=both))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The service is killed, stopped or started anew at every step of a request: it ends, in an answer or an error."""
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -9,34 +8,11 @@ from pathlib import Path
 import pytest
 
 from testing.photos import photo
-from testing.server_process import ServerProcess
 from testing.vllm_engine import Engine
-from tests.vllm.conftest import SERVICE, SETTINGS
+from tests.vllm.restartable import Restartable
 from tests.vllm.test_answers import TOLERANCE
 
 STEPS = range(0, 12, 2)  # a prompt of four images takes about six, and its answer eight
-
-
-class Restartable:
-    """A server at one address, of which there may be several in turn."""
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-        self.endpoint = "127.0.0.1:0"
-        self.server: ServerProcess | None = None
-
-    def start(self) -> None:
-        self.server = ServerProcess(self._model, executable=SERVICE, **{**SETTINGS, "listen": self.endpoint})
-        self.server.wait_until_it_listens()
-        self.endpoint = self.server.endpoint
-
-    def kill(self) -> None:
-        assert self.server is not None
-        self.server.kill()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.server is not None
-        os.kill(self.server.process.pid, number)
 
 
 @pytest.fixture(scope="module")

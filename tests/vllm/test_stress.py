@@ -23,7 +23,6 @@ def engine(checkpoint: Path, service: ServerProcess, request: pytest.FixtureRequ
     engine.close()
 
 
-@pytest.mark.timeout(600)
 def test_five_hundred_requests(engine: Engine) -> None:
     draw = random.Random(7)
     pool = [

@@ -1,17 +1,30 @@
-"""Controls: without what keeps it safe, the same requests end an engine or corrupt its answers."""
+"""Controls: without what keeps it safe, the same requests end an engine, corrupt its answers, or never end.
+
+Each test takes one cure away, a function of ours, and shows the harm; they are in the order of docs/vllm.md, "What a
+careless consumer would do".
+"""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefill_client.vllm.gate import Feature, Gate, Span
-from prefill_client.vllm.row_table import RowTable
+from prefill_client.vllm import deepstack, image_name, service_check
+from prefill_client.vllm.gate import Gate, NamedSpan, Prompt
+from prefill_client.vllm.prompt_images import Feature, Request
+from prefill_client.vllm.row_table import Rows, RowTable
 from prefill_client.vllm.scheduler_side import SchedulerSide
+from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import Engine
-from tests.vllm.test_hostile_requests import HOSTILE, IMAGE, TOLERANCE
+from tests.vllm.conftest import SMALL
+from tests.vllm.test_hostile_requests import HOSTILE, IMAGE, TOLERANCE, forged
+
+PATIENCE_STEPS = 1000  # with a rest in each, seconds; an answer takes a hundredth of that
 
 
 @pytest.fixture
@@ -22,12 +35,74 @@ def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
     engine.close()
 
 
-def trusting(gate: Gate, index: int, feature: Feature) -> Span:
-    """Believe a name and the grid beside it."""
+def dying() -> AbstractContextManager[object]:
+    """What an engine ends with; that a request goes on for ever is a `TimeoutError`, and no death."""
+    return pytest.raises((AssertionError, AttributeError, KeyError, ValueError, RuntimeError))
+
+
+def trusting(gate: Gate, index: int, feature: Feature, _: bytes) -> NamedSpan:
+    """Believe a name, whatever grid stands beside it."""
     name, position = gate._signer.name(feature.identifier), feature.mm_position
     assert name is not None
     begin, end = position.offset, position.offset + position.length
-    return Span(begin, end, index, feature.identifier, name, position.get_num_embeds())
+    rows = name.grid.patches // gate._merged_patches
+    return NamedSpan(begin, end, index, feature.identifier, rows, name)
+
+
+def assert_dies_of(hostile: str, engine: Engine) -> None:
+    request_id = engine.start(["x", HOSTILE[hostile](engine)])
+    with dying():
+        engine.run(request_id, steps=PATIENCE_STEPS)
+
+
+# 1. A grid without rows, or with other rows than it says.
+
+
+def test_an_image_without_rows_that_is_let_pass_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "_fail", lambda *_: None)
+    assert_dies_of("no name", engine)
+
+
+def test_a_larger_grid_that_is_believed_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "_span", trusting)
+    engine.submit(IMAGE)
+    assert_dies_of("a larger grid", engine)
+
+
+def test_a_smaller_grid_that_is_believed_is_answered_with_wrong_rows(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "_span", trusting)
+    engine.submit(IMAGE)
+    request_id = engine.start(["x", HOSTILE["a smaller grid"](engine)])
+    assert engine.run(request_id)[request_id].reason == "length"
+
+
+def test_a_request_that_does_not_wait_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "may_prefill", lambda *_: True)
+    request_id = engine.start(["x", photo(170, 130, 8001, "PNG")])
+    with dying():
+        engine.run(request_id, steps=50)
+
+
+def test_saying_that_rows_are_here_when_they_are_not_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "may_prefill", lambda *_: True)
+    monkeypatch.setattr(RowTable, "is_here", lambda *_: True)
+    monkeypatch.setattr(SchedulerSide, "allocated", lambda *_: None)
+    request_id = engine.start(["x", photo(170, 130, 8002, "PNG")])
+    with dying():
+        engine.run(request_id, steps=50)
+
+
+# 2. The right name with a transposed grid.
 
 
 def test_a_grid_that_is_believed_poisons_the_prefix_cache(
@@ -41,24 +116,38 @@ def test_a_grid_that_is_believed_poisons_the_prefix_cache(
     assert engine.ask(["", IMAGE, text]).distance(right) > 100 * TOLERANCE
 
 
-def test_a_request_that_does_not_wait_ends_the_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Gate, "may_prefill", lambda *_: True)
-    request_id = engine.start(["x", photo(170, 130, 8001, "PNG")])
-    with pytest.raises((AssertionError, KeyError, ValueError, RuntimeError)):
-        engine.run(request_id, steps=50)
+# 3. Embeddings that callers name themselves; more of it, and 4, in test_without_middleware_cures.py.
 
 
-def test_saying_that_rows_are_here_when_they_are_not_ends_the_engine(
+def test_a_name_whose_signature_is_not_checked_gives_anyone_the_rows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "may_prefill", lambda *_: True)
-    monkeypatch.setattr(RowTable, "is_here", lambda *_: True)
-    monkeypatch.setattr(SchedulerSide, "allocated", lambda *_: None)
-    request_id = engine.start(["x", photo(170, 130, 8002, "PNG")])
-    with pytest.raises((AssertionError, KeyError, ValueError, RuntimeError)):
-        engine.run(request_id, steps=50)
+    monkeypatch.setattr(image_name, "compare_digest", lambda *_: True)
+    engine.submit(IMAGE)
+    right = engine.ask(["y", IMAGE], own=True)
+    request_id = engine.start(["y", forged(engine)])
+    assert engine.run(request_id)[request_id].distance(right) <= TOLERANCE
+
+
+# 5. Rows are held from the gate until they have been read, and wanted again after a preemption.
+
+
+def test_rows_let_go_between_gate_and_step_end_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_prefill = Gate.may_prefill
+
+    def forgetful(gate: Gate, request: Request, computed: int) -> bool:
+        ready = may_prefill(gate, request, computed)
+        if ready:
+            gate._release(request.request_id, gate._prompts[request.request_id])
+        return ready
+
+    monkeypatch.setattr(Gate, "may_prefill", forgetful)
+    engine.submit(IMAGE)
+    request_id = engine.start(["x", IMAGE])
+    with dying():
+        engine.run(request_id, steps=PATIENCE_STEPS)
 
 
 def test_rows_let_go_before_they_are_read_are_anothers(
@@ -78,3 +167,114 @@ def test_rows_let_go_before_they_are_read_are_anothers(
 
     monkeypatch.setattr(table, "begin_load", overwritten)
     assert engine.ask(["y", IMAGE]).distance(right) > 100 * TOLERANCE
+
+
+def test_rows_asked_for_only_once_are_missed_after_a_preemption(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, asked = Gate._hold, set()
+
+    def once(gate: Gate, request_id: str, prompt: Prompt, computed: int) -> None:
+        if request_id not in asked:
+            asked.add(request_id)
+            hold(gate, request_id, prompt, computed)
+
+    monkeypatch.setattr(Gate, "_hold", once)
+    engine.submit(IMAGE)
+    request_id = engine.start(["x", IMAGE], tokens=40)
+    engine.run_until(lambda: not len(engine.side.table) and engine.computed(request_id) > 0)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(TimeoutError):
+        engine.run(request_id, steps=PATIENCE_STEPS)
+
+
+def test_a_request_whose_end_is_not_noted_holds_its_rows_for_ever(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.scheduler.ec_connector, "request_finished", lambda *_, **__: (False, None))
+    engine.submit(IMAGE)
+    request_id = engine.start(["x", IMAGE, photo(170, 130, 8003, "PNG")])
+    engine.run_until(lambda: any(rows.here for rows in engine.side.table._rows.values()))
+    engine.abort(request_id)
+    for _ in range(100):
+        engine.step()
+    assert len(engine.side.table)
+
+
+# 6. Failures are not remembered.
+
+
+def test_a_failure_that_is_remembered_is_waited_for_in_vain(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher, late = engine.side._fetcher, photo(210, 120, 8004, "PNG")
+
+    def remembering(table: RowTable, rows: Rows) -> None:
+        table._memory.release(rows.wanted.extents)
+
+    monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, grace_s=0.02))
+    monkeypatch.setattr(RowTable, "_free", remembering)
+    monkeypatch.setattr(RowTable, "_forget_unheld", lambda *_: None)
+    first = engine.start(["x", late])
+    assert engine.run(first)[first].reason == "error", "nobody has submitted it"
+    engine.submit(late)
+    second = engine.start(["x", late])
+    with pytest.raises(TimeoutError):
+        engine.run(second, steps=PATIENCE_STEPS)
+
+
+# 7. A decode step has nothing to ask for.
+
+
+def test_a_request_that_does_not_know_its_last_image_is_looked_after_at_every_decode_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prompt, "end", property(lambda _: 1 << 30))
+    engine.submit(IMAGE)
+    request_id = engine.start(["x", IMAGE], tokens=20)
+    engine.run_until(lambda: engine.computed(request_id) > 60)
+    hold, asked = engine.side.gate._hold, []
+
+    def counted(*arguments: Any) -> None:
+        asked.append(1)
+        hold(*arguments)
+
+    monkeypatch.setattr(engine.side.gate, "_hold", counted)
+    engine.run(request_id)
+    assert asked
+
+
+# 8. The service is checked before the weights load.
+
+
+def test_a_service_of_another_model_that_is_not_noticed_ends_the_engine(
+    service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = {"deepstack_visual_indexes": [1, 2]}
+    other = write_checkpoint(tmp_path, preprocessor=SMALL["qwen3_vl"], vision=vision)
+    monkeypatch.setattr(service_check, "differences", lambda *_: iter(()))
+    engine = Engine(other, service.endpoint)
+    try:
+        engine.submit(IMAGE)
+        request_id = engine.start(["x", IMAGE])
+        with dying():
+            engine.run(request_id, steps=PATIENCE_STEPS)
+    finally:
+        engine.close()
+
+
+# 9. DeepStack stays where the tower is left out.
+
+
+def test_wide_rows_end_an_engine_whose_deepstack_went_with_its_tower(
+    checkpoint: Path, service: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepstack, "_set_deepstack", lambda *_: None)
+    engine = Engine(checkpoint, service.endpoint, limit_mm_per_prompt={"image": 0, "video": 0})
+    try:
+        engine.submit(IMAGE)
+        request_id = engine.start(["x", IMAGE])
+        with dying():
+            engine.run(request_id, steps=PATIENCE_STEPS)
+    finally:
+        engine.close()

@@ -2,6 +2,6 @@
 
 from encoder_service.cluster.index.redis_index import RedisIndex
 from encoder_service.cluster.index.schema import namespace
-from encoder_service.cluster.index.session import RedisSettings
+from encoder_service.cluster.index.settings import RedisSettings
 
 __all__ = ["RedisIndex", "RedisSettings", "namespace"]

@@ -1,22 +1,22 @@
-"""A circuit breaker: says when failures are an outage, and how long to wait before each next try."""
+"""A circuit breaker: decides when failures are an outage, and how long to wait before each probe."""
 
 import random
 from collections.abc import Callable
 from time import monotonic
 
-# Three failures in a row that did not overlap: one stall of the network or of our own loop, which fails every call
-# under way, is one failure.
+# Failures in a row that did not overlap: one stall of the network or of our own loop, which fails every call under way,
+# is one failure.
 FAILURES_TO_OPEN = 3
 # A restart of Redis takes about this long; each replica waits between half and one and a half times of it.
 FIRST_PROBE_S = 0.25
 # Probes cost one connection each: often enough to be back within seconds of a long outage.
 LAST_PROBE_S = 3.0
-# One that was closed for less than this was not well: it goes on with longer delays where it was.
+# A breaker that opens again within this time after it was closed continues with its longer delays.
 WELL_S = 10.0
 
 
 class Breaker:
-    """Counts; its owner knows whether calls are made now, and reports those that were made while they were."""
+    """Counts failures and paces probes. Its owner keeps the state (calls or probes) and reports what became of them."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Breaker:
         self._closed_at = float("-inf")
 
     def failed(self, began: float, *, refused: bool = False) -> bool:
-        """Count the failure of a call that began at `began` (the breaker's clock); return whether to call no more.
+        """Count the failure of a call that began at `began` (the breaker's clock); return whether to stop calling.
 
-        `refused` is a server that answered, and said no (out of memory, read-only, loading): that is enough.
+        `refused`: the server answered with an error (out of memory, read-only, loading). One such answer is enough.
         """
         if refused or began >= self._last_failure:
             self._failures += 1
@@ -55,6 +55,6 @@ class Breaker:
         return self._uniform(0.5 * delay, 1.5 * delay)
 
     def close(self) -> None:
-        """Note that a probe succeeded, and calls are made again."""
+        """Note that calls are made again from now on: a probe succeeded."""
         self._failures = 0
         self._closed_at = self._clock()

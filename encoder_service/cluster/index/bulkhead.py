@@ -1,4 +1,4 @@
-"""A bulkhead: index calls of one kind, how long one may take, how many run at once, and whether they are worth it."""
+"""A bulkhead: bounds on index calls of one kind, in time and number, and a rest after a run of failures."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from encoder_service.cluster.index.breaker import Breaker
 
 
 class Bulkhead:
-    """Bounds of calls that are alike. While it rests none is made; after its rest, the next calls are the trial."""
+    """Bounds on calls of one kind. While it rests, none is made; the next calls after the rest are a trial."""
 
     def __init__(self, timeout_ms: int, max_calls: int, clock: Callable[[], float] = monotonic) -> None:
         self.timeout_s = timeout_ms / 1000
@@ -16,15 +16,15 @@ class Bulkhead:
         self._clock = clock
         self._breaker = Breaker(clock)
         self._breaker.close()
-        self._again_at: float | None = None  # when the trial begins; None while all is well
+        self._again_at: float | None = None  # when the trial begins; None while calls succeed
 
     @property
     def rests(self) -> bool:
-        """Whether these calls failed so often of late that none is made for now."""
+        """Whether no call is made for now, after a run of failures."""
         return self._again_at is not None and self._clock() < self._again_at
 
     def failed(self, began: float) -> None:
-        """Count the failure of a call that began at `began`: a run of them begins a rest, a failed trial another."""
+        """Count the failure of a call that began at `began`: a run of them begins a rest, as does a failed trial."""
         if self._breaker.failed(began) if self._again_at is None else began >= self._again_at:
             self._again_at = self._clock() + self._breaker.probe_delay_s()
 

@@ -21,20 +21,30 @@ from encoder_service.config import ConfigError, without_password
 
 # Every way in which a call to Redis can fail, error replies included. EOFError: a reply cut short.
 FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, EOFError)
-# Error replies: the server is there, and of no use until its state changes.
+# Error replies: the server is reachable, but unusable until its state changes.
 REFUSALS = (ResponseError,)
-
-# A connection that takes longer than this to open or to answer is given up, whatever the bound of the call.
-SOCKET_TIMEOUT_S = 1.0
+# A script over this many addresses blocks Redis, and all its callers, for about two milliseconds.
+MAX_BATCH = 256
 
 
 @contextmanager
 def lost_connections() -> Iterator[None]:
-    """Raise what redis-py trips over when another task closes a connection in use as a lost connection."""
+    """Turn the errors that redis-py raises when another task closes a connection in use into a lost connection."""
     try:
         yield
     except (AttributeError, RuntimeError) as fault:
         raise RedisConnectionError(f"closed under way: {fault}") from fault
+
+
+@contextmanager
+def sensible_replies() -> Iterator[None]:
+    """Turn the errors that a reply of the wrong shape causes into a fault of Redis: it may be anything by now."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RedisError(f"a reply that makes no sense: {error}") from error
 
 
 class Script:
@@ -44,6 +54,13 @@ class Script:
         folder = files("encoder_service.cluster.index") / "lua"
         self.source = (folder / "records.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+
+
+def batches(addresses: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Yield the distinct addresses, as many at a time as one run of a script may take."""
+    unique = list(dict.fromkeys(addresses))
+    for first in range(0, len(unique), MAX_BATCH):
+        yield unique[first : first + MAX_BATCH]
 
 
 class _Call(NamedTuple):
@@ -84,16 +101,21 @@ class RedisUrl:
 class Connection:
     """An open connection. Its methods raise `FAULTS`; their time is bounded by the caller."""
 
-    def __init__(self, url: RedisUrl, client: "Redis | RedisCluster") -> None:
+    def __init__(self, url: RedisUrl, client: "Redis | RedisCluster", timeout_s: float) -> None:
         self._url = url
+        self._timeout_s = timeout_s
         self._client: Any = client  # the two share the commands we use, not a type
         self.sharded_channels = False
 
     @classmethod
-    async def open(cls, url: RedisUrl) -> Self:
-        """Connect, and learn what the server can do."""
+    async def open(cls, url: RedisUrl, timeout_s: float) -> Self:
+        """Connect, and find out what the server supports.
+
+        A socket that takes longer than `timeout_s` to connect or to answer is closed, whatever the bound of the call.
+        """
         try:
-            connection = cls(url, _cluster(url) if url.is_cluster else _node(url.urls[0]))
+            client = _cluster(url, timeout_s) if url.is_cluster else _node(url.urls[0], timeout_s)
+            connection = cls(url, client, timeout_s)
         except ValueError as error:
             raise ConfigError(f"--index: an option of the URL has a bad value: {error}") from error
         try:
@@ -104,7 +126,7 @@ class Connection:
         except TypeError as error:  # redis-py hands options of the URL that it does not know to a constructor
             await connection.close()
             raise ConfigError(f"--index: an option of the URL is not known: {error}") from error
-        except BaseException:
+        except BaseException:  # cancelled too: nobody else knows of the connection
             await connection.close()
             raise
         return connection
@@ -118,7 +140,7 @@ class Connection:
     ) -> list[Any]:
         """Run a script over the keys of many addresses; return one reply for each address.
 
-        It is given `arguments`, then those of `each` that go with the addresses of the call: one an address, or none.
+        The script gets `arguments`, then the values of `each` for its addresses: one for each address, or none.
         """
         groups = self._by_slot(keys)
         calls = [
@@ -143,12 +165,16 @@ class Connection:
         read = self._client.mget_nonatomic if self.is_cluster else self._client.mget
         with lost_connections():
             values: list[bytes | None] = await read(keys)
+        if len(values) != len(keys) or not all(value is None or isinstance(value, bytes) for value in values):
+            raise TypeError("not one value for each key")
         return values
 
     async def read_one(self, key: bytes, max_bytes: int) -> bytes | None:
-        """Return a value of at most `max_bytes`; None when there is none, or it is larger: then it is not read."""
+        """Return a value of at most `max_bytes`; None if there is none. A larger one is not read, and is None too."""
         with lost_connections():
-            value: bytes = await self._client.getrange(key, 0, max_bytes)
+            value = await self._client.getrange(key, 0, max_bytes)
+        if not isinstance(value, bytes):
+            raise TypeError("not a value")
         return value if 0 < len(value) <= max_bytes else None
 
     async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
@@ -162,7 +188,7 @@ class Connection:
         return self._url.is_cluster
 
     def server_of(self, channel: bytes) -> str | None:
-        """Return the URL of the server that a channel is on; None while none is known."""
+        """Return the URL of the server that a channel is on; None if it is unknown."""
         if not self.is_cluster:
             return self._url.urls[0]
         try:
@@ -172,8 +198,8 @@ class Connection:
         return self._url.node_url(node.host, node.port) if node else None
 
     def listener(self, url: str) -> tuple[Redis, PubSub]:
-        """Return a client of its own for listening on one server; the caller closes both."""
-        client = _node(url)
+        """Return a new client for listening on one server, and its subscriptions; the caller closes both."""
+        client = _node(url, self._timeout_s)
         return client, client.pubsub()
 
     def _by_slot(self, keys: Sequence[Sequence[bytes]]) -> list[list[int]]:
@@ -188,8 +214,8 @@ class Connection:
     # for 32 addresses, where a pipeline takes 2), and in a pipeline it asks SCRIPT EXISTS before every call.
     async def _evaluate(self, script: Script, calls: list[_Call]) -> list[Any]:
         replies = await self._pipeline("EVALSHA", script.sha, calls)
-        # A server that has not seen the script (new, restarted, promoted) is sent its text; one that closed an idle
-        # connection is asked once more. Every script may run twice: it states what shall be.
+        # A server that has not seen the script (new, restarted, promoted) is sent its source; one that closed an idle
+        # connection is asked once more. Every script is idempotent, so running it twice does no harm.
         again = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
         if again:
             second = await self._pipeline("EVAL", script.source, [calls[n] for n in again])
@@ -209,24 +235,24 @@ class Connection:
         return replies
 
 
-def _node(url: str) -> Redis:
+def _node(url: str, timeout_s: float) -> Redis:
     # One retry: a pooled connection that the server closed while it was idle is noticed only when it is used.
     return Redis.from_url(
         url,
         protocol=2,
         retry=Retry(NoBackoff(), 1),
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=SOCKET_TIMEOUT_S,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
     )
 
 
-def _cluster(url: RedisUrl) -> RedisCluster:
+def _cluster(url: RedisUrl, timeout_s: float) -> RedisCluster:
     nodes = [urlsplit(each) for each in url.urls]
     return RedisCluster.from_url(
         url.urls[0],
         startup_nodes=[ClusterNode(node.hostname or "localhost", node.port or 6379) for node in nodes],
         protocol=2,
         retry=Retry(NoBackoff(), 0),
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=SOCKET_TIMEOUT_S,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
     )

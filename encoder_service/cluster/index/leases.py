@@ -1,20 +1,20 @@
-"""The leases this replica holds, and the publications that are pending."""
+"""The leases that this replica holds, and its pending publications."""
 
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
 from encoder_contract.geometry import Grid
 
-# Work that takes longer than any caller's deadline is not work: after this a lease is no longer renewed, so that
-# an address that its holder forgot does not stay locked for as long as the holder lives.
+# After this a lease is no longer renewed, so that an address that its holder forgot does not stay locked for as long as
+# the holder lives. No caller waits this long for an image.
 MAX_LEASE_S = 300.0
 
 
 class Leases:
-    """Addresses granted to us, each with the time up to which it is renewed, and those published in vain so far.
+    """The addresses granted to us, with the time of each one's next renewal, and the publications that are pending.
 
-    A publication that did not get through is pending: its lease is kept, so that nobody encodes the image again
-    meanwhile, and the index publishes it with the next heartbeat.
+    A publication is pending if it did not get through. Its lease is kept, so that no other replica encodes the image
+    meanwhile, and it is sent again with the next heartbeat.
     """
 
     def __init__(self, renew_s: float, clock: Callable[[], float] = monotonic) -> None:
@@ -25,18 +25,18 @@ class Leases:
         self.pending: dict[bytes, Grid] = {}
 
     def add(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were granted just now."""
+        """Note leases that were just granted."""
         now = self._clock()
         for address in addresses:
             self._forget_at.setdefault(address, now + MAX_LEASE_S)
             self._renew_at[address] = now + self._renew_s
 
     def renewed(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were renewed just now, except those that ended meanwhile."""
+        """Note leases that were just renewed, except those that ended meanwhile."""
         self.add(address for address in addresses if address in self._renew_at)
 
     def end(self, addresses: Iterable[bytes]) -> None:
-        """Forget leases, and what is pending for them."""
+        """Forget leases and their pending publications."""
         for address in addresses:
             self._forget_at.pop(address, None)
             self._renew_at.pop(address, None)
@@ -57,5 +57,5 @@ class Leases:
         return [address for address, at in self._renew_at.items() if at <= now]
 
     def add_pending(self, grids: Mapping[bytes, Grid]) -> None:
-        """Note publications that did not get through; without a lease nobody waits, and none is pending."""
+        """Note publications that did not get through; those without a lease are dropped, as nobody waits for them."""
         self.pending |= {address: grid for address, grid in grids.items() if address in self._renew_at}

@@ -1,6 +1,6 @@
-"""Membership: this replica's place on the roll of its namespace, and which of the others are alive."""
+"""Membership: this replica's entry on the roll of its namespace, and which other replicas are alive."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sized
 
 from encoder_contract.errors import ModelMismatchError
 from encoder_service.cluster.contract import Location, Locations, Replica
@@ -9,8 +9,8 @@ from encoder_service.cluster.index.connection import Connection, Script
 
 ROLL = Script("roll")
 
-# Tokens of the dead that are remembered, so as not to look for them on the roll again, and sent along with each call
-# of `acquire` (8 bytes each). Forgotten all at once when there are more, which costs a heartbeat.
+# Tokens of dead replicas to remember, so that they are not looked up on the roll again; each call of `acquire` sends
+# them (8 bytes each). When there are more, all are forgotten, which costs one heartbeat.
 MAX_DEAD = 256
 
 
@@ -19,14 +19,15 @@ class SupersededError(ModelMismatchError):
 
 
 class Membership:
-    """One life of a replica among its peers; what it knows of them is as old as the last heartbeat."""
+    """One start of a replica among its peers; what it knows about them is as old as the last heartbeat."""
 
-    def __init__(self, replica: Replica, roll_key: bytes, ttl_ms: int, load: Callable[[], float]) -> None:
+    def __init__(self, replica: Replica, roll_key: bytes, ttl_ms: int, jobs: Sized) -> None:
+        """Peers see the number of `jobs` as this replica's load."""
         self.token = schema.token(replica.replica_id, replica.epoch)
         self._replica = replica
         self._roll_key = roll_key
         self._ttl_ms = ttl_ms
-        self._load = load
+        self._jobs = jobs
         self.dead: set[bytes] = set()
         self.peers: dict[bytes, schema.Peer] = {}
 
@@ -44,7 +45,7 @@ class Membership:
             ours.replica_id,
             ours.epoch,
             schema.fingerprint(ours),
-            f"{self._load():.3f}",
+            len(self._jobs),
             ours.endpoint,
             self._ttl_ms,
         )
@@ -62,17 +63,17 @@ class Membership:
         return roll.was_present
 
     def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:
-        """Return those who may have joined since the last heartbeat."""
+        """Return those that may have joined since the last heartbeat."""
         return set(tokens) - self.peers.keys() - self.dead - {self.token}
 
     def mark_dead(self, tokens: Iterable[bytes]) -> None:
-        """After a heartbeat: who was unknown before it and is still not on the roll is dead."""
+        """Call after a heartbeat: replicas unknown before it that are still not on the roll are dead."""
         if len(self.dead) > MAX_DEAD:
             self.dead.clear()
         self.dead |= self.unknown(tokens)
 
     def locations(self, value: bytes | None, without: Collection[str] = ()) -> Locations:
-        """Return the live peers that a location names, except those in `without`."""
+        """Return the live peers in the value of a location key, except those in `without`."""
         found = []
         for record in schema.records(value):
             peer = self.peers.get(record.token)
@@ -81,5 +82,5 @@ class Membership:
         return tuple(found)
 
     def tokens_of(self, replica_ids: Collection[str]) -> bytes:
-        """Return the tokens of live peers, one after the other."""
+        """Return the tokens of live peers, concatenated."""
         return b"".join(token for token, peer in self.peers.items() if peer.replica_id in replica_ids)

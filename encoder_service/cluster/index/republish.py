@@ -1,27 +1,33 @@
-"""Republishing: tells the index again what this replica holds, when it forgot and before it does."""
+"""Republishing: what this replica holds is published again before entries expire, and when the index lost them."""
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
+from typing import Protocol
 
 from encoder_contract.geometry import Grid
 
-# Address and grid of every embedding that this replica holds: what an index that lost its memory is told again.
-Held = Callable[[], Mapping[bytes, Grid]]
-# One batch holds Redis for about half a millisecond; a hundred replicas that come back at once take a third of it.
+# One batch blocks Redis for half a millisecond; a hundred replicas that come back at once take a third of its time.
 BATCH_ADDRESSES = 64
 ADDRESSES_PER_S = 1000
-# Replicas that see Redis come back in the same moment begin at different ones.
+# Replicas that see Redis come back at the same moment begin within this time, each at random.
 SPREAD_S = 0.5
 
 
-class Republisher:
-    """Walks over what is held: soon after `forgotten`, and three times within the time that entries live.
+class Held(Protocol):
+    """What this replica holds: its store."""
 
-    `held` is listed at the start of a walk: what is retracted while the walk lasts may be published once more, and
-    costs the first peer who asks for it a failed call. `publish` returns False when it could not: the walk ends, and
-    begins again when the index is back and `forgotten` is called.
+    def grids(self) -> Mapping[bytes, tuple[int, int, int]]:
+        """Return address and grid (t, h, w) of every embedding held now."""
+
+
+class Republisher:
+    """Walks over everything held: soon after `forgotten`, and three times within the entries' time to live.
+
+    `held` is listed at the start of a walk: an address that is retracted during the walk may be published once more,
+    and then costs the first peer that asks for it a failed call. If `publish` returns False, the walk ends; another one
+    begins when the index is back and `forgotten` is called.
     """
 
     def __init__(
@@ -33,11 +39,11 @@ class Republisher:
         self._forgotten = asyncio.Event()
 
     def forgotten(self) -> None:
-        """The index lost what it knew of this replica, or may have."""
+        """Begin a walk soon: the index lost what it knew about this replica, or may have."""
         self._forgotten.set()
 
     async def run(self) -> None:
-        """Walk for ever."""
+        """Walk again and again; ends only when cancelled."""
         while True:
             try:
                 async with asyncio.timeout(self._every_s):
@@ -49,7 +55,7 @@ class Republisher:
             await self._walk()
 
     async def _walk(self) -> None:
-        entries = iter(list(self._held().items()))
+        entries = iter([(address, Grid(*grid)) for address, grid in self._held.grids().items()])
         while batch := dict(islice(entries, BATCH_ADDRESSES)):
             if not await self._publish(batch):
                 return

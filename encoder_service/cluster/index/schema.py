@@ -15,25 +15,25 @@ from encoder_service.cluster.contract import Replica
 
 SCHEMA_VERSION = 3
 
-# A replica in a location: 64 bits of a hash over its id and epoch, so that a restarted replica's old locations
-# name nobody. Among a thousand replicas two collide once in 4e13; it would cost failed peer calls, not wrong rows.
+# A replica in a location: 64 bits of a hash over its id and epoch, so that the old locations of a restarted replica
+# name nobody. Two of a thousand replicas collide with probability 3e-14; that costs failed peer calls, not wrong rows.
 TOKEN_BYTES = 8
 # Token, then height and width of the grid; `t` is 1.
 _RECORD = struct.Struct(f"<{TOKEN_BYTES}sII")
 
 
 def namespace(prefix: str, model_fingerprint: bytes) -> str:
-    """Return the namespace of a model: models, and versions of this layout, share a Redis without meeting."""
+    """Return the namespace of a model: models, and versions of this layout, share a Redis but no keys."""
     return f"{prefix}:{model_fingerprint.hex()[:12]}:{SCHEMA_VERSION}"
 
 
 def token(replica_id: str, epoch: int) -> bytes:
-    """Return what stands for one life of a replica in locations and leases."""
+    """Return the token of one start of a replica, for locations and leases."""
     return blake3(f"{replica_id}\0{epoch}".encode()).digest(TOKEN_BYTES)
 
 
 def fingerprint(replica: Replica) -> str:
-    """Return what two replicas of a namespace must have in common, short and readable: model.processor."""
+    """Return what the replicas of a namespace must have in common, short and readable: model.processor."""
     return f"{replica.model_fingerprint[:8].hex()}.{replica.processor_fingerprint[:8].hex()}"
 
 
@@ -45,11 +45,11 @@ class Keys:
         self.roll = self._prefix + b"replicas}"
 
     def location(self, address: bytes) -> bytes:
-        """Records of who holds the address; also the name of the channel that tells of a change."""
+        """Return the key of the records of who holds the address; also the channel that notifies of changes."""
         return self._tagged(address) + b":loc"
 
     def address(self, channel: bytes) -> bytes | None:
-        """Return the address that a channel is about, or None for a channel of somebody else."""
+        """Return the address that a channel is about, or None for a channel that is not ours."""
         tagged = channel.removeprefix(self._prefix).removesuffix(b"}:loc")
         try:
             return urlsafe_b64decode(tagged + b"=" * (-len(tagged) % 4))
@@ -57,12 +57,17 @@ class Keys:
             return None
 
     def lease(self, address: bytes) -> bytes:
-        """Token of who encodes the address."""
+        """Return the key of the token of the replica that encodes the address."""
         return self._tagged(address) + b":lease"
 
     def source(self, key: bytes) -> bytes:
-        """Bytes of an image."""
+        """Return the key of the bytes of an image."""
         return self._tagged(key) + b":src"
+
+    def url(self, key: bytes) -> tuple[bytes, bytes, bytes]:
+        """Return the keys of what a URL was found to hold, of the mark that this is fresh, and of who finds out."""
+        tagged = self._tagged(key)
+        return tagged + b":url", tagged + b":fresh", tagged + b":claim"
 
     def _tagged(self, key: bytes) -> bytes:
         # Not the raw bytes: a brace among them would end the hash tag early.
@@ -70,14 +75,14 @@ class Keys:
 
 
 class Record(NamedTuple):
-    """What a location says of one replica: its token, and the grid of the image."""
+    """One replica in a location: its token, and the grid it names."""
 
     token: bytes
     grid: Grid
 
 
 def packed(grid: Grid) -> bytes:
-    """Return what follows the token in a record."""
+    """Return the part of a record after the token."""
     return _RECORD.pack(b"", grid.h, grid.w)[TOKEN_BYTES:]
 
 
@@ -90,7 +95,7 @@ def records(value: bytes | None) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another live replica, as of the last heartbeat. `load` is its own measure; compare, do not interpret."""
+    """Another live replica, as of the last heartbeat. `load` is its number of images under way."""
 
     replica_id: str
     epoch: int
@@ -98,17 +103,17 @@ class Peer:
     load: float
 
 
-# What a replica may be called: as in the log and on the status page, where it must not look like anything else.
+# A replica's name appears in logs and on the status page, where it must not look like anything else.
 _NAME = re.compile(rb"[!-~]{1,128}")
 
 
 def readable(name: bytes) -> str:
-    """Return what anyone may have written into Redis, for a message."""
+    """Return a name from Redis, which anyone may have written, as printable text for a message."""
     return name.decode() if _NAME.fullmatch(name) else repr(name[:128])
 
 
 def _peer(replica_id: bytes, record: bytes) -> Peer:
-    """Read an entry of the roll. Raises `ValueError` for an invalid one."""
+    """Parse an entry of the roll. Raises `ValueError` for an invalid one."""
     _, epoch, _, load, endpoint = record.decode("ascii").split(" ")
     if not _NAME.fullmatch(replica_id) or not endpoint.isprintable():
         raise ValueError("not a name")
@@ -125,7 +130,7 @@ class Roll:
 
     @classmethod
     def parse(cls, was_present: int, entries: list[bytes]) -> "Roll":
-        """Read the flat list [id, record, ...] that the script returned; invalid records are skipped."""
+        """Parse the flat list [id, record, ...] that the script returned; invalid records are skipped."""
         peers: dict[bytes, Peer] = {}
         for replica_id, record in zip(entries[::2], entries[1::2], strict=False):
             try:

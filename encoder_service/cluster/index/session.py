@@ -1,91 +1,78 @@
-"""The session with Redis: whether this replica is connected; every call goes through here, or is not made."""
+"""The session with Redis: whether this replica is connected. Every call goes through it."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from encoder_contract.errors import ModelMismatchError
 from encoder_service.cluster.contract import IndexState, Replica
 from encoder_service.cluster.index.breaker import Breaker
 from encoder_service.cluster.index.bulkhead import Bulkhead
-from encoder_service.cluster.index.connection import FAULTS, REFUSALS, Connection, RedisUrl, lost_connections
+from encoder_service.cluster.index.connection import (
+    FAULTS,
+    REFUSALS,
+    Connection,
+    RedisUrl,
+    Script,
+    lost_connections,
+    sensible_replies,
+)
 from encoder_service.cluster.index.membership import Membership
-from encoder_service.cluster.index.tasks import end
+from encoder_service.cluster.index.settings import RedisSettings
+from encoder_service.cluster.index.tasks import begin, end
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
-# Nobody waits for a heartbeat or a probe: time enough to open connections, TLS and a cluster's map included.
-BEAT_TIMEOUT_MS = 2000
-# Calls under way at once: more would only queue in Redis, which serves one at a time.
+# Concurrent calls: more would only queue in Redis, which serves one at a time.
 MAX_CALLS = 16
-# Megabytes each; more at once would only make each of them later.
+# Each takes megabytes; more at once would only make each of them slower.
 MAX_SOURCE_CALLS = 4
-# How many bounds a call may wait for its turn, when we have more calls than turns; that is not Redis's fault and does
-# not count as its failure. A call takes four bounds at the very most.
+# How long a call may wait for its turn, in time bounds of a call. Such a wait is not the fault of Redis and does not
+# count as a failure. A call therefore takes at most four bounds.
 BOUNDS_TO_WAIT = 3
 
-
-@dataclass(frozen=True, kw_only=True)
-class RedisSettings:
-    """Where the index is and how long things last; every time to live is counted by Redis."""
-
-    url: str
-    namespace: str
-    call_timeout_ms: int = 100
-    source_timeout_ms: int = 1000  # image bytes are megabytes
-    heartbeat_ms: int = 500
-    replica_ttl_ms: int = 2000  # four heartbeats
-    # Renewed three times within it. A holder that dies loses its leases as soon as it is off the roll; this is for
-    # what nobody looks at any more, and may be long: renewing is what a full queue costs.
-    lease_ttl_ms: int = 10_000
-    location_ttl_s: int = 3600  # republished three times within it
-    source_ttl_s: int = 600
-    max_source_bytes: int = 8 << 20
-
-
-# Told the name, seconds and success of every call.
+# Called with the name, seconds and success of every call.
 OnCall = Callable[[str, float, bool], None]
 
 
 class SessionEvents(Protocol):
-    """What the owner of a session does on its events."""
+    """What the owner of a session does at its events."""
 
     def on_forgotten(self) -> None:
-        """Redis is new to us, or lost what it knew of us."""
+        """Redis may have lost what it knew about us: called after connecting, and when we were off the roll."""
 
     def on_lost(self) -> None:
-        """The index cannot be asked any more."""
+        """The index is unavailable from now on."""
 
     async def on_beat(self) -> None:
-        """A heartbeat got through."""
+        """A heartbeat succeeded."""
 
 
 class RedisSession:
-    """Joined while Redis answers in time and accepts us; otherwise alone, and probing in the background."""
+    """Joined while Redis answers in time and accepts us; otherwise alone, with probes in the background."""
 
     def __init__(
         self,
         settings: RedisSettings,
-        load: Callable[[], float],
+        jobs: Sized,
         on_call: OnCall,
         events: SessionEvents,
         roll_key: bytes,
     ) -> None:
         self._settings = settings
         self._url = RedisUrl(settings.url)
-        self._load = load
+        self._jobs = jobs
         self._on_call = on_call
         self._events = events
         self._roll_key = roll_key
         self.calls = Bulkhead(settings.call_timeout_ms, MAX_CALLS)
         self.puts = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
         self.gets = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
-        self._resting = (self.puts, self.gets)  # slow for megabytes is not slow for all
-        self.beats = Bulkhead(BEAT_TIMEOUT_MS, 1)
+        self._resting = (self.puts, self.gets)  # slow for megabytes need not be slow for others
+        self.beats = Bulkhead(settings.beat_timeout_ms, 1)
         self._breaker = Breaker()
         self._reason = ""
         self._has_joined = False
@@ -96,7 +83,7 @@ class RedisSession:
 
     @property
     def notify_command(self) -> bytes:
-        """The command by which a script wakes who waits."""
+        """The command with which a script notifies waiting replicas."""
         return (
             b"SPUBLISH" if self._connection is not None and self._connection.sharded_channels else b"PUBLISH"
         )
@@ -107,7 +94,7 @@ class RedisSession:
         call: Callable[[Connection, Membership], Awaitable[Answer]],
         bulkhead: Bulkhead | None = None,
     ) -> Answer | None:
-        """Return the answer of `call`; None without one: at once when alone, else within the bound."""
+        """Return the answer of `call`, or None without one: at once while alone, otherwise within the bound."""
         bulkhead = bulkhead or self.calls
         if self.state is not IndexState.JOINED or bulkhead.rests:
             return None
@@ -121,6 +108,17 @@ class RedisSession:
         finally:
             bulkhead.turns.release()
 
+    async def run(
+        self,
+        name: str,
+        script: Script,
+        keys: Sequence[Sequence[bytes]],
+        *arguments: bytes | int,
+        each: Sequence[bytes] = (),
+    ) -> list[Any] | None:
+        """Run a script as `Connection.run` does, within the bound; None without an answer."""
+        return await self.ask(name, lambda connection, _: connection.run(script, keys, *arguments, each=each))
+
     async def _ask_now(
         self, name: str, call: Callable[[Connection, Membership], Awaitable[Answer]], bulkhead: Bulkhead
     ) -> Answer | None:
@@ -130,8 +128,9 @@ class RedisSession:
         assert self.membership is not None
         began, ok = monotonic(), False
         try:
-            async with asyncio.timeout(bulkhead.timeout_s):
-                answer = await call(self._connection, self.membership)
+            with sensible_replies():
+                async with asyncio.timeout(bulkhead.timeout_s):
+                    answer = await call(self._connection, self.membership)
             self._succeeded(began, bulkhead)
             ok = True
         except FAULTS as fault:
@@ -142,9 +141,9 @@ class RedisSession:
         return answer
 
     async def register(self, replica: Replica) -> None:
-        """Join, or stay alone and go on trying. Raises `ModelMismatchError`, and then nothing was begun."""
+        """Join, or stay alone and keep trying. Raises `ModelMismatchError`; nothing has been started then."""
         assert self.membership is None, "a replica registers once"
-        self.membership = Membership(replica, self._roll_key, self._settings.replica_ttl_ms, self._load)
+        self.membership = Membership(replica, self._roll_key, self._settings.replica_ttl_ms, self._jobs)
         try:
             await self._probe()
         except FAULTS as fault:
@@ -152,10 +151,10 @@ class RedisSession:
         except ModelMismatchError:
             self.membership = None
             raise
-        self._keeper = asyncio.create_task(self._keep(), name="index-keeper")
+        self._keeper = begin(self._keep(), "index-keeper")
 
     async def heartbeat(self, bulkhead: Bulkhead) -> bool | None:
-        """Beat, and learn who is alive; return whether we were on the roll; None without an answer."""
+        """Send a heartbeat and update who is alive; return whether we were on the roll, None without an answer."""
         try:
             return await self.ask(
                 "beat", lambda connection, ours: ours.heartbeat(connection, "beat"), bulkhead
@@ -167,14 +166,14 @@ class RedisSession:
             return None
 
     async def leave(self) -> None:
-        """Take ourselves off the roll, and ask nothing any more."""
+        """Leave the roll, and make no more calls."""
         await end(self._keeper)
         await self.ask("leave", lambda connection, ours: ours.heartbeat(connection, "leave"))
         self._enter(IndexState.LEFT, "drained")
         self._events.on_lost()
 
     async def close(self) -> None:
-        """Stop, and free the connections."""
+        """Stop, and close the connections."""
         await end(self._keeper)
         self.state = IndexState.LEFT
         if self._connection is not None:
@@ -199,14 +198,9 @@ class RedisSession:
 
     async def _probe(self) -> None:
         # Each probe opens a new connection: what the last one knew of names, nodes and sockets may be what was wrong.
-        assert self.membership is not None
-        async with asyncio.timeout(BEAT_TIMEOUT_MS / 1000):
-            connection = await Connection.open(self._url)
-            try:
-                await self.membership.heartbeat(connection, "beat" if self._has_joined else "join")
-            except BaseException:
-                await self._disconnect(connection)
-                raise
+        with sensible_replies():
+            async with asyncio.timeout(self._settings.beat_timeout_ms / 1000):
+                connection = await self._open()
         before, self._connection = self._connection, connection
         self._has_joined = True
         self._breaker.close()
@@ -214,6 +208,17 @@ class RedisSession:
         self._events.on_forgotten()
         if before is not None:
             await self._disconnect(before)
+
+    async def _open(self) -> Connection:
+        """Connect, and join or be back on the roll."""
+        assert self.membership is not None
+        connection = await Connection.open(self._url, self._settings.socket_timeout_ms / 1000)
+        try:
+            await self.membership.heartbeat(connection, "beat" if self._has_joined else "join")
+        except BaseException:  # cancelled too: nobody else knows of the connection
+            await self._disconnect(connection)
+            raise
+        return connection
 
     async def _probe_quietly(self) -> None:
         try:
@@ -226,9 +231,8 @@ class RedisSession:
     def _succeeded(self, began: float, bulkhead: Bulkhead) -> None:
         if bulkhead in self._resting:
             bulkhead.succeeded()
-        elif (
-            monotonic() - began <= self.calls.timeout_s
-        ):  # one that only a heartbeat waits for is of no use to calls
+        # A heartbeat that took longer says nothing about calls.
+        elif monotonic() - began <= self.calls.timeout_s:
             self._breaker.succeeded()
 
     def _failed(self, began: float, fault: Exception, bulkhead: Bulkhead) -> None:

@@ -1,4 +1,4 @@
-"""Subscriptions: Redis channels that notify of changes; a lost notification is made up for by reading again."""
+"""Subscriptions: Redis channels that notify of changes. Notifications may be lost: waiters also read again in time."""
 
 import asyncio
 from collections import defaultdict
@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from encoder_service.cluster.index.connection import FAULTS, Connection, lost_connections
-from encoder_service.cluster.index.tasks import end
+from encoder_service.cluster.index.tasks import begin, end
 
 
 class Subscriptions:
-    """Channels, each on its own server; a server that fails is left, and tried at the next `subscribe`.
+    """Channels, each on its server. A server that fails is dropped, and tried again at the next `subscribe`.
 
-    `on_message` is called with a channel's name for every message on it, the confirmation of the subscription
-    included: what changed before that moment must be read.
+    `on_message` is called with the channel's name for every message, including the confirmation of a subscription:
+    changes before that moment were not notified and must be read.
     """
 
     def __init__(self, connection: Connection, on_message: Callable[[bytes], None]) -> None:
@@ -22,7 +22,7 @@ class Subscriptions:
         self._servers: dict[str, _Subscription] = {}
 
     async def subscribe(self, channels: Iterable[bytes]) -> None:
-        """Listen to channels from here on."""
+        """Listen to channels from now on."""
         for url, group in self._by_server(channels).items():
             server = self._servers.get(url)
             if server is None or server.is_lost:
@@ -36,7 +36,7 @@ class Subscriptions:
                 await server.unsubscribe(group)
 
     async def close(self) -> None:
-        """Stop listening to all."""
+        """Stop listening to all channels."""
         while self._servers:
             await self._servers.popitem()[1].close()
 
@@ -50,12 +50,12 @@ class Subscriptions:
 
 
 class _Subscription:
-    """The channels of one server, over one connection of their own."""
+    """The channels of one server, on a connection of their own."""
 
     def __init__(self, connection: Connection, url: str, on_message: Callable[[bytes], None]) -> None:
         self._client, self._pubsub = connection.listener(url)
         self._sharded = connection.sharded_channels
-        # A cluster takes shard channels of different slots one by one only.
+        # A cluster accepts shard channels of different slots only one by one.
         self._at_once = 1 if connection.is_cluster and self._sharded else 1024
         self._on_message = on_message
         self._listening: asyncio.Task[None] | None = None
@@ -64,7 +64,7 @@ class _Subscription:
     async def subscribe(self, channels: list[bytes]) -> None:
         await self._send(self._pubsub.ssubscribe if self._sharded else self._pubsub.subscribe, channels)
         if self._listening is None and not self.is_lost:
-            self._listening = asyncio.create_task(self._listen(), name="index-subscriptions")
+            self._listening = begin(self._listen(), "index-subscriptions")
 
     async def unsubscribe(self, channels: list[bytes]) -> None:
         await self._send(self._pubsub.sunsubscribe if self._sharded else self._pubsub.unsubscribe, channels)

@@ -1,22 +1,22 @@
-"""Waiters: who waits for an address that another replica encodes, woken by notifications and by reading again."""
+"""Waiters for addresses that other replicas encode, woken by notifications and by reading again."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from encoder_service.cluster.contract import Locations
-from encoder_service.cluster.index.tasks import end
+from encoder_service.cluster.index.tasks import begin, end
 
-# How late a lost notification, or a lease that lapsed (nobody tells of that), is noticed. One read covers all who wait.
+# How late a lost notification, or a lapsed lease (which notifies nobody), is noticed. One read covers all waiters.
 REREAD_S = 0.2
 
-# Returns the addresses that are settled: published (where), or encoded by nobody any more (nowhere).
+# Returns the settled addresses: published (with their locations), or no longer being encoded (without).
 Read = Callable[[Collection[bytes]], Awaitable[dict[bytes, Locations]]]
-# Says which addresses begin and which cease to be waited for.
+# Takes the addresses that are waited for from now on, and those that no longer are.
 Subscribe = Callable[[Iterable[bytes], Iterable[bytes]], Awaitable[None]]
 
 
 class Waiters:
-    """Any number of waiters for any number of addresses, served by one task that reads for all of them."""
+    """Any number of waiters for any number of addresses; one task reads for all of them."""
 
     def __init__(self, read: Read, subscribe: Subscribe) -> None:
         self._read = read
@@ -28,9 +28,9 @@ class Waiters:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, address: bytes, timeout_s: float) -> Locations:
-        """Return where the address was published; nothing when its lease ended without that, or at the timeout."""
+        """Return where the address was published; empty if its lease ended without that, or at the timeout."""
         if self._task is None:
-            self._task = asyncio.create_task(self._serve(), name="index-waiters")
+            self._task = begin(self._serve(), "index-waiters")
         future: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(address, set()).add(future)
         self.changed(address)
@@ -43,18 +43,18 @@ class Waiters:
             self._leave(address, future)
 
     def changed(self, address: bytes) -> None:
-        """Have the address read now, if anyone waits for it."""
+        """Read the address now, if it is waited for."""
         if address in self._waiters:
             self._changed.add(address)
             self._wake.set()
 
     def settle_all(self) -> None:
-        """Tell every waiter that there is nothing to wait for: the index cannot be asked."""
+        """Wake every waiter with nothing: the index is unavailable."""
         for address in list(self._waiters):
             self._settle(address, ())
 
     async def close(self) -> None:
-        """Stop serving; every waiter gets nothing."""
+        """Stop; every waiter wakes with nothing."""
         self.settle_all()
         await end(self._task)
 

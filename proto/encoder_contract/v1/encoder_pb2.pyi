@@ -45,6 +45,10 @@ class _TransportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Rows travel in `Rows` messages. Always works."""
     TRANSPORT_SHM: _Transport.ValueType  # 2
     """Rows stay in shared memory of the same host and are named by a `Handle`."""
+    TRANSPORT_DEVICE: _Transport.ValueType  # 3
+    """Rows stay on the server's GPU and are named by a `Handle`; those that are not there come as by TRANSPORT_SHM. For
+    who shows what that transport needs.
+    """
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper): ...
 
@@ -53,6 +57,10 @@ TRANSPORT_INLINE: Transport.ValueType  # 1
 """Rows travel in `Rows` messages. Always works."""
 TRANSPORT_SHM: Transport.ValueType  # 2
 """Rows stay in shared memory of the same host and are named by a `Handle`."""
+TRANSPORT_DEVICE: Transport.ValueType  # 3
+"""Rows stay on the server's GPU and are named by a `Handle`; those that are not there come as by TRANSPORT_SHM. For
+who shows what that transport needs.
+"""
 Global___Transport: typing_extensions.TypeAlias = Transport
 
 class _State:
@@ -105,6 +113,35 @@ SOURCE_HOST: Source.ValueType  # 2
 SOURCE_PEER: Source.ValueType  # 3
 SOURCE_ENCODED: Source.ValueType  # 4
 Global___Source: typing_extensions.TypeAlias = Source
+
+class _Holding:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _HoldingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Holding.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    HOLDING_UNSPECIFIED: _Holding.ValueType  # 0
+    HOLDING_HELD: _Holding.ValueType  # 1
+    """The rows are held, here or at a peer."""
+    HOLDING_YOURS: _Holding.ValueType  # 2
+    """Compute them: nobody else is told to, for as long as the lease lasts."""
+    HOLDING_WAIT: _Holding.ValueType  # 3
+    """Someone else computes them."""
+    HOLDING_FAILED: _Holding.ValueType  # 4
+    """This image failed; see `error`."""
+
+class Holding(_Holding, metaclass=_HoldingEnumTypeWrapper): ...
+
+HOLDING_UNSPECIFIED: Holding.ValueType  # 0
+HOLDING_HELD: Holding.ValueType  # 1
+"""The rows are held, here or at a peer."""
+HOLDING_YOURS: Holding.ValueType  # 2
+"""Compute them: nobody else is told to, for as long as the lease lasts."""
+HOLDING_WAIT: Holding.ValueType  # 3
+"""Someone else computes them."""
+HOLDING_FAILED: Holding.ValueType  # 4
+"""This image failed; see `error`."""
+Global___Holding: typing_extensions.TypeAlias = Holding
 
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
@@ -391,6 +428,7 @@ class ImageName(google.protobuf.message.Message):
     VARIANT_FIELD_NUMBER: builtins.int
     GRID_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    WITHOUT_BYTES_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Chosen by the caller, unique in this call; the answer repeats it."""
     digest: builtins.bytes
@@ -398,6 +436,8 @@ class ImageName(google.protobuf.message.Message):
     """Size of the file. Room for it is set aside when the name is answered NEEDS_BYTES, and bytes beyond it are an error
     of this image. 0: not said; then there must be room for the largest image that the server takes.
     """
+    without_bytes: builtins.bool
+    """The caller does not have the bytes: where they would be needed, the answer is FAILED with NOT_FOUND."""
     @property
     def variant(self) -> Global___Variant: ...
     @property
@@ -412,9 +452,10 @@ class ImageName(google.protobuf.message.Message):
         variant: Global___Variant | None = ...,
         grid: Global___Grid | None = ...,
         size_bytes: builtins.int = ...,
+        without_bytes: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "size_bytes", b"size_bytes", "variant", b"variant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "size_bytes", b"size_bytes", "variant", b"variant", "without_bytes", b"without_bytes"]) -> None: ...
 
 Global___ImageName: typing_extensions.TypeAlias = ImageName
 
@@ -533,10 +574,11 @@ class FetchRequest(google.protobuf.message.Message):
     GRACE_MS_FIELD_NUMBER: builtins.int
     SHM_PROOF_FIELD_NUMBER: builtins.int
     LOCAL_ONLY_FIELD_NUMBER: builtins.int
+    PRODUCER_FIELD_NUMBER: builtins.int
     grace_ms: builtins.int
     """How long to wait for an image that nobody has submitted yet, milliseconds; then NOT_FOUND."""
     shm_proof: builtins.bytes
-    """With TRANSPORT_SHM: the first 16 bytes of the file `DescribeResponse.shm_segment`. Who can read them is of the
+    """With TRANSPORT_SHM or TRANSPORT_DEVICE: the first 16 bytes of the file `DescribeResponse.shm_segment`. Who can read them is of the
     same user on the same host; without them the server answers inline.
     """
     local_only: builtins.bool
@@ -549,6 +591,10 @@ class FetchRequest(google.protobuf.message.Message):
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
         """Transports the caller can use, best first; empty means inline."""
 
+    @property
+    def producer(self) -> Global___Producer:
+        """Set for rows that were put, and then by whom; unset: the server's own."""
+
     def __init__(
         self,
         *,
@@ -558,9 +604,10 @@ class FetchRequest(google.protobuf.message.Message):
         grace_ms: builtins.int = ...,
         shm_proof: builtins.bytes = ...,
         local_only: builtins.bool = ...,
+        producer: Global___Producer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "local_only", b"local_only", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller", "producer", b"producer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "local_only", b"local_only", "producer", b"producer", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
@@ -575,6 +622,7 @@ class FetchImage(google.protobuf.message.Message):
     ROW_END_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     NEEDED_IN_MS_FIELD_NUMBER: builtins.int
+    ENGINE_KEY_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Chosen by the caller, unique in this call; the answers repeat it."""
     digest: builtins.bytes
@@ -587,6 +635,10 @@ class FetchImage(google.protobuf.message.Message):
     """How soon the rows are needed, milliseconds from now; 0: a chunk is waiting for them."""
     @property
     def variant(self) -> Global___Variant: ...
+    @property
+    def engine_key(self) -> Global___EngineKey:
+        """Instead of a digest, where the call names a producer."""
+
     def __init__(
         self,
         *,
@@ -597,9 +649,10 @@ class FetchImage(google.protobuf.message.Message):
         row_end: builtins.int = ...,
         chunk: builtins.int = ...,
         needed_in_ms: builtins.int = ...,
+        engine_key: Global___EngineKey | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "digest", b"digest", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine_key", b"engine_key", "variant", b"variant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "digest", b"digest", "engine_key", b"engine_key", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]) -> None: ...
 
 Global___FetchImage: typing_extensions.TypeAlias = FetchImage
 
@@ -678,6 +731,7 @@ class ImageReady(google.protobuf.message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     STAGE_MS_FIELD_NUMBER: builtins.int
     STAGE_BEGAN_S_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     index: builtins.int
     address: builtins.bytes
     row_begin: builtins.int
@@ -689,11 +743,13 @@ class ImageReady(google.protobuf.message.Message):
     source: Global___Source.ValueType
     checksum: builtins.int
     """XXH3-64 over the bytes of the window; 0 with a handle. Guards against faults, not against forgery."""
+    signature: builtins.bytes
+    """In answers to other replicas that share a key: over address, grid and the bytes of all rows."""
     @property
     def grid(self) -> Global___Grid: ...
     @property
     def handle(self) -> Global___Handle:
-        """Set when the rows are in shared memory."""
+        """Set when the rows are in shared memory, or on the server's GPU."""
 
     @property
     def stage_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
@@ -721,9 +777,10 @@ class ImageReady(google.protobuf.message.Message):
         checksum: builtins.int = ...,
         stage_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         stage_began_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grid", b"grid", "handle", b"handle"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "source", b"source", "stage_began_s", b"stage_began_s", "stage_ms", b"stage_ms", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "signature", b"signature", "source", b"source", "stage_began_s", b"stage_began_s", "stage_ms", b"stage_ms", "width", b"width"]) -> None: ...
 
 Global___ImageReady: typing_extensions.TypeAlias = ImageReady
 
@@ -749,7 +806,7 @@ Global___Rows: typing_extensions.TypeAlias = Rows
 
 @typing.final
 class Handle(google.protobuf.message.Message):
-    """Rows in a shared-memory segment of the same host. Never holds data or code; pickles any number of times."""
+    """Rows in a shared-memory segment of the same host, or on a GPU of it. Never holds data or code; pickles any number of times."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -759,6 +816,8 @@ class Handle(google.protobuf.message.Message):
     EXTENTS_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     GENERATION_OFFSET_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
     segment: builtins.str
     """Path of the segment, a file the client maps read-only."""
     segment_bytes: builtins.int
@@ -769,9 +828,14 @@ class Handle(google.protobuf.message.Message):
     is valid.
     """
     generation_offset: builtins.int
+    memory: builtins.bytes
+    """What the driver of a device calls the memory in which the rows lie: CUDA's 64 bytes (cudaIpcMemHandle_t). Empty: they
+    lie in the segment, which has the generation in either case.
+    """
+    memory_bytes: builtins.int
     @property
     def extents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Extent]:
-        """Where the window's bytes lie, in order."""
+        """Where the window's bytes lie, in order: in the segment, or in `memory`."""
 
     def __init__(
         self,
@@ -782,8 +846,10 @@ class Handle(google.protobuf.message.Message):
         extents: collections.abc.Iterable[Global___Extent] | None = ...,
         generation: builtins.int = ...,
         generation_offset: builtins.int = ...,
+        memory: builtins.bytes = ...,
+        memory_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extents", b"extents", "generation", b"generation", "generation_offset", b"generation_offset", "segment", b"segment", "segment_bytes", b"segment_bytes", "segment_id", b"segment_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extents", b"extents", "generation", b"generation", "generation_offset", b"generation_offset", "memory", b"memory", "memory_bytes", b"memory_bytes", "segment", b"segment", "segment_bytes", b"segment_bytes", "segment_id", b"segment_id"]) -> None: ...
 
 Global___Handle: typing_extensions.TypeAlias = Handle
 
@@ -804,3 +870,453 @@ class Extent(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["length", b"length", "offset", b"offset"]) -> None: ...
 
 Global___Extent: typing_extensions.TypeAlias = Extent
+
+@typing.final
+class Producer(google.protobuf.message.Message):
+    """Who computes rows that are put: all that decides their bits, as the producer says it. Rows of different producers
+    never have the same address, nor has one of them the address of rows that a server made itself.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    PROCESSOR_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    IMPLEMENTATION_FIELD_NUMBER: builtins.int
+    model: builtins.bytes
+    """Architecture and configuration, weights, and image processor: 1 to 64 bytes each."""
+    weights: builtins.bytes
+    processor: builtins.bytes
+    dtype: builtins.str
+    """Element type it computes in, at most 16 bytes."""
+    implementation: builtins.str
+    """Code and version, for example "vllm 0.32": 1 to 64 bytes."""
+    def __init__(
+        self,
+        *,
+        model: builtins.bytes = ...,
+        weights: builtins.bytes = ...,
+        processor: builtins.bytes = ...,
+        dtype: builtins.str = ...,
+        implementation: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "implementation", b"implementation", "model", b"model", "processor", b"processor", "weights", b"weights"]) -> None: ...
+
+Global___Producer: typing_extensions.TypeAlias = Producer
+
+@typing.final
+class EngineKey(google.protobuf.message.Message):
+    """An engine's own name of an image. Names of different schemes never meet, nor do they meet content digests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCHEME_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    scheme: builtins.str
+    """Whose names these are, 1 to 32 bytes."""
+    key: builtins.bytes
+    """1 to 64 bytes. Must cover all that the grid and the rows depend on, other than the producer."""
+    def __init__(
+        self,
+        *,
+        scheme: builtins.str = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "scheme", b"scheme"]) -> None: ...
+
+Global___EngineKey: typing_extensions.TypeAlias = EngineKey
+
+@typing.final
+class PutRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    @property
+    def open(self) -> Global___PutOpen: ...
+    @property
+    def rows(self) -> Global___Rows:
+        """A piece of at most `PutOpened.max_message_bytes` of an image's rows, in order. Hand-framed: keep the field number."""
+
+    @property
+    def names(self) -> Global___PutNames: ...
+    @property
+    def end(self) -> Global___PutEnd: ...
+    @property
+    def shared(self) -> Global___PutShared:
+        """A piece of an image's rows, in order, that lies in the caller's segment: until the image has its last answer."""
+
+    def __init__(
+        self,
+        *,
+        open: Global___PutOpen | None = ...,
+        rows: Global___Rows | None = ...,
+        names: Global___PutNames | None = ...,
+        end: Global___PutEnd | None = ...,
+        shared: Global___PutShared | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end", "message", b"message", "names", b"names", "open", b"open", "rows", b"rows", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "message", b"message", "names", b"names", "open", b"open", "rows", b"rows", "shared", b"shared"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "rows", "names", "end", "shared"] | None: ...
+
+Global___PutRequest: typing_extensions.TypeAlias = PutRequest
+
+@typing.final
+class PutOpen(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    PRODUCER_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    SHM_PROOF_FIELD_NUMBER: builtins.int
+    segment: builtins.str
+    """Path of a file of the caller's, in the folder of `DescribeResponse.shm_segment`, through which rows may come; the
+    server opens it before it answers, and the caller may then remove its name. Empty: all rows come inline.
+    """
+    shm_proof: builtins.bytes
+    """With `segment`: as in `FetchRequest.shm_proof`."""
+    @property
+    def caller(self) -> Global___Caller: ...
+    @property
+    def producer(self) -> Global___Producer: ...
+    def __init__(
+        self,
+        *,
+        caller: Global___Caller | None = ...,
+        producer: Global___Producer | None = ...,
+        segment: builtins.str = ...,
+        shm_proof: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller", "producer", b"producer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "producer", b"producer", "segment", b"segment", "shm_proof", b"shm_proof"]) -> None: ...
+
+Global___PutOpen: typing_extensions.TypeAlias = PutOpen
+
+@typing.final
+class PutNames(google.protobuf.message.Message):
+    """Images named together are looked up together: a caller names all it has at once."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: builtins.int
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PutName]: ...
+    def __init__(
+        self,
+        *,
+        names: collections.abc.Iterable[Global___PutName] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["names", b"names"]) -> None: ...
+
+Global___PutNames: typing_extensions.TypeAlias = PutNames
+
+@typing.final
+class PutName(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    ENGINE_KEY_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
+    GRID_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Chosen by the caller: below `max_images_per_call`, and of no other image of the call without its last answer."""
+    digest: builtins.bytes
+    """A content digest, or else the engine's own key."""
+    width: builtins.int
+    """Of a row: must be the server's own."""
+    dtype: builtins.str
+    @property
+    def engine_key(self) -> Global___EngineKey: ...
+    @property
+    def variant(self) -> Global___Variant: ...
+    @property
+    def grid(self) -> Global___Grid:
+        """The rows are as many as the grid has tokens."""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        digest: builtins.bytes = ...,
+        engine_key: Global___EngineKey | None = ...,
+        variant: Global___Variant | None = ...,
+        grid: Global___Grid | None = ...,
+        width: builtins.int = ...,
+        dtype: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine_key", b"engine_key", "grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "dtype", b"dtype", "engine_key", b"engine_key", "grid", b"grid", "index", b"index", "variant", b"variant", "width", b"width"]) -> None: ...
+
+Global___PutName: typing_extensions.TypeAlias = PutName
+
+@typing.final
+class PutEnd(google.protobuf.message.Message):
+    """The rows of an image are complete, or will not come."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    ABANDONED_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    checksum: builtins.int
+    """XXH3-64 over the bytes of all rows."""
+    abandoned: builtins.bool
+    """No rows come: the lease is free for others."""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        checksum: builtins.int = ...,
+        abandoned: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned", b"abandoned", "checksum", b"checksum", "index", b"index"]) -> None: ...
+
+Global___PutEnd: typing_extensions.TypeAlias = PutEnd
+
+@typing.final
+class PutShared(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    EXTENT_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    @property
+    def extent(self) -> Global___Extent: ...
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        extent: Global___Extent | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["extent", b"extent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["extent", b"extent", "index", b"index"]) -> None: ...
+
+Global___PutShared: typing_extensions.TypeAlias = PutShared
+
+@typing.final
+class PutResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    @property
+    def opened(self) -> Global___PutOpened: ...
+    @property
+    def state(self) -> Global___PutState: ...
+    def __init__(
+        self,
+        *,
+        opened: Global___PutOpened | None = ...,
+        state: Global___PutState | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "state", b"state"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "state"] | None: ...
+
+Global___PutResponse: typing_extensions.TypeAlias = PutResponse
+
+@typing.final
+class PutOpened(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    SHM_FIELD_NUMBER: builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    lease_ms: builtins.int
+    """How long a lease lasts: from YOURS until the rows are complete."""
+    shm: builtins.bool
+    """Whether the server could open the caller's segment and takes rows from it."""
+    max_message_bytes: builtins.int
+    """Payload of one `Rows` message."""
+    def __init__(
+        self,
+        *,
+        lease_ms: builtins.int = ...,
+        shm: builtins.bool = ...,
+        max_message_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_ms", b"lease_ms", "max_message_bytes", b"max_message_bytes", "shm", b"shm"]) -> None: ...
+
+Global___PutOpened: typing_extensions.TypeAlias = PutOpened
+
+@typing.final
+class PutState(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    HOLDING_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    holding: Global___Holding.ValueType
+    address: builtins.bytes
+    """Store address, 32 bytes."""
+    lease_ms: builtins.int
+    """With YOURS: how long the lease lasts. With WAIT: how long that of the other lasts at most."""
+    @property
+    def error(self) -> Global___ImageError: ...
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        holding: Global___Holding.ValueType = ...,
+        address: builtins.bytes = ...,
+        lease_ms: builtins.int = ...,
+        error: Global___ImageError | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "error", b"error", "holding", b"holding", "index", b"index", "lease_ms", b"lease_ms"]) -> None: ...
+
+Global___PutState: typing_extensions.TypeAlias = PutState
+
+@typing.final
+class ResolveUrlRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    URL_DIGEST_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    CLAIM_MS_FIELD_NUMBER: builtins.int
+    url_digest: builtins.bytes
+    """BLAKE3-256 over the URL and the caller's rules of where URLs may point: who may load less asks by another digest."""
+    wait_ms: builtins.int
+    """How long to wait for another caller who downloads it, milliseconds; at most 30 s."""
+    claim_ms: builtins.int
+    """How long a download may take, milliseconds: so long does a claim last, at most 60 s."""
+    @property
+    def caller(self) -> Global___Caller: ...
+    def __init__(
+        self,
+        *,
+        caller: Global___Caller | None = ...,
+        url_digest: builtins.bytes = ...,
+        wait_ms: builtins.int = ...,
+        claim_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "claim_ms", b"claim_ms", "url_digest", b"url_digest", "wait_ms", b"wait_ms"]) -> None: ...
+
+Global___ResolveUrlRequest: typing_extensions.TypeAlias = ResolveUrlRequest
+
+@typing.final
+class ResolveUrlResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: builtins.int
+    FRESH_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    fresh: builtins.bool
+    """The host's permission has not run out: use the record as it is. Otherwise ask the host whether it still holds."""
+    claim: builtins.bytes
+    """Whoever has it is the one to download, or to ask the host."""
+    @property
+    def record(self) -> Global___UrlRecord:
+        """What the URL was found to hold. Unset: not known, or the server has not got the image."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___UrlRecord | None = ...,
+        fresh: builtins.bool = ...,
+        claim: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "fresh", b"fresh", "record", b"record"]) -> None: ...
+
+Global___ResolveUrlResponse: typing_extensions.TypeAlias = ResolveUrlResponse
+
+@typing.final
+class UrlRecord(google.protobuf.message.Message):
+    """What a URL holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    HEIGHT_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    LAST_MODIFIED_FIELD_NUMBER: builtins.int
+    ANSWERED_BY_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """Content digest of the image."""
+    size_bytes: builtins.int
+    width: builtins.int
+    """Of the image, upright, pixels."""
+    height: builtins.int
+    etag: builtins.str
+    """With which its host says whether it has changed: at most 256 bytes each."""
+    last_modified: builtins.str
+    answered_by: builtins.bytes
+    """BLAKE3-256 of the URL that these are of, the last of the redirects."""
+    def __init__(
+        self,
+        *,
+        digest: builtins.bytes = ...,
+        size_bytes: builtins.int = ...,
+        width: builtins.int = ...,
+        height: builtins.int = ...,
+        etag: builtins.str = ...,
+        last_modified: builtins.str = ...,
+        answered_by: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answered_by", b"answered_by", "digest", b"digest", "etag", b"etag", "height", b"height", "last_modified", b"last_modified", "size_bytes", b"size_bytes", "width", b"width"]) -> None: ...
+
+Global___UrlRecord: typing_extensions.TypeAlias = UrlRecord
+
+@typing.final
+class RecordUrlRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    URL_DIGEST_FIELD_NUMBER: builtins.int
+    RECORD_FIELD_NUMBER: builtins.int
+    FRESH_MS_FIELD_NUMBER: builtins.int
+    UNSHARED_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
+    url_digest: builtins.bytes
+    fresh_ms: builtins.int
+    """How long the record, or `unshared`, holds, milliseconds; a server may make it shorter."""
+    unshared: builtins.bool
+    """Each caller has to download it itself. Not with a record."""
+    claim: builtins.bytes
+    """From ResolveUrl; empty without one."""
+    @property
+    def caller(self) -> Global___Caller: ...
+    @property
+    def record(self) -> Global___UrlRecord:
+        """Unset: nothing is known of it."""
+
+    def __init__(
+        self,
+        *,
+        caller: Global___Caller | None = ...,
+        url_digest: builtins.bytes = ...,
+        record: Global___UrlRecord | None = ...,
+        fresh_ms: builtins.int = ...,
+        unshared: builtins.bool = ...,
+        claim: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller", "record", b"record"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "claim", b"claim", "fresh_ms", b"fresh_ms", "record", b"record", "unshared", b"unshared", "url_digest", b"url_digest"]) -> None: ...
+
+Global___RecordUrlRequest: typing_extensions.TypeAlias = RecordUrlRequest
+
+@typing.final
+class RecordUrlResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___RecordUrlResponse: typing_extensions.TypeAlias = RecordUrlResponse

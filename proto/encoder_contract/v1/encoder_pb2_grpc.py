@@ -49,6 +49,21 @@ class EncoderServiceStub(object):
                 request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchRequest.SerializeToString,
                 response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.Put = channel.stream_stream(
+                '/encoder_contract.v1.EncoderService/Put',
+                request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.SerializeToString,
+                response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.FromString,
+                _registered_method=True)
+        self.ResolveUrl = channel.unary_unary(
+                '/encoder_contract.v1.EncoderService/ResolveUrl',
+                request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlRequest.SerializeToString,
+                response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlResponse.FromString,
+                _registered_method=True)
+        self.RecordUrl = channel.unary_unary(
+                '/encoder_contract.v1.EncoderService/RecordUrl',
+                request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlRequest.SerializeToString,
+                response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlResponse.FromString,
+                _registered_method=True)
 
 
 class EncoderServiceServicer(object):
@@ -88,6 +103,42 @@ class EncoderServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Put(self, request_iterator, context):
+        """Stores rows that the caller computes itself, for everyone who names them alike. The caller sends `open` first,
+        which is answered by `opened`, then names images; each name is answered at once by one `PutState`: HELD (fetch
+        them), YOURS (a lease to compute them, for `lease_ms`), WAIT (someone else is at it: fetch with a grace, and ask
+        again after NOT_FOUND) or FAILED. Only a name answered YOURS is followed by its rows, in `Rows` messages or, for
+        callers of the server's user and host, in the caller's segment, and then by `end` with their checksum; that is
+        answered by one more `PutState`: HELD, when they are complete and can be fetched, or FAILED.
+        Rows exist only when they are complete; the first writer wins, and nothing overwrites what is held. Whatever ends an
+        image otherwise (an error, an `end` that is `abandoned`, the end of the call, the end of its lease) leaves nothing
+        of it and frees its lease. Names and rows of different images may be interleaved; an index may be used again once
+        its image has its last answer. A server takes rows only where its operator lets it (PERMISSION_DENIED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResolveUrl(self, request, context):
+        """Says what an image URL was found to hold, so that of the callers who are given one, one downloads it, and the others
+        submit the digest that it found. The server loads nothing itself, and learns no URL: callers send a digest of it.
+        Answered by a record, which is believed because a caller of the same tenant and salt wrote it, and given only while
+        the server has the image; or by a claim: download it, and say in RecordUrl what came of it; or by neither: download
+        it, nobody waits for that. While another caller has the claim, the answer waits for the end of that, at most
+        `wait_ms`. A server shares only what callers it can tell apart say, unless its operator lets it (PERMISSION_DENIED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordUrl(self, request, context):
+        """Says what came of a download, and ends its claim: what the URL holds; or that it cannot be shared, and each caller
+        has to download it, for a minute at most; or neither. Only what its host allows a shared cache to keep may be recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EncoderServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,6 +156,21 @@ def add_EncoderServiceServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchRequest.FromString,
                     response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchResponse.SerializeToString,
+            ),
+            'Put': grpc.stream_stream_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.FromString,
+                    response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.SerializeToString,
+            ),
+            'ResolveUrl': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResolveUrl,
+                    request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlRequest.FromString,
+                    response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlResponse.SerializeToString,
+            ),
+            'RecordUrl': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordUrl,
+                    request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlRequest.FromString,
+                    response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -188,6 +254,87 @@ class EncoderService(object):
             '/encoder_contract.v1.EncoderService/Fetch',
             encoder__contract_dot_v1_dot_encoder__pb2.FetchRequest.SerializeToString,
             encoder__contract_dot_v1_dot_encoder__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Put(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/encoder_contract.v1.EncoderService/Put',
+            encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.SerializeToString,
+            encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResolveUrl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/encoder_contract.v1.EncoderService/ResolveUrl',
+            encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlRequest.SerializeToString,
+            encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordUrl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/encoder_contract.v1.EncoderService/RecordUrl',
+            encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlRequest.SerializeToString,
+            encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,29 +1,37 @@
 """The one line that a call leaves in the log, and the log's level."""
 
+import asyncio
 import json
 import logging
 
 import grpc
 import pytest
 
-from encoder_contract.errors import EncoderError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.observability.logs import ConsoleFormatter, JsonFormatter, toggle_debug
 from prefill_client import EncoderClient
-from testing.photos import photo
-from tests.operator_view import numbers, settled, use
+from tests.calls import stub
+from tests.conftest import Gate
+from tests.operator_view import fetches_wait_for, settled, use
+
+
+def lines_of_calls(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "encoder_service.api.call_log"]
 
 
 async def test_each_call_leaves_one_line_with_its_stages_and_no_image(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     async with await EncoderClient.connect(server.endpoint) as client:
-        await use(client)
+        with gate.closed():
+            using = asyncio.create_task(use(client))
+            await fetches_wait_for(server, 3)  # else they might be done before
+        await using
     await settled(server, "calls_total", 3)
-    lines = [record for record in caplog.records if record.name == "encoder_service.api.call_log"]
+    lines = lines_of_calls(caplog)
     assert [line.message for line in lines] == ["submit", "fetch", "fetch"]
     submit, inline, shm = (json.loads(JsonFormatter().format(line)) for line in lines)
     assert (submit["images"], submit["queued"], submit["status"]) == (3, 3, "OK")
@@ -43,12 +51,12 @@ async def test_a_refused_call_is_counted_and_logged_with_its_status(
     caplog.set_level(logging.INFO)
     async with await EncoderClient.connect(server.endpoint) as client:
         server.service.draining = True
-        (answer,) = await client.submit([photo(64, 64, 5)], timeout_s=1)
-        assert isinstance(answer.error, EncoderError)
-    now = await numbers(server)
-    assert now.total("calls_total", call="submit", status="UNAVAILABLE") >= 1
+        call = (await stub(client)).Submit(timeout=60)
+        await call.write(pb.SubmitRequest(open=pb.Caller()))
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    now = await settled(server, "calls_total", 1, call="submit", status="UNAVAILABLE")
     assert now.total("calls_in_progress") == 0
-    assert "draining" in str(caplog.records[-1].__dict__["fields"])
+    assert "draining" in str(lines_of_calls(caplog)[-1].__dict__["fields"])
 
 
 async def test_what_a_caller_calls_itself_cannot_forge_a_line_or_flood_the_log(
@@ -67,7 +75,7 @@ async def test_what_a_caller_calls_itself_cannot_forge_a_line_or_flood_the_log(
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
     await settled(server, "calls_total", 2, call="fetch")
-    forged, proxied = (record for record in caplog.records if record.name == "encoder_service.api.call_log")
+    forged, proxied = lines_of_calls(caplog)
     line = ConsoleFormatter("%(message)s").format(forged)
     assert "\n" not in line
     assert "request='a\\nERROR b=c'" in line

@@ -3,12 +3,14 @@
 import asyncio
 import gc
 import gzip
-from dataclasses import replace
 from time import thread_time
+from typing import Any
 
 import grpc
 import psutil
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
@@ -19,7 +21,8 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.raw_http2 import RawConnection, framed
-from tests.waiting import soon
+from tests.servers import server_of
+from tests.waiting import PATIENCE_S, soon
 
 OURS = "/encoder_contract.v1.EncoderService/"
 ADMIN = "/encoder_contract.v1.AdminService/"
@@ -27,7 +30,7 @@ EMPTY_NAMES = b"\x12\x00" * 1_000_000  # a million empty FetchImage messages in 
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNIMPLEMENTED = "3", "8", "12"
 
 
-async def status(connection: RawConnection, stream: int, within_s: float = 20) -> str:
+async def status(connection: RawConnection, stream: int, within_s: float = PATIENCE_S) -> str:
     await soon(lambda: "grpc-status" in connection.trailers.get(stream, {}), within_s)
     return connection.trailers[stream]["grpc-status"]
 
@@ -147,7 +150,7 @@ def test_the_largest_names_of_a_call_fit() -> None:
 
 async def test_reflection_names_the_services(server: Server) -> None:
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
-        call = ServerReflectionStub(channel).ServerReflectionInfo(timeout=20)
+        call = ServerReflectionStub(channel).ServerReflectionInfo(timeout=60)
         await call.write(ServerReflectionRequest(list_services=""))
         answer = await call.read()
         await call.done_writing()
@@ -158,44 +161,57 @@ async def test_reflection_names_the_services(server: Server) -> None:
 async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
     config: Config, model: Model
 ) -> None:
-    server = Server(replace(config, max_calls=8), model)
-    await server.start()
-    raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
-    held = [await raw.call(OURS + "Submit") for _ in range(6)]  # three quarters of the places, for one host
+    async with server_of(config, model, max_calls=8) as server:
+        raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
+        # Three quarters of the places, for one host.
+        held = [await raw.call(OURS + "Submit") for _ in range(6)]
 
-    async def refused() -> bool:
-        return await status(other, await other.call(OURS + "Describe", b"")) == RESOURCE_EXHAUSTED
+        async def refused() -> bool:
+            return await status(other, await other.call(OURS + "Describe", b"")) == RESOURCE_EXHAUSTED
 
-    await soon(refused, 20)
-    health = await other.call("/grpc.health.v1.Health/Check", b"")
-    assert await status(other, health) == "0"
-    for stream in held:
-        raw.reset_stream(stream)
+        await soon(refused)
+        health = await other.call("/grpc.health.v1.Health/Check", b"")
+        assert await status(other, health) == "0"
+        for stream in held:
+            raw.reset_stream(stream)
 
-    async def let_in() -> bool:
-        return await status(other, await other.call(OURS + "Describe", b"")) == "0"
+        async def let_in() -> bool:
+            return await status(other, await other.call(OURS + "Describe", b"")) == "0"
 
-    await soon(let_in, 20)
+        await soon(let_in)
+        await raw.close()
+        await other.close()
+
+
+async def test_a_burst_of_calls_of_one_method_delays_no_call_of_another(server: Server) -> None:
+    raw = await RawConnection.open(server.endpoint)
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        stub = EncoderServiceStub(channel)
+        health: Any = HealthStub(channel)
+        await stub.Describe(pb.DescribeRequest(), timeout=60)
+        burst = [await raw.call(OURS + "Fetch", b"") for _ in range(300)]
+        await stub.Describe(pb.DescribeRequest(), timeout=60)
+        await health.Check(HealthCheckRequest(), timeout=60)
+    answered = sum("grpc-status" in raw.trailers.get(stream, {}) for stream in burst)
+    assert answered < len(burst) / 2, "they waited until the burst was accepted"
+    for stream in burst:
+        assert await status(raw, stream) == INVALID_ARGUMENT
     await raw.close()
-    await other.close()
-    await server.drain()
 
 
 async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: Config, model: Model) -> None:
-    server = Server(config, model)
-    await server.start()
-    connections = [await RawConnection.open(server.endpoint) for _ in range(4)]
-    before = psutil.Process().memory_info().rss
-    for size, calls in ((4 << 20, 8), (250 << 10, 40)):
-        unfinished = framed(bytes(size))[:-1]
+    async with server_of(config, model) as server:
+        connections = [await RawConnection.open(server.endpoint) for _ in range(4)]
+        before = psutil.Process().memory_info().rss
+        for size, calls in ((4 << 20, 8), (250 << 10, 40)):
+            unfinished = framed(bytes(size))[:-1]
+            for connection in connections:
+                for _ in range(calls):
+                    await connection.send(await connection.call(OURS + "Submit"), unfinished)
+        grown = psutil.Process().memory_info().rss - before
+        assert grown < 160 * (messages.PIECE_BYTES + (64 << 10)) + (32 << 20)
         for connection in connections:
-            for _ in range(calls):
-                await connection.send(await connection.call(OURS + "Submit"), unfinished)
-    grown = psutil.Process().memory_info().rss - before
-    assert grown < 160 * (messages.PIECE_BYTES + (64 << 10)) + (32 << 20)
-    for connection in connections:
-        await connection.close()
-    await server.drain()
+            await connection.close()
 
 
 async def test_a_drain_step_that_fails_takes_none_of_the_others_with_it(

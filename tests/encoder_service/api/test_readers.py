@@ -3,7 +3,6 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import grpc
 import pytest
@@ -20,6 +19,7 @@ from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, stub
+from tests.servers import server_of
 from tests.waiting import soon
 
 MIB = 1 << 20
@@ -29,10 +29,8 @@ PHOTOS = [photo(1024, 800, n) for n in range(12)]
 @pytest.fixture
 async def small(config: Config, model: Model) -> AsyncIterator[Server]:
     """A server whose store holds a few of the photos."""
-    server = Server(replace(config, store_host_gib=6 / 1024, drain_s=1), model)
-    await server.start()
-    yield server
-    await server.drain()
+    async with server_of(config, model, store_host_gib=6 / 1024, drain_s=1) as server:
+        yield server
 
 
 def host_bytes(server: Server) -> tuple[int, int]:
@@ -123,49 +121,43 @@ async def test_who_waits_for_room_to_pin_gets_it_when_it_is_given_back_or_an_err
 
 
 async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Config, model: Model) -> None:
-    server = Server(replace(config, reader_idle_s=0.5, drain_s=1), model)
-    await server.start()
-    try:
-        async with await EncoderClient.connect(server.endpoint) as client:
-            requests = await submitted(client, PHOTOS[:8])
-            # 100 MB, which is more than gRPC takes in before anyone reads, whatever window it has grown.
-            names = [pb.FetchImage(index=n, digest=requests[n % 8].digest) for n in range(128)]
-            unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
-            await soon(lambda: server.service.pinned_bytes > 0)
-            await soon(lambda: server.service.pinned_bytes == 0)
-            assert server.store.stats().pins == 0
-            with pytest.raises(grpc.aio.AioRpcError) as ended:
-                async for _ in unread:
-                    pass
-            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    finally:
-        await server.drain()
+    async with (
+        server_of(config, model, reader_idle_s=0.5, drain_s=1) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        requests = await submitted(client, PHOTOS[:8])
+        # 100 MB, which is more than gRPC takes in before anyone reads, whatever window it has grown.
+        names = [pb.FetchImage(index=n, digest=requests[n % 8].digest) for n in range(128)]
+        unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
+        await soon(lambda: server.service.pinned_bytes > 0)
+        await soon(lambda: server.service.pinned_bytes == 0)
+        assert server.store.stats().pins == 0
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            async for _ in unread:
+                pass
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_client_with_its_share_of_images_in_fetch_calls_is_refused_as_a_whole(
     config: Config, model: Model
 ) -> None:
-    server = Server(replace(config, max_queued_images=16, max_images_per_call=128, drain_s=1), model)
-    await server.start()
-    try:
-        async with (
-            await EncoderClient.connect(server.endpoint) as client,
-            await EncoderClient.connect(server.endpoint, client_id="other") as other,
-        ):
-            digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
-            asked = pb.FetchRequest(
-                images=[pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)],
-                grace_ms=30_000,
-            )
-            service = await stub(client)
-            waiting = service.Fetch(asked)  # half of 16 claims for each of 16 images
-            await waiting.wait_for_connection()
-            await soon(lambda: server.service._fetch_room.held == 128)
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await service.Fetch(asked).read()
-            assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "share of images in Fetch calls" in str(refusal.value.details())
-            outcomes = await collect(other, await submitted(other, PHOTOS[:2]), transports=("inline",))
-            assert [outcomes[n].error for n in range(2)] == [None] * 2
-    finally:
-        await server.drain()
+    async with (
+        server_of(config, model, max_queued_images=16, max_images_per_call=128, drain_s=1) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+        await EncoderClient.connect(server.endpoint, client_id="other") as other,
+    ):
+        digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
+        asked = pb.FetchRequest(
+            images=[pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)],
+            grace_ms=120_000,  # it waits for as long as the test takes
+        )
+        service = await stub(client)
+        waiting = service.Fetch(asked)  # half of 16 claims for each of 16 images
+        await soon(lambda: server.service._fetch_room.held == 128)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.Fetch(asked).read()
+        assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "share of images in Fetch calls" in str(refusal.value.details())
+        outcomes = await collect(other, await submitted(other, PHOTOS[:2]), transports=("inline",))
+        assert [outcomes[n].error for n in range(2)] == [None] * 2
+        assert not waiting.done()

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -22,7 +23,8 @@ from testing.photos import photo
 from tests.calls import naming, stub
 from tests.conftest import Gate
 from tests.operator_view import numbers, settled
-from tests.waiting import soon
+from tests.servers import server_of
+from tests.waiting import soon, within_some_limit
 
 MIB = 1 << 20
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 4, 8
@@ -48,65 +50,68 @@ async def send(call: object, index: int, data: bytes) -> None:
 async def test_a_call_that_never_finishes_holds_one_image_and_others_are_served(
     config: Config, model: Model
 ) -> None:
-    server = Server(replace(config, max_queued_gib=16 * MIB / GIB, max_image_bytes=8 * MIB), model)
-    await server.start()
-    async with await EncoderClient.connect(server.endpoint, client_id="victim") as client:
-        call = (await stub(client)).Submit(timeout=60)
-        await call.write(open_call("greedy"))
-        for index in range(20):
-            assert (await name(call, index)).state == pb.STATE_NEEDS_BYTES
-        for index in range(3):
-            await send(call, index, bytes(3 * MIB))  # never the last piece
-        assert (await call.read()).state.error.code == 3, "a call holds one image's worth of pieces"
-        assert server.service.held_upload_bytes <= 8 * MIB
-        for n in range(4):
-            (answer,) = await client.submit([photo(300 + n, 300, 40 + n)], timeout_s=20)
-            assert answer.error is None
-        call.cancel()
-    await soon(lambda: server.service.held_upload_bytes == 0)
-    await server.drain()
+    async with server_of(config, model, max_queued_gib=16 * MIB / GIB, max_image_bytes=8 * MIB) as server:
+        async with await EncoderClient.connect(server.endpoint, client_id="victim") as client:
+            call = (await stub(client)).Submit(timeout=60)
+            await call.write(open_call("greedy"))
+            for index in range(20):
+                assert (await name(call, index)).state == pb.STATE_NEEDS_BYTES
+            for index in range(3):
+                await send(call, index, bytes(3 * MIB))  # never the last piece
+            assert (await call.read()).state.error.code == 3, "a call holds one image's worth of pieces"
+            assert server.service.held_upload_bytes <= 8 * MIB
+            for n in range(4):
+                (answer,) = await client.submit([photo(300 + n, 300, 40 + n)], timeout_s=60)
+                assert answer.error is None
+            call.cancel()
+        await soon(lambda: server.service.held_upload_bytes == 0)
 
 
 @pytest.mark.parametrize("drip", [False, True])
 async def test_an_upload_that_stands_still_ends_alone_with_an_error_and_frees_its_room(
     config: Config, model: Model, drip: bool
 ) -> None:
-    server = Server(replace(config, upload_idle_s=0.5), model)
-    await server.start()
-    image = photo(400, 300, 77)
-    async with await EncoderClient.connect(server.endpoint) as client:
-        call = (await stub(client)).Submit(timeout=60)
-        await call.write(open_call("slow"))
-        assert (await name(call, 1)).state == pb.STATE_NEEDS_BYTES
+    async with server_of(config, model, upload_idle_s=0.5) as server:
+        image = photo(400, 300, 77)
+        async with await EncoderClient.connect(server.endpoint) as client:
+            call = (await stub(client)).Submit(timeout=60)
+            await call.write(open_call("slow"))
+            assert (await name(call, 1)).state == pb.STATE_NEEDS_BYTES
 
-        async def dripping() -> None:
-            while True:
-                await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=b"x")))
-                await asyncio.sleep(0.05)
+            async def dripping() -> None:
+                while True:
+                    await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=b"x")))
+                    await asyncio.sleep(0.05)
 
-        dripper = asyncio.create_task(dripping()) if drip else None
-        state = (await call.read()).state
-        assert (state.index, state.error.code) == (1, DEADLINE_EXCEEDED)
-        assert server.service.held_upload_bytes == 0
-        if dripper is not None:
-            dripper.cancel()
-            await asyncio.gather(dripper, return_exceptions=True)
-        # The call goes on: what else it has is answered.
-        assert (await name(call, 2, len(image), content_digest(image))).state == pb.STATE_NEEDS_BYTES
-        await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=2, data=image, last=True)))
-        assert (await call.read()).state.state == pb.STATE_QUEUED
-        await call.done_writing()
-        assert not (await call.read()).HasField("state")
-        assert await call.read() is grpc.aio.EOF
-    await server.drain()
+            dripper = asyncio.create_task(dripping()) if drip else None
+            state = (await call.read()).state
+            assert (state.index, state.error.code) == (1, DEADLINE_EXCEEDED)
+            assert server.service.held_upload_bytes == 0
+            if dripper is not None:
+                dripper.cancel()
+                await asyncio.gather(dripper, return_exceptions=True)
+            # The call goes on: what else it has is answered. We may stand still for too long ourselves.
+            for index in range(2, 10):
+                assert (
+                    await name(call, index, len(image), content_digest(image))
+                ).state == pb.STATE_NEEDS_BYTES
+                await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=image, last=True)))
+                if (state := (await call.read()).state).state == pb.STATE_QUEUED:
+                    break
+                assert state.error.code == DEADLINE_EXCEEDED
+            assert state.state == pb.STATE_QUEUED
+            await call.done_writing()
+            assert not (await call.read()).HasField("state")
+            assert await call.read() is grpc.aio.EOF
 
 
 async def test_without_room_to_upload_a_name_is_refused_with_a_time_to_come_back(
     config: Config, model: Model
 ) -> None:
-    server = Server(replace(config, max_queued_gib=4 * MIB / GIB, max_image_bytes=2 * MIB), model)
-    await server.start()
-    async with await EncoderClient.connect(server.endpoint) as client:
+    async with (
+        server_of(config, model, max_queued_gib=4 * MIB / GIB, max_image_bytes=2 * MIB) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
         ours = await stub(client)
         calls = [ours.Submit(timeout=60) for _ in range(3)]
         states = []
@@ -121,31 +126,39 @@ async def test_without_room_to_upload_a_name_is_refused_with_a_time_to_come_back
         assert (await name(calls[1], 3, 2 * MIB - 1)).state == pb.STATE_NEEDS_BYTES
         for call in calls:
             call.cancel()
-    await server.drain()
 
 
 async def test_a_refused_client_comes_back_less_and_less_often_and_sends_bytes_once(
     config: Config, model: Model
 ) -> None:
-    server = Server(replace(config, max_queued_gib=4 * MIB / GIB, max_image_bytes=4 * MIB), model)
-    await server.start()
-    image = photo(800, 600, 90)
-    async with await EncoderClient.connect(server.endpoint) as client:
-        call = (await stub(client)).Submit(timeout=60)
-        await call.write(open_call("first"))
-        assert (await name(call, 1, 4 * MIB)).state == pb.STATE_NEEDS_BYTES
-        (answer,) = await client.submit([image], timeout_s=3)
-        assert isinstance(answer.error, OverloadedError)
-        seen = await numbers(server)
-        assert seen.total("submitted_images_total", outcome="failed") <= 8, "about 0.2, 0.4, 0.8 s ... apart"
-        assert seen.total("uploaded_bytes_total") == 0
-        waiting = asyncio.create_task(client.submit([image], timeout_s=60))
-        await asyncio.sleep(0.5)
-        call.cancel()
-        (answer,) = await waiting
-        assert answer.error is None
-        assert (await numbers(server)).total("uploaded_bytes_total") == len(image)
-    await server.drain()
+    async with server_of(config, model, max_queued_gib=4 * MIB / GIB, max_image_bytes=4 * MIB) as server:
+        image = photo(800, 600, 90)
+        async with await EncoderClient.connect(server.endpoint) as client:
+            call = (await stub(client)).Submit(timeout=60)
+            await call.write(open_call("first"))
+            assert (await name(call, 1, 4 * MIB)).state == pb.STATE_NEEDS_BYTES
+
+            async def refused(limit_s: float) -> bool:
+                (answer,) = await client.submit([image], timeout_s=limit_s)
+                return isinstance(answer.error, OverloadedError)
+
+            async def refusals() -> float:
+                return (await numbers(server)).total("submitted_images_total", outcome="failed")
+
+            await within_some_limit(refused)
+            before, began = await refusals(), time.monotonic()
+            waiting = asyncio.create_task(client.submit([image], timeout_s=60))
+
+            async def four_more() -> bool:
+                return await refusals() >= before + 4
+
+            await soon(four_more)
+            assert time.monotonic() - began > 0.6, "at least 0.1, 0.2 and 0.4 s apart, or nearly"
+            assert (await numbers(server)).total("uploaded_bytes_total") == 0
+            call.cancel()
+            (answer,) = await waiting
+            assert answer.error is None
+            assert (await numbers(server)).total("uploaded_bytes_total") == len(image)
 
 
 # What becomes of the images when a call ends
@@ -195,35 +208,37 @@ async def test_images_of_a_killed_caller_are_withdrawn_and_its_call_is_logged_ca
 async def test_a_cancelled_call_withdraws_and_one_that_is_half_closed_does_not_whatever_the_moment(
     config: Config, model: Model, gate: Gate
 ) -> None:
-    server = Server(config, replace(model, decoder=cast(Decoder, gate)))
-    await server.start()
-    rounds = 150
-    with gate.closed():
-        async with await EncoderClient.connect(server.endpoint) as client:
-            (first,) = await client.submit([photo(64, 64, 1)])  # for the decoder to have in its hands
-            assert first.error is None
-            digests: dict[str, list[bytes]] = {"cancelled": [], "half-closed": []}
+    async with server_of(config, replace(model, decoder=cast(Decoder, gate))) as server:
+        rounds = 150
+        with gate.closed():
+            async with await EncoderClient.connect(server.endpoint) as client:
+                (first,) = await client.submit([photo(64, 64, 1)])  # for the decoder to have in its hands
+                assert first.error is None
+                digests: dict[str, list[bytes]] = {"cancelled": [], "half-closed": []}
 
-            async def submit(number: int, *, cancel: bool) -> None:
-                data = photo(64 + number % 40, 64 + number // 40, number)
-                ours = (await stub(client)).Submit(timeout=60)
-                await ours.write(open_call(""))
-                assert (await name(ours, 1, len(data), content_digest(data))).state == pb.STATE_NEEDS_BYTES
-                await ours.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=data, last=True)))
-                assert (await ours.read()).state.state == pb.STATE_QUEUED
-                if cancel:
-                    ours.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await ours.read()
-                else:
-                    await ours.done_writing()
-                    while await ours.read() is not grpc.aio.EOF:
-                        pass
-                digests["cancelled" if cancel else "half-closed"].append(content_digest(data))
+                async def submit(number: int, *, cancel: bool) -> None:
+                    data = photo(64 + number % 40, 64 + number // 40, number)
+                    ours = (await stub(client)).Submit(timeout=60)
+                    await ours.write(open_call(""))
+                    assert (
+                        await name(ours, 1, len(data), content_digest(data))
+                    ).state == pb.STATE_NEEDS_BYTES
+                    await ours.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=data, last=True)))
+                    assert (await ours.read()).state.state == pb.STATE_QUEUED
+                    if cancel:
+                        ours.cancel()
+                        with suppress(asyncio.CancelledError):
+                            await ours.read()
+                    else:
+                        await ours.done_writing()
+                        while await ours.read() is not grpc.aio.EOF:
+                            pass
+                    digests["cancelled" if cancel else "half-closed"].append(content_digest(data))
 
-            for begin in range(0, 2 * rounds, 10):
-                await asyncio.gather(*(submit(2 + n, cancel=n % 2 == 0) for n in range(begin, begin + 10)))
-            await settled(server, "calls_total", rounds, call="submit", status="CANCELLED")
-            await settled(server, "calls_total", rounds + 1, call="submit", status="OK")
-            assert len(server.jobs) == rounds + 1
-    await server.drain()
+                for begin in range(0, 2 * rounds, 10):
+                    await asyncio.gather(
+                        *(submit(2 + n, cancel=n % 2 == 0) for n in range(begin, begin + 10))
+                    )
+                await settled(server, "calls_total", rounds, call="submit", status="CANCELLED")
+                await settled(server, "calls_total", rounds + 1, call="submit", status="OK")
+                assert len(server.jobs) == rounds + 1

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from encoder_contract.credentials import NO_CREDENTIALS
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient, RowRequest, read_images
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
@@ -106,7 +108,7 @@ async def test_a_replica_killed_while_it_holds_leases_gives_them_up_by_dying(
     victim, *others = fleet
     base, seed = photo(200, 200, 1), next(seeds) << 32
     files = [marked(base, seed + n) for n in range(8)]
-    connection = await Connection.open(victim.endpoint)
+    connection = await Connection.open(victim.endpoint, Channels(NO_CREDENTIALS))
     named = read_images(files, connection.description.geometry)
     call: Any = EncoderServiceStub(connection.channel).Submit()
     await call.write(pb.SubmitRequest(open=pb.Caller()))

@@ -1,28 +1,18 @@
 """Redis's clock set forward or back: what it leaves on the roll is written there by hand, as the clock is not ours."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from encoder_service.cluster.contract import IndexState
 from encoder_service.cluster.index.schema import Keys
 from testing.redis_servers import redis_server
-from tests.index_replicas import JoinWatched, new_addresses, watched_replicas
+from tests.index_replicas import SHORT_TTL_MS, JoinWatched, new_addresses
 from tests.waiting import soon
 
 ROLL = Keys("faults").roll
 HOUR_MS = 3_600_000
 
 
-@pytest.fixture
-async def join() -> AsyncIterator[JoinWatched]:
-    async with watched_replicas() as join:
-        yield join
-
-
-async def test_the_dead_do_not_linger_when_the_clock_is_set_back(join: JoinWatched) -> None:
+async def test_the_dead_do_not_linger_when_the_clock_is_set_back(join_watched: JoinWatched) -> None:
     with redis_server() as server:
-        a, dead = await join(server.url, "a"), await join(server.url, "dead")
+        a, dead = [await join_watched(server.url, name, ttl_ms=SHORT_TTL_MS) for name in ("a", "dead")]
         await soon(lambda: [peer.replica_id for peer in a.index.peers()] == ["dead"])
         with server.client() as client:
             entry = client.hget(ROLL, "dead")
@@ -33,10 +23,10 @@ async def test_the_dead_do_not_linger_when_the_clock_is_set_back(join: JoinWatch
 
 
 async def test_a_fleet_struck_off_by_a_clock_set_forward_is_whole_again_with_the_next_heartbeats(
-    join: JoinWatched,
+    join_watched: JoinWatched,
 ) -> None:
     with redis_server() as server:
-        a, b = await join(server.url, "a"), await join(server.url, "b")
+        a, b = await join_watched(server.url, "a"), await join_watched(server.url, "b")
         held, leased = new_addresses(4), new_addresses(4)
         await a.hold(held)
         assert (await a.index.acquire(leased)).granted == set(leased)

@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 
-import pytest
-import redis
+from redis.exceptions import BusyLoadingError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from encoder_service.cluster.contract import IndexState
 from encoder_service.cluster.index.breaker import FAILURES_TO_OPEN
@@ -14,31 +13,22 @@ from testing.redis_servers import RedisServer, redis_cluster, redis_server
 from tests.index_replicas import (
     CALL_TIMEOUT_S,
     NAMESPACE,
+    SHORT_TTL_MS,
     JoinWatched,
     Watched,
     grids,
     new_addresses,
-    watched_replicas,
 )
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def join() -> AsyncIterator[JoinWatched]:
-    async with watched_replicas() as join:
-        yield join
-
-
 async def costs_nothing(replica: Watched) -> bool:
     """Whether every call answers as an empty index without waiting; the best of some, on a machine that is busy."""
-    return min([await slowest_empty_answer(replica) for _ in range(5)]) < CALL_TIMEOUT_S / 2
+    for _ in range(5):
+        if await slowest_empty_answer(replica) < CALL_TIMEOUT_S / 2:
+            return True
+    return False
 
 
 async def slowest_empty_answer(replica: Watched) -> float:
@@ -52,8 +42,8 @@ async def slowest_empty_answer(replica: Watched) -> float:
         (index.retract([a]), None),
         (index.release([b]), None),
         (index.wait_published(a, 120.0), ()),
-        (index.put_source(b"key", b"image"), False),
-        (index.get_source(b"key"), None),
+        (index.sources.put(b"key", b"image"), False),
+        (index.sources.get(b"key"), None),
     ):
         began = time.monotonic()
         assert await call == expected
@@ -63,9 +53,9 @@ async def slowest_empty_answer(replica: Watched) -> float:
 
 
 async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a, b = await join(server.url, "a"), await join(server.url, "b")
+    a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
     of_a, of_b = new_addresses(150), new_addresses(3)
     await a.hold(of_a)
     await b.hold(of_b)
@@ -73,14 +63,14 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
     await a.index.acquire(working)
     waiting = asyncio.create_task(b.index.wait_published(working[0], 120.0))
     await asyncio.sleep(0.1)
-    server.kill()
+    redis.kill()
     for replica in (a, b):
         await replica.until(IndexState.ALONE)
     assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
     for replica in (a, b):
         assert await costs_nothing(replica)
         assert replica.index.peers() == ()
-    server.start()
+    redis.start()
     for replica in (a, b):
         await replica.until(IndexState.JOINED)
 
@@ -90,7 +80,7 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
     await soon(told_again)
 
     def lease_is_back() -> bool:
-        with server.client() as admin:
+        with redis.client() as admin:
             return all(admin.exists(Keys(NAMESPACE).lease(address)) for address in working)
 
     await soon(lease_is_back)
@@ -102,125 +92,121 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
 
 
 async def test_redis_that_answers_nothing_costs_three_bounds_and_then_nothing(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a, b = await join(server.url, "a"), await join(server.url, "b")
+    a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
     held = new_addresses(40)
     await a.hold(held)
-    server.pause()
-    began = time.monotonic()
+    redis.pause()
     waiting = asyncio.create_task(b.index.wait_published(new_addresses(1)[0], 120.0))
-    calls = 0
-    async with asyncio.timeout(PATIENCE_S):
-        while b.index.state is IndexState.JOINED:
-            assert (await b.index.acquire(held)).granted == frozenset(held)
-            calls += 1
-    assert calls <= FAILURES_TO_OPEN
+    assert await b.acquires_until_alone(held) <= FAILURES_TO_OPEN
     assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
     assert await costs_nothing(b)
-    await asyncio.sleep(3.0 - (time.monotonic() - began))
-    server.resume()
+    redis.resume()
     for replica in (a, b):
         await replica.until(IndexState.JOINED)
-
-    async def answers_right() -> bool:
-        found = await b.index.locate(held)
-        return set(found) == set(held) and all(place[0].replica_id == "a" for place in found.values())
-
-    await soon(answers_right)
+    await soon(lambda: b.locates(held, "a"))
     # Replies that came too late must not be taken for those of later calls.
     for address in held:
         assert list(await b.index.locate([address])) == [address]
 
 
 async def test_one_slow_moment_does_not_send_a_busy_replica_alone(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    timeout_s = 4 * CALL_TIMEOUT_S  # so that what a busy machine adds does not count as another failure
-    a = await join(server.url, "a", timeout_s=timeout_s)
-    server.pause()
-    calls = [asyncio.create_task(a.index.acquire(new_addresses(4))) for _ in range(50)]
-    await asyncio.sleep(1.5 * timeout_s)
-    server.resume()
-    await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
-    assert [state for state, _ in a.said] == [IndexState.JOINED]
+    a = await join_watched(redis.url, "a")
+    for _ in range(10):
+        a.said.clear()
+        paused = time.monotonic()
+        redis.pause()
+        calls = [asyncio.create_task(a.index.acquire(new_addresses(4))) for _ in range(50)]
+        await asyncio.sleep(1.5 * CALL_TIMEOUT_S)
+        redis.resume()
+        lasted = time.monotonic() - paused
+        await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
+        if lasted < 2 * CALL_TIMEOUT_S:  # else this machine made more of it than a moment
+            break
+        await a.until(IndexState.JOINED)
+    assert a.said == []
 
 
 async def test_a_publication_that_did_not_get_through_is_made_up_for_before_the_lease_is_free(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a, b = await join(server.url, "a"), await join(server.url, "b")
+    a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
     (address,) = new_addresses(1)
     await a.index.acquire([address])
-    waiting = asyncio.create_task(b.index.wait_published(address, 5.0))
+    waiting = asyncio.create_task(b.index.wait_published(address, PATIENCE_S))
     await asyncio.sleep(0.1)
-    server.pause()
+    redis.pause()
     await a.index.publish(grids([address]))  # into the void, for one bound
-    server.resume()
+    redis.resume()
     places = await waiting
     assert [place.replica_id for place in places] == ["a"]
 
 
 async def test_a_server_out_of_memory_is_left_alone_until_it_takes_writes_again(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a = await join(server.url, "a")
-    with server.client() as admin:
+    a = await join_watched(redis.url, "a")
+    with redis.client() as admin:
         admin.config_set("maxmemory-policy", "noeviction")
         admin.config_set("maxmemory", "1")
         await a.until(IndexState.ALONE)
         assert "memory" in a.said[-1][1]
-        assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
+        assert await costs_nothing(a)
         admin.config_set("maxmemory", "0")
     await a.until(IndexState.JOINED)
 
 
 async def test_a_server_that_became_a_replica_is_left_alone_until_it_takes_writes_again(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a = await join(server.url, "a")
-    with server.client() as admin:
+    a = await join_watched(redis.url, "a")
+    with redis.client() as admin:
         admin.execute_command("REPLICAOF", "127.0.0.1", "1")
         await a.until(IndexState.ALONE)
         assert "READONLY" in a.said[-1][1] or "read only" in a.said[-1][1]
-        assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
+        assert await costs_nothing(a)
         admin.execute_command("REPLICAOF", "NO", "ONE")
     await a.until(IndexState.JOINED)
 
 
-async def is_loading(server: RedisServer) -> bool:
+async def is_loading(redis: RedisServer) -> bool:
     try:
-        with server.client() as client:
+        with redis.client() as client:
             await asyncio.to_thread(client.ping)
-    except redis.BusyLoadingError:
+    except BusyLoadingError:
         return True
-    except redis.ConnectionError:
+    except RedisConnectionError:
         pass  # not there yet
     return False
 
 
-async def test_a_server_that_is_loading_is_waited_for(join: JoinWatched) -> None:
-    # Loads 60 keys of 256 KiB at 50 ms each, and answers LOADING after each 2 MiB.
+async def test_a_server_that_is_loading_is_waited_for(join_watched: JoinWatched) -> None:
+    # Loads 120 keys of 256 KiB at 50 ms each, and answers LOADING after each 2 MiB.
     with redis_server("--key-load-delay", "50000", "--rdbcompression", "no") as server:
         with server.client() as admin:
-            admin.mset({f"key{n}": bytes(1 << 18) for n in range(60)})
+            admin.mset({f"key{n}": bytes(1 << 18) for n in range(120)})
             admin.save()
-        a = await join(server.url, "a")
+        a = await join_watched(server.url, "a")
         server.kill()
         await a.until(IndexState.ALONE)
         starting = asyncio.create_task(asyncio.to_thread(server.start))
         await soon(lambda: is_loading(server))
-        assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
+        assert await costs_nothing(a)
         await starting
         await a.until(IndexState.JOINED)
 
 
-async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(join: JoinWatched) -> None:
+async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(
+    join_watched: JoinWatched,
+) -> None:
     server = RedisServer()
-    a = await join(server.url, "a")
+    a = await join_watched(server.url, "a")
     assert a.index.state is IndexState.ALONE
     assert [state for state, _ in a.said] == [IndexState.ALONE]
-    assert await slowest_empty_answer(a) < CALL_TIMEOUT_S
+    assert await costs_nothing(a)
     try:
         server.start()
         await a.until(IndexState.JOINED)
@@ -229,16 +215,21 @@ async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(join
 
 
 async def test_a_replica_cut_off_from_redis_goes_on_alone_and_the_others_without_it(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    proxy = await TcpProxy(server.port).start()
-    a, b = await join(server.url, "a"), await join(f"redis://127.0.0.1:{proxy.port}", "b")
+    proxy = await TcpProxy(redis.port).start()
+    a = await join_watched(redis.url, "a", ttl_ms=SHORT_TTL_MS)
+    b = await join_watched(f"redis://127.0.0.1:{proxy.port}", "b", ttl_ms=SHORT_TTL_MS)
     held = new_addresses(3)
     await b.hold(held)
-    assert len(await a.index.locate(held)) == 3
+
+    async def there() -> bool:
+        return len(await a.index.locate(held)) == 3
+
+    await soon(there)
     proxy.cut()
     await b.until(IndexState.ALONE)
-    assert await slowest_empty_answer(b) < CALL_TIMEOUT_S
+    assert await costs_nothing(b)
 
     async def gone() -> bool:
         return await a.index.locate(held) == {}
@@ -247,17 +238,15 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_the_others_without
     assert a.index.state is IndexState.JOINED
     proxy.mend()
     await b.until(IndexState.JOINED)
-
-    async def back() -> bool:
-        return len(await a.index.locate(held)) == 3
-
-    await soon(back)
+    await soon(there)
     await proxy.stop()
 
 
-async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(join: JoinWatched) -> None:
+async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(
+    join_watched: JoinWatched,
+) -> None:
     with redis_cluster(masters=3, replicas=3) as cluster:
-        a, b = await join(cluster.url, "a"), await join(cluster.url, "b")
+        a, b = [await join_watched(cluster.url, name, timeout_s=10.0) for name in "ab"]
         held = new_addresses(200)
         await a.hold(held)
         assert len(await b.index.locate(held)) == 200
@@ -270,19 +259,18 @@ async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(
 
         await asyncio.sleep(0.1)
         assert await b.index.locate(held) == {} or b.index.state is IndexState.JOINED
-        await soon(recovered)
+        await soon(recovered, 3 * PATIENCE_S)
         assert time.monotonic() - began > 0.5  # the cluster really had to fail over
 
 
 async def test_two_hundred_calls_at_once_are_served_without_a_failure(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a = await join(
-        server.url, "a", timeout_s=20.0
-    )  # all wait for one thread, which a busy machine may hold up
+    # All wait for one thread, which a busy machine may hold up.
+    a = await join_watched(redis.url, "a", timeout_s=20.0)
     batches = [new_addresses(8) for _ in range(200)]
     answers = await asyncio.gather(*(a.index.acquire(batch) for batch in batches))
     assert all(answer.granted == set(batch) for answer, batch in zip(answers, batches, strict=True))
-    with server.client() as admin:
+    with redis.client() as admin:
         leases = sum(1 for _ in admin.scan_iter("*:lease"))
     assert leases == 1600

@@ -1,57 +1,44 @@
 """Who a replica is to the index: its name, its model, its password."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-
-import pytest
 
 from encoder_service.cluster.contract import IndexState
 from testing.redis_servers import RedisServer, redis_server
-from tests.index_replicas import JoinWatched, watched_replicas
+from tests.index_replicas import SHORT_TTL_MS, JoinWatched
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
 
 
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def join() -> AsyncIterator[JoinWatched]:
-    async with watched_replicas() as join:
-        yield join
-
-
 async def test_a_second_process_under_the_same_name_takes_over_and_the_first_says_so(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    first = await join(server.url, "a", epoch=1)
-    await join(server.url, "a", epoch=2)
+    first = await join_watched(redis.url, "a", epoch=1)
+    await join_watched(redis.url, "a", epoch=2)
     await first.until(IndexState.ALONE)
     assert "later start" in first.said[-1][1]
 
 
 async def test_another_model_that_took_the_namespace_during_an_outage_keeps_us_alone(
-    server: RedisServer, join: JoinWatched
+    redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    proxy = await TcpProxy(server.port).start()
-    a = await join(f"redis://127.0.0.1:{proxy.port}", "a")
+    proxy = await TcpProxy(redis.port).start()
+    a = await join_watched(f"redis://127.0.0.1:{proxy.port}", "a", ttl_ms=SHORT_TTL_MS)
     proxy.cut()
     await a.until(IndexState.ALONE)
-    await asyncio.sleep(0.8)  # until a is off the roll
-    await join(server.url, "b", model=b"other" * 6 + b"xx")
+    await asyncio.sleep(1.5 * SHORT_TTL_MS / 1000)  # until a is off the roll
+    await join_watched(redis.url, "b", model=b"other" * 6 + b"xx")
     proxy.mend()
     await soon(lambda: "another model" in a.said[-1][1])
     assert a.index.state is IndexState.ALONE
     await proxy.stop()
 
 
-async def test_a_password_is_taken_from_the_url_and_a_wrong_one_keeps_us_alone(join: JoinWatched) -> None:
+async def test_a_password_is_taken_from_the_url_and_a_wrong_one_keeps_us_alone(
+    join_watched: JoinWatched,
+) -> None:
     with redis_server("--requirepass", "secret") as server:
-        right = await join(f"redis://:secret@127.0.0.1:{server.port}/0", "a")
-        wrong = await join(f"redis://:guess@127.0.0.1:{server.port}/0", "b")
+        right = await join_watched(f"redis://:secret@127.0.0.1:{server.port}/0", "a")
+        wrong = await join_watched(f"redis://:guess@127.0.0.1:{server.port}/0", "b")
         assert right.index.state is IndexState.JOINED
         assert wrong.index.state is IndexState.ALONE
         assert "password" in wrong.said[-1][1]

@@ -6,9 +6,11 @@ import pytest
 
 from encoder_service.cluster.contract import Location
 from encoder_service.cluster.index import RedisIndex
+from testing.holding import Holding
 from tests.index_replicas import (
     GRID,
-    LEASE_TTL_MS,
+    SHORT_TTL_MS,
+    TTL_MS,
     Join,
     as_replica,
     grids,
@@ -80,18 +82,19 @@ async def test_renewing_keeps_ours_takes_the_free_and_leaves_those_of_others(joi
 
 
 async def test_a_living_holder_keeps_its_lease_beyond_the_time_to_live(join: Join) -> None:
-    a, b = await join("a"), await join("b")
+    ttl_ms = 6 * SHORT_TTL_MS  # renewed three times within it: a stall must not last as long as the rest
+    a, b = await join("a", lease_ttl_ms=ttl_ms), await join("b")
     (address,) = new_addresses(1)
     await a.acquire([address])
-    await asyncio.sleep(2 * LEASE_TTL_MS / 1000)
+    await asyncio.sleep(1.5 * ttl_ms / 1000)
     assert (await b.acquire([address])).granted == frozenset()
 
 
-@pytest.mark.parametrize("lease_ttl_ms", [LEASE_TTL_MS, 60_000])
+@pytest.mark.parametrize("lease_ttl_ms", [SHORT_TTL_MS, TTL_MS])
 async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
     join: Join, lease_ttl_ms: int
 ) -> None:
-    a, b, c = [await join(name, lease_ttl_ms=lease_ttl_ms) for name in "abc"]
+    a, b, c = [await join(name, lease_ttl_ms=lease_ttl_ms, replica_ttl_ms=SHORT_TTL_MS) for name in "abc"]
     (address,) = new_addresses(1)
     await a.acquire([address])
     waiting = [asyncio.create_task(index.wait_published(address, 60.0)) for index in (b, c)]
@@ -104,10 +107,14 @@ async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
 
 
 async def test_a_dead_replica_vanishes_from_what_is_located_and_from_what_is_acquired(join: Join) -> None:
-    a, b = await join("a"), await join("b")
+    a, b = [await join(name, replica_ttl_ms=SHORT_TTL_MS) for name in "ab"]
     addresses = new_addresses(3)
     await a.publish(grids(addresses))
-    assert set(await b.locate(addresses)) == set(addresses)
+
+    async def there() -> bool:
+        return set(await b.locate(addresses)) == set(addresses)
+
+    await soon(there)
     await a.close()
 
     async def gone() -> bool:
@@ -156,7 +163,7 @@ async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
 ) -> None:
     monkeypatch.setattr("encoder_service.cluster.index.waiters.REREAD_S", 300.0)
     settings = redis_settings(request.getfixturevalue(fixture), f"notified{next(numbers)}")
-    a, b = (RedisIndex(settings, held=dict, load=lambda: 0.0) for _ in range(2))
+    a, b = (RedisIndex(settings, Holding(), ()) for _ in range(2))
     try:
         await a.register(as_replica("a"))
         await b.register(as_replica("b"))

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import pytest
 
@@ -13,7 +14,9 @@ from encoder_service.cluster.index.connection import RedisUrl
 from encoder_service.cluster.index.leases import Leases
 from encoder_service.cluster.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
 from encoder_service.cluster.index.schema import Roll
+from encoder_service.cluster.index.settings import RedisSettings
 from encoder_service.config import ConfigError
+from testing.holding import Holding
 from tests.index_replicas import grids, new_addresses
 from tests.waiting import soon
 
@@ -132,7 +135,7 @@ def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_f
 
 
 async def test_republishing_is_paced_and_complete() -> None:
-    held = grids(new_addresses(400))
+    held = Holding(grids(new_addresses(400)))
     told: dict[bytes, Grid] = {}
     largest = 0
 
@@ -142,7 +145,7 @@ async def test_republishing_is_paced_and_complete() -> None:
         told.update(grids)
         return True
 
-    republisher = Republisher(lambda: held, publish, ttl_s=3600.0)
+    republisher = Republisher(held, publish, ttl_s=3600.0)
     running = asyncio.create_task(republisher.run())
     republisher.forgotten()
     began = time.monotonic()
@@ -171,3 +174,18 @@ def test_a_url_of_something_else_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="redis://") as refusal:
         RedisUrl(url)
     assert "secret" not in str(refusal.value)
+
+
+def test_patience_lengthens_every_bound_on_silence_and_nothing_else() -> None:
+    settings = RedisSettings(url="redis://host", namespace="n")
+    patient = asdict(settings.patient(3))
+    changed = {name: value for name, value in asdict(settings).items() if patient[name] != value}
+    assert changed.keys() == {
+        "call_timeout_ms",
+        "source_timeout_ms",
+        "socket_timeout_ms",
+        "beat_timeout_ms",
+        "replica_ttl_ms",
+        "lease_ttl_ms",
+    }
+    assert {patient[name] / value for name, value in changed.items()} == {3}

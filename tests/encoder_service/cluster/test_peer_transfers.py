@@ -20,14 +20,16 @@ from encoder_contract.framing import checksum, frame
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageKey
-from encoder_service.cluster.contract import Location
+from encoder_service.cluster.contract import Location, Locations
 from encoder_service.cluster.index import RedisIndex
 from encoder_service.cluster.outbox import Outbox
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
 from encoder_service.cluster.transfers import MAX_OF_ONE_PEER, MAX_TRANSFERS, Transfers
-from encoder_service.store import Pin, Store
+from encoder_service.store import Store
+from testing.holding import Holding
 from tests.index_replicas import redis_settings
 from tests.small_store import WIDTH, make_store
+from tests.waiting import PATIENCE_S
 
 GRID = Grid(1, 16, 16)
 ROWS = RowType(WIDTH, torch.float32, "float32", Geometry(16, 2, 65536, 1 << 24))
@@ -107,8 +109,8 @@ async def peer(answer: Answer) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def fetched(answer: Answer) -> tuple[Grid, Tensor]:
-    peers = Peers(b"m" * 32, b"p" * 32, ROWS)
+async def fetched(answer: Answer, silence_s: float = SILENCE_S) -> tuple[Grid, Tensor]:
+    peers = Peers(b"m" * 32, b"p" * 32, ROWS, silence_s=silence_s)
     try:
         async with peer(answer) as endpoint:
             return await peers.fetch(endpoint, IMAGE)
@@ -117,7 +119,7 @@ async def fetched(answer: Answer) -> tuple[Grid, Tensor]:
 
 
 async def test_a_sound_peer_is_believed() -> None:
-    grid, rows = await fetched(sound)
+    grid, rows = await fetched(sound, PATIENCE_S)
     assert (grid, rows.shape) == (GRID, (64, WIDTH))
 
 
@@ -139,12 +141,12 @@ def transfers_from(fetch: Callable[..., Awaitable[tuple[Grid, Tensor]]], store: 
     """Transfers whose peers answer as `fetch`, beside an index that was never joined."""
     peers = Peers(b"m" * 32, b"p" * 32, ROWS)
     peers.fetch = fetch  # type: ignore[method-assign, assignment]
-    index = RedisIndex(redis_settings("redis://127.0.0.1:1", "none"), held=dict, load=lambda: 0.0)
+    index = RedisIndex(redis_settings("redis://127.0.0.1:1", "none"), Holding(), ())
     return Transfers(index, Outbox(index), peers, store)
 
 
 async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=1, wait_s=20.0)
+    store = make_store(tmp_path, host_pages=1, wait_s=4 * PATIENCE_S)
     pin = store.put(b"pinned", torch.zeros(64, WIDTH), GRID)
 
     async def fetch(_endpoint: str, _key: ImageKey) -> tuple[Grid, Tensor]:
@@ -155,17 +157,20 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     keys = [replace(IMAGE, address=n.to_bytes(32, "big")) for n in range(MAX_TRANSFERS)]
     places = [(Location(f"peer-{n}", "peer", GRID),) for n in range(MAX_TRANSFERS)]
-    brought = [asyncio.ensure_future(transfers.fetch(*each)) for each in zip(keys, places, strict=True)]
+
+    async def bring(key: ImageKey, places: Locations) -> None:
+        brought = await transfers.fetch(key, places)
+        assert brought is not None
+        brought.release()
+
+    bringing = [asyncio.ensure_future(bring(*each)) for each in zip(keys, places, strict=True)]
     try:
         await asyncio.sleep(0.5)
-        async with asyncio.timeout(10):
-            await asyncio.to_thread(bytes)
-        assert not any(task.done() for task in brought)
+        await asyncio.wait_for(asyncio.to_thread(bytes), PATIENCE_S)
+        assert not any(task.done() for task in bringing)
     finally:
         pin.release()
-        for pinned in await asyncio.gather(*brought, return_exceptions=True):
-            if isinstance(pinned, Pin):
-                pinned.release()
+        await asyncio.gather(*bringing)
         transfers.close()
         store.close()
 
@@ -190,7 +195,7 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
 
     slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while len(under_way) < MAX_OF_ONE_PEER:
                 await asyncio.sleep(0.01)
             assert all(await asyncio.gather(*(fetch_from_peer("quick") for _ in range(4 * MAX_TRANSFERS))))

@@ -15,15 +15,18 @@ from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, Limits, State
 from encoder_service.store import Pin
+from encoder_service.vision.tables import GridTables
 from testing.photos import photo
-from tests.engines import Gate, demanded, running
-from tests.waiting import PATIENCE_S, soon
+from tests.engines import Bench, Gate, demanded, running
+from tests.waiting import PATIENCE_S, START_S, soon
+
+STAGES = 4  # threads that wait for images: one for batches to decode, two for single images, and the ViT's
 
 
 async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:
     culprit = model.processor.geometry.grid(384, 256)
 
-    def encode(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
         if culprit in grids:
             raise RuntimeError("this image breaks the tower")
         return model.tower.encode(patches, grids)
@@ -42,13 +45,13 @@ async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_th
     gate = Gate(model)
     speculative = [photo(256, 256 + 32 * n, n) for n in range(4)]
     urgent = photo(416, 256, 9)
-    async with running(model, gate.encode, batch_patches=300) as bench:
+    async with running(model, gate.encode, batch_patches=300, ahead_patches=10_000) as bench:
         for n, image in enumerate(speculative):
             bench.submit(image, Claim(f"s{n}", "test"))
         await gate.reached(1)
         waiting = asyncio.create_task(bench.rows(urgent, demanded("u")))
         promoted = asyncio.create_task(bench.rows(speculative[3], demanded("p")))
-        await asyncio.sleep(0.1)
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
         gate.open.set()
         (await waiting).release()
         (await promoted).release()
@@ -64,14 +67,14 @@ async def test_the_first_waiters_cancel_leaves_the_others_and_the_last_ones_drop
     model: Model,
 ) -> None:
     gate = Gate(model)
-    async with running(model, gate.encode, batch_patches=300) as bench:
+    async with running(model, gate.encode, batch_patches=300, ahead_patches=10_000) as bench:
         blocker = asyncio.create_task(bench.rows(photo(256, 256, 0), demanded("b")))
         await gate.reached(1)
         shared, lonely = photo(256, 320, 1), photo(320, 256, 2)
         first = asyncio.create_task(bench.rows(shared, demanded("1")))
         second = asyncio.create_task(bench.rows(shared, demanded("2")))
         alone = asyncio.create_task(bench.rows(lonely, demanded("3")))
-        await asyncio.sleep(0.1)
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
         first.cancel()
         alone.cancel()
         await asyncio.gather(first, alone, return_exceptions=True)
@@ -84,16 +87,18 @@ async def test_the_first_waiters_cancel_leaves_the_others_and_the_last_ones_drop
     assert model.processor.geometry.grid(320, 256) not in encoded
 
 
+async def fill(bench: Bench) -> list[Pin]:
+    """Pin images until the store has no room for another; return the pins."""
+    held: list[Pin] = []
+    with pytest.raises(OverloadedError):  # noqa: PT012 - some of them fit
+        for n in range(50):
+            held.append(await bench.rows(photo(256, 256, n), demanded(str(n))))
+    return held
+
+
 async def test_a_store_that_stays_full_of_pins_says_so_in_time(model: Model) -> None:
     async with running(model, host_bytes=600_000) as bench:
-        held: list[Pin] = []
-
-        async def hold_all() -> None:
-            for n in range(50):
-                held.append(await bench.rows(photo(256, 256, n), demanded(str(n))))
-
-        with pytest.raises(OverloadedError):
-            await hold_all()
+        held = await fill(bench)
         assert held
         for pin in held:
             pin.release()
@@ -111,9 +116,7 @@ async def test_a_full_queue_refuses_with_a_hint_and_goes_on(model: Model) -> Non
             bench.submit(photo(64, 64, 3), demanded("3"))
         assert refused.value.retry_after_ms > 0
         gate.open.set()
-        async with asyncio.timeout(20):
-            while len(bench.jobs):
-                await asyncio.sleep(0.01)
+        await soon(lambda: not bench.jobs)
         (await bench.rows(photo(64, 64, 9), demanded("9"))).release()
 
 
@@ -121,7 +124,7 @@ async def test_the_event_loop_stays_free_while_the_tower_works(model: Model) -> 
     turns = 0  # of the event loop
     turned: list[bool] = []
 
-    def heavy(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    def heavy(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
         began, before = time.monotonic(), turns
         square = torch.randn(1024, 1024)
         while turns < before + 50 and time.monotonic() - began < PATIENCE_S:
@@ -140,6 +143,31 @@ async def test_the_event_loop_stays_free_while_the_tower_works(model: Model) -> 
     assert all(turned), "the loop stood still during a batch"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+async def test_rows_with_a_nan_or_an_infinity_are_never_kept_and_their_neighbours_are(
+    model: Model, value: float
+) -> None:
+    broken = True
+
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
+        rows = [of_image.clone() for of_image in model.tower.encode(patches, grids)]
+        for of_image, grid in zip(rows, grids, strict=True):
+            if broken and grid.h > grid.w:
+                of_image[-1, -1] = value
+        return rows
+
+    async with running(model, encode) as bench:
+        tall, wide = photo(64, 128, 1), photo(128, 64, 2)
+        found = await asyncio.gather(
+            bench.rows(tall, demanded()), bench.rows(wide, demanded()), return_exceptions=True
+        )
+        assert isinstance(found[0], InternalError), found
+        assert isinstance(found[1], Pin)
+        found[1].release()
+        broken = False
+        (await bench.rows(tall, demanded())).release()  # nothing of it was kept, nor the failure
+
+
 async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None:
     gate = Gate(model)
     async with running(model, gate.encode, batch_patches=300) as bench:
@@ -155,7 +183,8 @@ async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None
 
 async def test_sleeping_stages_leave_the_loop_its_turn_to_answer(model: Model) -> None:
     async with running(model) as bench:
-        await asyncio.sleep(0.05)  # the stages sleep now
+        sleepers = bench.jobs._turn._waiters  # type: ignore[attr-defined]
+        await soon(lambda: len(sleepers) == STAGES)
         image, claim = photo(64, 64, 77), demanded()
         job = bench.submit(image, claim)
         time.sleep(0.05)  # the loop has not had its turn yet
@@ -169,10 +198,10 @@ async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew
     gate = Gate(model)
     failing, fail = threading.Event(), threading.Event()
 
-    def encode(patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
         if len(grids) == 2:
             failing.set()
-            assert fail.wait(20)
+            assert fail.wait(START_S)
             raise RuntimeError("this batch fails")
         return gate.encode(patches, grids)
 
@@ -183,16 +212,18 @@ async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew
         left = [asyncio.create_task(bench.rows(image, demanded("left"))) for image in images]
         await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
         gate.open.set()
-        assert await asyncio.to_thread(failing.wait, 20)
+        assert await asyncio.to_thread(failing.wait, PATIENCE_S)
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         fail.set()
         (await blocker).release()
         await soon(lambda: not bench.jobs)
+        for digest in map(content_digest, images):
+            await soon(lambda digest=digest: digest in bench.ended)
+            assert isinstance(bench.ended[digest], AbandonedError)
         for image in images:
-            assert isinstance(bench.ended[content_digest(image)], AbandonedError)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 (await bench.rows(image, demanded("again"))).release()
 
 
@@ -202,14 +233,7 @@ async def test_an_image_for_which_the_store_has_no_room_is_refused_before_the_to
     gate = Gate(model)
     gate.open.set()
     async with running(model, gate.encode, host_bytes=600_000) as bench:
-        held: list[Pin] = []
-
-        async def hold_all() -> None:
-            for n in range(50):
-                held.append(await bench.rows(photo(256, 256, n), demanded(str(n))))
-
-        with pytest.raises(OverloadedError):
-            await hold_all()
+        held = await fill(bench)
         encoded = len(gate.batches)
         assert encoded == len(held)
         took_s = []
@@ -240,3 +264,28 @@ async def test_a_batch_larger_than_the_store_is_encoded_in_parts(model: Model) -
         gate.open.set()
         await asyncio.gather(*reading)
     assert max(map(len, gate.batches)) < 15
+
+
+async def test_tables_of_a_new_grid_are_made_while_it_is_prepared_and_not_by_the_vit(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making: list[str] = []
+    make = model.tower._tables._make
+
+    def note(grid: Grid) -> GridTables:
+        making.append(threading.current_thread().name)
+        return make(grid)
+
+    monkeypatch.setattr(model.tower._tables, "_make", note)
+    encoding: set[str] = set()
+
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
+        encoding.add(threading.current_thread().name)
+        return model.tower.encode(patches, grids)
+
+    async with running(model, encode) as bench:
+        for n, width in enumerate((256, 608, 640)):
+            (await bench.rows(photo(width, 1024, n), demanded(str(n)))).release()
+    assert len(making) == 3
+    assert encoding
+    assert not encoding & set(making)

@@ -106,14 +106,14 @@ class QueueMachine(RuleBasedStateMachine):
         if job not in self.made:
             self.made.append(job)
         assert job not in self.ended
-        assert claim.work is not None or job in self.loop.jobs(), "a caller waits for work, or for an outcome"
+        assert claim.task is not None or job in self.loop.jobs(), "a caller waits for work, or for an outcome"
         return claim
 
     @rule(target=claims, address=ADDRESSES)
     def join(self, address: bytes) -> Claim:
         claim = Claim("d", "d", demanded=True)
         job = self.queue.join(key_of(address), claim)
-        assert job is None or claim.work is not None or job in self.loop.jobs()
+        assert job is None or claim.task is not None or job in self.loop.jobs()
         return claim
 
     @rule(claim=claims)
@@ -184,10 +184,10 @@ class QueueMachine(RuleBasedStateMachine):
         open_jobs = set(self.queue._jobs.values())
         assert set(self.made) == open_jobs | {*self.ended, *self.replaced, *self.loop.jobs()}
         for job in open_jobs:
-            if job.work.state is State.GONE:
+            if job.task.state is State.GONE:
                 assert job in self.loop.jobs(), "its outcome is on its way"
             else:
-                assert job.work.claims or job.work.state is State.ENCODING, "somebody wants it"
+                assert job.task.claims or job.task.state is State.ENCODING, "somebody wants it"
 
     def teardown(self) -> None:
         """Let everything under way end; then every image can come again, and is made."""
@@ -198,7 +198,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert (empty.claims, empty.requests, empty.clients, empty.source_bytes) == (0, 0, 0, 0)
         for job in {job.key: job for job in self.made}.values():
             again = submit(self.queue, job.key.address, Claim("again", "again"))
-            assert again.work.claims
+            assert again.task.claims
             self.made.append(again)
         self.work_off()
         assert set(self.made) == {*self.ended, *self.replaced}
@@ -219,7 +219,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.run_post(self.loop.posted.pop())
 
     def encode(self, jobs: list[Job]) -> None:
-        self.queue.encoded([job.work for job in jobs], 0.1)
+        self.queue.encoded([job.task for job in jobs], 0.1)
         for job in jobs:
             self.queue.end(job, OUTCOME)
 
@@ -257,5 +257,5 @@ def test_a_guess_that_becomes_demanded_is_decoded_although_guesses_fill_what_may
     stage.join(0.2)
     assert stage.is_alive(), "one guess ahead is all there may be"
     queue.join(key_of(address), Claim("c", "c", demanded=True))
-    stage.join(20)
+    stage.join(30)
     assert [job.key.address for job in taken] == [address]

@@ -21,7 +21,7 @@ from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect
 from tests.operator_view import numbers
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 
 def address(number: int) -> bytes:
@@ -38,7 +38,7 @@ async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() 
     cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
     cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign, assignment]
     waiters = SubmitWaiters(cluster, max_waiters=100)
-    until = asyncio.get_running_loop().time() + 20
+    until = asyncio.get_running_loop().time() + PATIENCE_S
     tasks = [asyncio.create_task(waiters.wait(key(n % 4), f"client {n}", until)) for n in range(8)]
     await asyncio.sleep(0)
     assert set(sought) == {address(n) for n in range(4)}
@@ -58,7 +58,7 @@ async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() 
 
 async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
     waiters = SubmitWaiters(Solo(), max_waiters=100)
-    until = asyncio.get_running_loop().time() + 20
+    until = asyncio.get_running_loop().time() + PATIENCE_S
     greedy = [asyncio.create_task(waiters.wait(key(n), "greedy", until)) for n in range(100)]
     await asyncio.sleep(0)
     refused = [task for task in greedy if task.done()]
@@ -95,7 +95,7 @@ async def test_a_flood_of_unknown_digests_is_refused_and_costs_nobody_else_an_an
     calls = [stub.Fetch(unknown(512, 30_000)) for _ in range(12)]
     image = photo(64, 64, 9)
     reading = [asyncio.ensure_future(call.read()) for call in calls]
-    first, _ = await asyncio.wait(reading, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    first, _ = await asyncio.wait(reading, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
     refused = first.pop().result()  # of which call does not matter: they reach the server in any order
     assert refused.error.code == Status.RESOURCE_EXHAUSTED.value
     assert refused.error.retry_after_ms > 0

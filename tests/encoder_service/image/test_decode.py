@@ -15,6 +15,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
 from encoder_service.image.decode import Decoder
+from encoder_service.image.isolated import IsolatedDecoder
 from testing.photos import damaged, encoded, photo
 
 MODES = [
@@ -29,11 +30,17 @@ MODES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["dali", "pillow"])
+@pytest.fixture(scope="module", params=["dali", "pillow", "isolated"])
 def decoder(request):
-    if request.param == "dali":
-        pytest.importorskip("nvidia.dali")
-    return Decoder(threads=2, backend=request.param)
+    if request.param == "isolated":
+        decoder: Decoder = IsolatedDecoder(threads=2)
+    else:
+        if request.param == "dali":
+            pytest.importorskip("nvidia.dali")
+        decoder = Decoder(threads=2, backend=request.param)
+    decoder.start()
+    yield decoder
+    decoder.close()
 
 
 def expected(image: bytes) -> torch.Tensor:
@@ -52,8 +59,9 @@ def difference(pixels: torch.Tensor | EncoderError, image: bytes) -> int:
 
 
 def test_the_name_says_what_decodes(decoder):
-    assert ("DALI" in decoder.name) == (decoder._jpegs is not None)
+    assert ("DALI" in decoder.name) == decoder._has_dali
     assert "Pillow" in decoder.name
+    assert ("in processes of their own" in decoder.name) == isinstance(decoder, IsolatedDecoder)
 
 
 @pytest.mark.parametrize(("kind", "mode"), MODES)
@@ -191,10 +199,15 @@ def test_memory_stays_flat_over_five_hundred_decodes(decoder):
     images = [photo(200, 150, n, orientation=n + 1) for n in range(4)] + [BAD["half a jpeg"]]
     for _ in range(40):
         decoder.decode(images)
-    before = psutil.Process().memory_info().rss
-    for _ in range(100):
-        decoder.decode(images)
-    assert psutil.Process().memory_info().rss - before < 8 << 20
+
+    def growth() -> int:
+        before = psutil.Process().memory_info().rss
+        for _ in range(50):
+            decoder.decode(images)
+        return psutil.Process().memory_info().rss - before
+
+    # A leak grows each time; what others in this process do meanwhile does not.
+    assert min(growth() for _ in range(2)) < 4 << 20
 
 
 def test_several_threads_may_decode_at_once(decoder):

@@ -20,6 +20,7 @@ from encoder_service.image.decode import Decoder
 from prefill_client import EncoderClient
 from testing.photos import encoded, photo, pixels
 from tests.encoder_service.image.test_decode import expected
+from tests.servers import server_of
 
 PICTURE = Image.fromarray(pixels(40, 31, 1))
 SOUND = [
@@ -91,10 +92,8 @@ def test_what_is_damaged_has_the_rows_that_transformers_gives_it_or_none(
 @pytest.fixture
 async def narrow(config: Config, model: Model) -> AsyncIterator[Server]:
     """A server of JPEG and PNG only."""
-    server = Server(replace(config, formats="jpeg, PNG"), model)
-    await server.start()
-    yield server
-    await server.drain()
+    async with server_of(config, model, formats="jpeg, PNG") as server:
+        yield server
 
 
 async def test_an_operator_takes_fewer_formats(narrow: Server) -> None:

@@ -9,12 +9,15 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.image.patches import _calls, _patches_of, _resized_in_float, to_patches
+from encoder_service.image.patches import RESIZED_BYTES_PER_PIXEL, _calls, to_patches
+from encoder_service.image.resize import PlainResize, exact_patches
+from encoder_service.image.resize_choice import make_resize
 from testing.photos import photo, pixels
 
 QWEN3_VL = Geometry(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
 QWEN25_VL = Geometry(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=12845056)
 SMALL = Geometry(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=50176)
+RESIZE = PlainResize(QWEN3_VL)
 MEAN = {QWEN3_VL: [0.5] * 3, QWEN25_VL: [0.48145466, 0.4578275, 0.40821073], SMALL: [0.5] * 3}
 STD = {QWEN3_VL: [0.5] * 3, QWEN25_VL: [0.26862954, 0.26130258, 0.27577711], SMALL: [0.5] * 3}
 
@@ -81,7 +84,7 @@ def test_patches_are_within_one_level_of_the_processors(geometry, size, mode):
     picture = Image.fromarray(pixels(size[0], size[1], 3)).convert(mode)
     image = torch.from_numpy(np.array(picture.convert("RGB")))
     expected, grid = theirs(picture, geometry)
-    (patches,) = to_patches([image], [grid_of(image, geometry)], geometry)
+    (patches,) = to_patches([image], [grid_of(image, geometry)], PlainResize(geometry))
     assert list(grid_of(image, geometry)) == grid
     apart = levels_apart(patches, expected, geometry)
     assert (apart < 1.01).float().mean() >= 0.999
@@ -95,16 +98,26 @@ def test_the_hardest_edges_are_within_one_level_of_pillow_rows_first(geometry, s
     resized = rows_first(Image.fromarray(noise), geometry.resized(width, height))
     expected, _ = theirs(resized, geometry, do_resize=False)
     image = torch.from_numpy(noise)
-    (patches,) = to_patches([image], [grid_of(image, geometry)], geometry)
+    (patches,) = to_patches([image], [grid_of(image, geometry)], PlainResize(geometry))
     apart = levels_apart(patches, expected, geometry)
     assert (apart < 1.01).float().mean() >= 0.999
+
+
+@pytest.mark.parametrize(("geometry", "size"), CASES, ids=str)
+def test_patches_as_a_gpu_makes_them_are_those_of_pillow_rows_first(geometry, size):
+    width, height = size
+    noise = np.random.default_rng(7).integers(0, 256, (height, width, 3), np.uint8)
+    resized = rows_first(Image.fromarray(noise), geometry.resized(width, height))
+    expected, _ = theirs(resized, geometry, do_resize=False)
+    (patches,) = exact_patches(torch.from_numpy(noise)[None], geometry.grid(width, height), geometry)
+    assert levels_apart(patches, expected, geometry).max() < 0.001
 
 
 @pytest.mark.parametrize("geometry", [QWEN3_VL, QWEN25_VL], ids=["patch 16", "patch 14"])
 def test_without_resizing_patches_equal_the_processors_exactly(geometry):
     width, height = 13 * geometry.factor, 9 * geometry.factor
     image = torch.from_numpy(pixels(width, height, 5))
-    (patches,) = to_patches([image], [grid_of(image, geometry)], geometry)
+    (patches,) = to_patches([image], [grid_of(image, geometry)], PlainResize(geometry))
     expected, _ = theirs(Image.fromarray(image.numpy()), geometry)
     for slot in (0, 1):
         assert torch.allclose(normalised(patches, geometry), expected[:, :, slot], rtol=0, atol=1e-6)
@@ -116,9 +129,9 @@ def test_patches_are_the_same_bits_alone_and_in_any_batch():
         for n, (w, h) in enumerate([(300, 200)] * 3 + [(200, 300), (90, 90)])
     ]
     grids = [grid_of(image, QWEN3_VL) for image in images]
-    alone = [to_patches([image], [grid], QWEN3_VL)[0] for image, grid in zip(images, grids, strict=True)]
+    alone = [to_patches([image], [grid], RESIZE)[0] for image, grid in zip(images, grids, strict=True)]
     for order in ([0, 1, 2, 3, 4], [4, 2, 3, 0, 1], [1, 1]):
-        together = to_patches([images[n] for n in order], [grids[n] for n in order], QWEN3_VL)
+        together = to_patches([images[n] for n in order], [grids[n] for n in order], RESIZE)
         assert all(torch.equal(a, alone[n]) for a, n in zip(together, order, strict=True))
 
 
@@ -134,31 +147,20 @@ def test_images_of_one_size_and_grid_share_a_call_within_its_memory():
 def test_a_shared_call_makes_the_same_bits_as_single_ones():
     images = [torch.from_numpy(pixels(300, 200, n)) for n in range(3)]
     grid = grid_of(images[0], QWEN3_VL)
-    for patches, image in zip(_patches_of(images, grid, QWEN3_VL), images, strict=True):
-        assert torch.equal(patches, to_patches([image], [grid], QWEN3_VL)[0])
+    for patches, image in zip(RESIZE.to_patches(torch.stack(images), grid), images, strict=True):
+        assert torch.equal(patches, to_patches([image], [grid], RESIZE)[0])
 
 
 def test_one_image_may_have_two_grids_in_one_call():
     image = torch.from_numpy(pixels(500, 400, 1))
     geometries = [QWEN3_VL, QWEN3_VL.variant(max_pixels=100_000)]
     grids = [grid_of(image, geometry) for geometry in geometries]
-    for patches, grid in zip(to_patches([image, image], grids, QWEN3_VL), grids, strict=True):
+    for patches, grid in zip(to_patches([image, image], grids, RESIZE), grids, strict=True):
         assert patches.shape[0] == grid.patches
 
 
 def test_no_image_is_no_patches():
-    assert to_patches([], [], QWEN3_VL) == []
-
-
-@pytest.mark.parametrize("size", [(1280, 704), (384, 256), (96, 64), (320, 192)])
-def test_the_resize_for_gpus_equals_pillows(size):
-    noise = np.random.default_rng(7).integers(0, 256, (200, 300, 3), np.uint8)
-    for array in (noise, pixels(300, 200, 1)):
-        expected = np.asarray(rows_first(Image.fromarray(array), size)).astype(int)
-        made = _resized_in_float(torch.from_numpy(array).permute(2, 0, 1)[None], size[::-1])
-        apart = np.abs(made[0].permute(1, 2, 0).numpy() - expected)
-        assert apart.max() <= 1
-        assert (apart == 0).mean() >= 0.998
+    assert to_patches([], [], RESIZE) == []
 
 
 @pytest.mark.gpu
@@ -168,16 +170,30 @@ def test_patches_on_a_gpu_are_within_one_level_and_the_same_bits_in_any_batch():
     ]
     grids = [grid_of(image, QWEN3_VL) for image in images]
     on_gpu = [image.cuda() for image in images]
-    together = to_patches(on_gpu, grids, QWEN3_VL)
-    on_cpu = to_patches(images, grids, QWEN3_VL)
+    together = to_patches(on_gpu, grids, RESIZE)
+    on_cpu = to_patches(images, grids, RESIZE)
     for image, grid, patches, reference in zip(on_gpu, grids, together, on_cpu, strict=True):
         assert patches.is_cuda
-        assert torch.equal(patches, to_patches([image], [grid], QWEN3_VL)[0])
+        assert torch.equal(patches, to_patches([image], [grid], RESIZE)[0])
         apart = (patches.cpu().int() - reference.int()).abs()
         assert (apart <= 1).float().mean() >= 0.999
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("size", [(4000, 4000, 1), (2000, 2000, 4), (9000, 9000, 1)])
+def test_a_pixel_takes_no_more_device_memory_than_is_planned_for_it(size, kernels):
+    width, height, count = size
+    resize = make_resize(QWEN3_VL, torch.device("cuda:0")) if kernels else RESIZE
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    images = [torch.zeros(height, width, 3, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    to_patches(images, [grid_of(image, QWEN3_VL) for image in images], resize)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= RESIZED_BYTES_PER_PIXEL * width * height * count
+
+
 def test_a_decoded_file_goes_through():
     image = torch.from_numpy(np.array(Image.open(io.BytesIO(photo(70, 50, 1)))))
-    (patches,) = to_patches([image], [grid_of(image, QWEN3_VL)], QWEN3_VL)
+    (patches,) = to_patches([image], [grid_of(image, QWEN3_VL)], RESIZE)
     assert patches.shape == (grid_of(image, QWEN3_VL).patches, 768)

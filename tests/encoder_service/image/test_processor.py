@@ -8,29 +8,7 @@ from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
 
 from encoder_contract.geometry import Geometry
 from encoder_service.image.processor import ProcessorSettings
-
-# What the published checkpoints hold (fields that matter, and some that do not).
-QWEN2_VL = {
-    "min_pixels": 3136,
-    "max_pixels": 12845056,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2VLProcessor",
-}
-QWEN3_VL = {
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "processor_class": "Qwen3VLProcessor",
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}
+from testing.checkpoints import QWEN2_5_PREPROCESSOR, QWEN3_PREPROCESSOR
 
 
 def write(folder, settings, name="preprocessor_config.json"):
@@ -38,8 +16,8 @@ def write(folder, settings, name="preprocessor_config.json"):
     return folder
 
 
-def test_qwen2_vl_style_with_top_level_pixel_bounds(tmp_path):
-    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN2_VL))
+def test_qwen2_5_vl_style_with_top_level_pixel_bounds(tmp_path):
+    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN2_5_PREPROCESSOR))
     assert settings.geometry == Geometry(14, 2, 3136, 12845056)
     assert settings.mean == (0.48145466, 0.4578275, 0.40821073)
     assert settings.std == (0.26862954, 0.26130258, 0.27577711)
@@ -47,13 +25,13 @@ def test_qwen2_vl_style_with_top_level_pixel_bounds(tmp_path):
 
 
 def test_qwen3_vl_style_with_edges_in_size(tmp_path):
-    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN3_VL))
+    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN3_PREPROCESSOR))
     assert settings.geometry == Geometry(16, 2, 65536, 16777216)
     assert settings.mean == settings.std == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["preprocessor_config", "nested"])
-@pytest.mark.parametrize("style", [QWEN2_VL, QWEN3_VL], ids=["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("style", [QWEN2_5_PREPROCESSOR, QWEN3_PREPROCESSOR], ids=["qwen2_5_vl", "qwen3_vl"])
 def test_what_transformers_saves_is_read_as_transformers_reads_it(tmp_path, style, nested):
     processor = Qwen2VLImageProcessorPil(**style)
     if nested:
@@ -73,14 +51,14 @@ def test_what_transformers_saves_is_read_as_transformers_reads_it(tmp_path, styl
 
 
 def test_top_level_bounds_win_over_size(tmp_path):
-    both = {**QWEN3_VL, "min_pixels": 4096, "max_pixels": 8192}
+    both = {**QWEN3_PREPROCESSOR, "min_pixels": 4096, "max_pixels": 8192}
     geometry = ProcessorSettings.from_folder(write(tmp_path, both)).geometry
     assert (geometry.min_pixels, geometry.max_pixels) == (4096, 8192)
 
 
 def test_a_processor_config_without_image_settings_is_passed_over(tmp_path):
     write(tmp_path, {"processor_class": "Qwen3VLProcessor"}, "processor_config.json")
-    assert ProcessorSettings.from_folder(write(tmp_path, QWEN3_VL)).geometry.patch_size == 16
+    assert ProcessorSettings.from_folder(write(tmp_path, QWEN3_PREPROCESSOR)).geometry.patch_size == 16
 
 
 def test_a_folder_without_settings_names_both_files(tmp_path):
@@ -90,7 +68,7 @@ def test_a_folder_without_settings_names_both_files(tmp_path):
 
 @pytest.mark.parametrize("missing", ["patch_size", "merge_size", "image_mean", "image_std", "size"])
 def test_a_missing_setting_is_named_with_its_file(tmp_path, missing):
-    settings = {name: value for name, value in QWEN3_VL.items() if name != missing}
+    settings = {name: value for name, value in QWEN3_PREPROCESSOR.items() if name != missing}
     expected = "min_pixels" if missing == "size" else missing
     with pytest.raises(ValueError, match=rf"preprocessor_config.json: .*{expected}"):
         ProcessorSettings.from_folder(write(tmp_path, settings))
@@ -121,7 +99,7 @@ def test_a_missing_setting_is_named_with_its_file(tmp_path, missing):
 )
 def test_a_setting_we_would_not_honour_is_refused_by_name(tmp_path, name, value):
     with pytest.raises(ValueError, match=name):
-        ProcessorSettings.from_folder(write(tmp_path, {**QWEN3_VL, name: value}))
+        ProcessorSettings.from_folder(write(tmp_path, {**QWEN3_PREPROCESSOR, name: value}))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"])
@@ -142,11 +120,14 @@ def test_the_fingerprint_changes_with_every_setting_and_with_nothing_else(tmp_pa
         {"image_std": [0.5, 0.4, 0.5]},
         {"rescale_factor": 1 / 127.5},
     ]
-    prints = [ProcessorSettings.from_folder(write(tmp_path, {**QWEN3_VL, **c})).fingerprint for c in changes]
+    prints = [
+        ProcessorSettings.from_folder(write(tmp_path, {**QWEN3_PREPROCESSOR, **c})).fingerprint
+        for c in changes
+    ]
     assert len(set(prints)) == len(changes)
     assert all(len(fingerprint) == 32 for fingerprint in prints)
     unrelated = {
-        **QWEN3_VL,
+        **QWEN3_PREPROCESSOR,
         "processor_class": "Other",
         "resample": 3,
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -155,5 +136,5 @@ def test_the_fingerprint_changes_with_every_setting_and_with_nothing_else(tmp_pa
 
 
 def test_the_fingerprint_is_pinned(tmp_path):
-    fingerprint = ProcessorSettings.from_folder(write(tmp_path, QWEN3_VL)).fingerprint
+    fingerprint = ProcessorSettings.from_folder(write(tmp_path, QWEN3_PREPROCESSOR)).fingerprint
     assert fingerprint.hex()[:16] == "6f027ccbdeafbcf5"

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, InternalError, InvalidImageError
-from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
+from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
 from encoder_service.image.patches import to_patches
+from encoder_service.image.resize import Resize
 from encoder_service.image.source import Source
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from testing.photos import photo
 from tests.engines import Gate, demanded, running
+from tests.waiting import PATIENCE_S, START_S, soon
 
 
 async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> None:
@@ -28,12 +30,12 @@ async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> 
     def decode_one(source: Source) -> Tensor | EncoderError:
         if source.data == slow:
             held.set()
-            assert open_.wait(60)
+            assert open_.wait(START_S)
         return model.decoder.decode_one(source)
 
     async with running(model, decode_one=decode_one) as bench:
         waiting = asyncio.create_task(bench.rows(slow, demanded("slow")))
-        await asyncio.to_thread(held.wait, 20)
+        assert await asyncio.to_thread(held.wait, PATIENCE_S)
         for image in (*fast, photo(256, 300, 10, "PNG")):
             (await asyncio.wait_for(bench.rows(image, demanded()), 60)).release()
         assert not waiting.done(), "it is still being decoded"
@@ -91,11 +93,11 @@ async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
     culprit = model.processor.geometry.grid(384, 256)
     sizes: list[int] = []
 
-    def cut(pixels: Sequence[Tensor], grids: Sequence[Grid], geometry: Geometry) -> list[Tensor]:
+    def cut(pixels: Sequence[Tensor], grids: Sequence[Grid], resize: Resize) -> list[Tensor]:
         sizes.append(len(grids))
         if culprit in grids:
             raise torch.OutOfMemoryError("this image does not fit")
-        return to_patches(pixels, grids, geometry)
+        return to_patches(pixels, grids, resize)
 
     monkeypatch.setattr("encoder_service.engine.workers.to_patches", cut)
     gate = Gate(model)
@@ -110,7 +112,7 @@ async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
         results = await asyncio.gather(*waiting, return_exceptions=True)
         (await first).release()
     assert max(sizes) > 1, "they came together"
-    assert isinstance(results[3], InternalError)
+    assert isinstance(results[3], OverloadedError)
     assert results[3].retryable
     assert all(isinstance(result, Pin) for n, result in enumerate(results) if n != 3)
 
@@ -120,9 +122,7 @@ async def test_the_next_image_is_decoded_while_the_vit_is_busy(model: Model) -> 
     async with running(model, gate.encode, batch_patches=300) as bench:
         waiting = [asyncio.create_task(bench.rows(photo(256, 256 + n, n), demanded())) for n in range(4)]
         await gate.reached(1)
-        async with asyncio.timeout(20):
-            while bench.jobs.snapshot().images[State.PREPARED, True] < 2:
-                await asyncio.sleep(0.005)
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] >= 2)
         assert len(gate.batches) == 1, "the first batch is still in the tower"
         gate.open.set()
         for task in waiting:

@@ -52,8 +52,8 @@ def test_a_loop_that_is_stuck_is_not_healthy() -> None:
     http.start()
     try:
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=5)
-        page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=5).read().decode()
+            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30)
+        page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=30).read().decode()
         assert "&lt;b&gt;" in page
         assert "has not turned" in page
     finally:

@@ -1,7 +1,6 @@
 """`top`: what it reads of servers, and what it makes of it."""
 
 import io
-import socket
 from math import inf
 
 import pytest
@@ -11,6 +10,7 @@ from encoder_service.app import Server
 from encoder_service.observability import top
 from encoder_service.observability.scrape import ScrapeError, quantile, scrape
 from prefill_client import EncoderClient
+from tests.closed_port import closed_port
 from tests.operator_view import settled, use
 
 
@@ -26,10 +26,9 @@ async def test_top_shows_the_living_and_the_gone(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         await use(client)
     await settled(server, "calls_total", 3)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        nobody = f"127.0.0.1:{free.getsockname()[1]}"
     console = Console(file=io.StringIO(), width=220, record=True)
-    code = await top.run([server.watch.endpoint, nobody], interval_s=1, once=True, console=console)
+    with closed_port() as nobody:
+        code = await top.run([server.watch.endpoint, nobody], interval_s=1, once=True, console=console)
     text = console.export_text()
     assert code == 0
     living, gone = (
@@ -39,7 +38,8 @@ async def test_top_shows_the_living_and_the_gone(server: Server) -> None:
     assert "gone" in gone
     for label in ("host", "image files", "vit", "copy_out", "send shm"):
         assert label in text
-    assert await top.run([nobody], interval_s=1, once=True, console=console) == 1
+    with closed_port() as nobody:
+        assert await top.run([nobody], interval_s=1, once=True, console=console) == 1
 
 
 async def test_top_shows_rates_between_frames(server: Server) -> None:
@@ -57,7 +57,5 @@ async def test_top_shows_rates_between_frames(server: Server) -> None:
 
 
 def test_a_scrape_of_what_is_no_server_says_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        nobody = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(ScrapeError, match=nobody):
+    with closed_port() as nobody, pytest.raises(ScrapeError, match=nobody):
         scrape(nobody)

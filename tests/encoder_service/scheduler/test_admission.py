@@ -48,7 +48,7 @@ def test_a_refusal_keeps_nothing_and_a_place_that_is_given_back_can_be_taken():
     refused = Claim("other", "other")
     with pytest.raises(OverloadedError):
         scheduler.admit(refused, b"other", 10, 100, 0.0)
-    assert refused.work is None
+    assert refused.task is None
     assert scheduler.snapshot().requests == 1
     scheduler.withdraw(claim)
     assert scheduler.admit(refused, b"other", 10, 100, 0.0)
@@ -59,7 +59,7 @@ def test_a_queue_that_would_take_too_long_refuses_and_an_empty_one_takes_anythin
     first = admit(scheduler, 0, patches=100)
     scheduler.prepared(scheduler.next_to_prepare(0.0, 1000, 1)[0], 0.0)
     scheduler.done(scheduler.next_batch(0.0, 1000), 1.0)  # a hundred patches a second
-    assert first.work is None
+    assert first.task is None
     admit(scheduler, 1, client="a", patches=150)
     with pytest.raises(OverloadedError, match="longer than 2 s") as refused:
         admit(scheduler, 2, client="b", patches=60)
@@ -123,13 +123,13 @@ def test_clients_that_always_want_more_end_up_with_equal_shares_and_leave_room()
                     held[client] += 1
             except OverloadedError:
                 pass
-        (work,) = scheduler.next_to_prepare(0.0, 1, 1)
-        scheduler.prepared(work, 0.0)
+        (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+        scheduler.prepared(task, 0.0)
         batch = scheduler.next_batch(0.0, 10)
-        held[work.client_id] -= 1
+        held[task.client_id] -= 1
         scheduler.done(batch, 0.1)
     assert held == {client: pytest.approx(3 / 10 * 130, abs=2) for client in held}
-    assert admit(scheduler, "newcomer", client="newcomer").work
+    assert admit(scheduler, "newcomer", client="newcomer").task
 
 
 def test_the_share_counts_patches_too():
@@ -143,8 +143,8 @@ def test_the_retry_hint_is_the_time_in_which_a_quarter_of_the_queue_drains():
     scheduler = make(images=41)
     for number in range(41):
         admit(scheduler, number, client=f"c{number}", patches=100)
-    (work,) = scheduler.next_to_prepare(0.0, 1, 1)
-    scheduler.prepared(work, 0.0)
+    (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+    scheduler.prepared(task, 0.0)
     scheduler.done(scheduler.next_batch(0.0, 1000), 0.5)  # 100 patches in half a second
     admit(scheduler, 50, client="c50", patches=100)
     with pytest.raises(OverloadedError) as refused:
@@ -158,8 +158,8 @@ def test_the_retry_hint_follows_the_device_and_stays_within_bounds():
         scheduler = make(images=2)
         for n in range(2):
             admit(scheduler, n, client=f"c{n}")
-        (work,) = scheduler.next_to_prepare(0.0, 1, 1)
-        scheduler.prepared(work, 0.0)
+        (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+        scheduler.prepared(task, 0.0)
         scheduler.done(scheduler.next_batch(0.0, 1000), seconds)
         admit(scheduler, 5, client="c5")
         with pytest.raises(OverloadedError) as refused:
@@ -175,8 +175,8 @@ def test_the_rate_forgets_what_the_device_did_long_ago():
     scheduler = make()
     for number, seconds in enumerate([1.0] * 30 + [0.1] * 600):
         admit(scheduler, number, patches=100)
-        (work,) = scheduler.next_to_prepare(0.0, 1, 1)
-        scheduler.prepared(work, 0.0)
+        (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+        scheduler.prepared(task, 0.0)
         scheduler.done(scheduler.next_batch(0.0, 1000), seconds)
     assert scheduler.snapshot().patches_per_s == pytest.approx(1000, rel=0.05)
 

@@ -1,58 +1,11 @@
-"""The scheduler against its promises: order, batches, single flight, bounds, no starvation."""
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
+"""The scheduler against its promises: order, ageing, single flight."""
 
 from encoder_service.scheduler import (
-    LEAST_WORK_LEFT,
     Claim,
-    Limits,
-    Scheduler,
     State,
 )
 from encoder_service.scheduler.policy import STRETCH
-
-PATCHES = 100
-ROOMY = Limits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
-
-
-def make(limits=ROOMY, ahead_patches=10**6, ahead_images=10**6, policy=LEAST_WORK_LEFT) -> Scheduler:
-    return Scheduler(limits, max_ahead_patches=ahead_patches, max_ahead_images=ahead_images, policy=policy)
-
-
-def want(scheduler, address, request="r", *, patches=PATCHES, now=0.0, **claim) -> Claim:
-    wanted = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
-    scheduler.admit(wanted, address.encode(), patches, 1000, now)
-    return wanted
-
-
-def prepare_all(scheduler, now=0.0) -> None:
-    while works := scheduler.next_to_prepare(now, 10**9, 10**6):
-        for work in works:
-            assert scheduler.prepared(work, now)
-
-
-def names(works) -> list[str]:
-    return [work.address.decode() for work in works]
-
-
-def encode_order(scheduler, now=0.0) -> list[str]:
-    """Return the addresses in the order in which they are encoded, one image a batch."""
-    out = []
-    while True:
-        prepare_all(scheduler, now)
-        batch = scheduler.next_batch(now, 1)
-        if not batch:
-            return out
-        out += names(batch)
-        scheduler.done(batch, 0.1)
-
-
-def is_empty(scheduler) -> bool:
-    now = scheduler.snapshot()
-    return not (sum(now.images.values()) or sum(now.patches.values()) or now.source_bytes or now.requests
-                or now.claims or now.clients)  # fmt: skip
-
+from tests.scheduling import PATCHES, encode_order, is_empty, make, names, prepare_all, want
 
 # Order
 
@@ -146,96 +99,9 @@ def test_a_request_identifier_used_for_ever_does_not_stay_the_oldest():
         want(scheduler, f"x{turn}", "for-ever")  # named before the one before it is done
         prepare_all(scheduler)
         scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
-        if rival.work is None:
+        if rival.task is None:
             break
     assert turn <= 2 * STRETCH
-
-
-# Batches
-
-
-def test_a_batch_is_the_longest_head_of_the_order_that_fits_the_budget():
-    scheduler = make()
-    for number, patches in enumerate((300, 300, 500, 100)):
-        want(scheduler, f"{number}", chunk=number, patches=patches)
-    prepare_all(scheduler)
-    assert names(scheduler.next_batch(0.0, 1000)) == ["0", "1"]
-    assert names(scheduler.next_batch(0.0, 1000)) == ["2", "3"]
-    assert scheduler.next_batch(0.0, 1000) == []
-
-
-def test_an_image_larger_than_the_budget_goes_alone():
-    scheduler = make()
-    want(scheduler, "huge", patches=5000)
-    want(scheduler, "next", chunk=1)
-    prepare_all(scheduler)
-    assert names(scheduler.next_batch(0.0, 1000)) == ["huge"]
-
-
-def test_speculative_work_joins_no_demanded_batch_and_makes_only_small_ones():
-    scheduler = make()
-    want(scheduler, "demand", "a")
-    for number in range(8):
-        want(scheduler, f"guess{number}", "b", demanded=False)
-    prepare_all(scheduler)
-    assert names(scheduler.next_batch(0.0, 8 * PATCHES)) == ["demand"]
-    assert len(scheduler.next_batch(0.0, 8 * PATCHES)) == 2
-
-
-def test_prepared_guesses_do_not_keep_a_demand_from_being_prepared():
-    scheduler = make(ahead_patches=3 * PATCHES)
-    for number in range(10):
-        want(scheduler, f"guess{number}", "b", demanded=False)
-    prepare_all(scheduler)
-    want(scheduler, "demand", "a")
-    assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["demand"]
-
-
-def test_what_lies_ahead_stays_bounded_when_demands_turn_into_guesses():
-    scheduler = make(ahead_patches=3 * PATCHES)
-    for turn in range(5):
-        for number in range(4):
-            want(scheduler, f"{turn}.{number}", "a", demanded=False)
-        prepare_all(scheduler)
-        demands = [want(scheduler, f"{turn}.{number}.d", "b") for number in range(4)]
-        for number in range(4):
-            want(scheduler, f"{turn}.{number}.d", "a", demanded=False)
-        prepare_all(scheduler)
-        for claim in demands:
-            scheduler.withdraw(claim)
-    ahead = scheduler.snapshot().images
-    assert ahead[State.PREPARED, True] + ahead[State.PREPARED, False] == 6
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 40), st.data())
-def test_a_failed_batch_is_split_until_exactly_the_culprits_fail(count, data):
-    culprits = {str(n) for n in data.draw(st.sets(st.integers(0, count - 1), max_size=3))}
-    scheduler = make()
-    for number in range(count):
-        want(scheduler, str(number))
-    prepare_all(scheduler)
-    failed, encoded, runs = [], [], 0
-    while batch := scheduler.next_batch(0.0, 10**9):
-        runs += 1
-        if culprits & set(names(batch)):
-            failed += names(scheduler.failed(batch))
-        else:
-            encoded += names(batch)
-            scheduler.done(batch, 0.1)
-    assert set(failed) == culprits
-    assert sorted(failed + encoded) == sorted(map(str, range(count)))
-    assert runs <= max(1, 2 * count - 1)
-    assert is_empty(scheduler)
-
-
-def test_who_leaves_after_the_batch_failed_is_not_tried_again():
-    scheduler = make()
-    claims = [want(scheduler, str(number), chunk=number) for number in range(4)]
-    prepare_all(scheduler)
-    scheduler.failed(scheduler.next_batch(0.0, 10**9))
-    assert names([scheduler.withdraw(claims[0])]) == ["0"]
-    assert names(scheduler.next_batch(0.0, 10**9)) == ["1"]
 
 
 # Single flight
@@ -244,7 +110,7 @@ def test_who_leaves_after_the_batch_failed_is_not_tried_again():
 def test_many_callers_share_one_work_and_only_the_last_withdrawal_drops_it():
     scheduler = make()
     claims = [want(scheduler, "a", f"r{number}") for number in range(5)]
-    assert len({id(claim.work) for claim in claims}) == 1
+    assert len({id(claim.task) for claim in claims}) == 1
     assert scheduler.snapshot().images[State.WAITING, True] == 1
     for claim in claims[:-1]:
         assert scheduler.withdraw(claim) is None
@@ -261,7 +127,7 @@ def test_work_that_is_being_encoded_goes_on_without_callers_and_new_ones_join_it
     late = Claim("r2", "c", demanded=True)
     assert scheduler.claim(late, b"a", 0.0)
     scheduler.done(batch, 0.1)
-    assert late.work is None
+    assert late.task is None
     assert is_empty(scheduler)
 
 
@@ -272,8 +138,8 @@ def test_what_comes_back_from_decoding_after_everyone_left_is_refused_even_if_it
     scheduler.withdraw(claim)
     again = want(scheduler, "a")
     assert not scheduler.prepared(old, 0.0)
-    assert again.work is not old
-    assert again.work.state is State.WAITING
+    assert again.task is not old
+    assert again.task.state is State.WAITING
 
 
 def test_a_claim_on_an_address_that_nobody_admitted_is_not_attached():

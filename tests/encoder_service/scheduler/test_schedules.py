@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.simulation.policies import POLICIES
 from bench.simulation.simulator import Load, Machine, Simulation
 from encoder_contract.errors import OverloadedError
-from encoder_service.scheduler import POLICIES, Claim, Limits, Scheduler, State, Task, least_work_left
+from encoder_service.scheduler import Claim, Limits, Scheduler, State, Task, least_work_left
 from encoder_service.scheduler.policy import STRETCH, allowance
 
 PATCHES = 100
@@ -24,15 +25,15 @@ class Model:
     arrivals: list[str] = field(default_factory=list)
 
     def named(self, claim: Claim, live: list[Claim]) -> None:
-        others = [c for c in live if c.work and c is not claim and c.request_id == claim.request_id]
-        if claim.work not in [c.work for c in others]:
+        others = [c for c in live if c.task and c is not claim and c.request_id == claim.request_id]
+        if claim.task not in [c.task for c in others]:
             self.marks[claim.request_id] = self.clock
 
-    def rank(self, work: Task, live: list[Claim], now: float) -> tuple:
+    def rank(self, task: Task, live: list[Claim], now: float) -> tuple:
         ranks = []
-        for claim in (c for c in live if c.work is work):
-            works = {c.work for c in live if c.request_id == claim.request_id and c.work}
-            due = self.marks[claim.request_id] + allowance(sum(w.patches for w in works), claim.request.scale)
+        for claim in (c for c in live if c.task is task):
+            tasks = {c.task for c in live if c.request_id == claim.request_id and c.task}
+            due = self.marks[claim.request_id] + allowance(sum(t.patches for t in tasks), claim.request.scale)
             ahead = claim.demanded and claim.needed_at is not None and claim.needed_at > now
             ranks.append((not claim.demanded, -claim.priority, ahead, due))
         return min(ranks)
@@ -53,8 +54,8 @@ class Schedule:
         self.live: list[Claim] = []
         self.preparing: list[Task] = []
         self.batches: list[list[Task]] = []
-        self.outcomes: dict[int, str] = {}  # id of a work -> its one outcome
-        self.works: list[Task] = []  # keeps identities unique
+        self.outcomes: dict[int, str] = {}  # id of a task -> its one outcome
+        self.tasks: list[Task] = []  # keeps identities unique
 
     def play(self, steps: int) -> None:
         steps_of = (
@@ -70,18 +71,18 @@ class Schedule:
             self.now += self.random.choice((0.0, 0.1, 1.0))
             self.random.choice(steps_of)()
             self.check()
-        while any(claim.work for claim in self.live) or self.batches or self.preparing:
+        while any(claim.task for claim in self.live) or self.batches or self.preparing:
             for step in (self.prepare, self.prepared, self.start, self.end):
                 step()
                 self.check()
         empty = self.scheduler.snapshot()
         assert (empty.requests, empty.clients, empty.claims, empty.source_bytes) == (0, 0, 0, 0)
-        assert all(id(work) in self.outcomes for work in self.works)
+        assert all(id(task) in self.outcomes for task in self.tasks)
 
-    def outcome(self, work: Task, what: str) -> None:
-        assert id(work) not in self.outcomes, (what, self.outcomes[id(work)])
-        assert work.state is State.GONE
-        self.outcomes[id(work)] = what
+    def outcome(self, task: Task, what: str) -> None:
+        assert id(task) not in self.outcomes, (what, self.outcomes[id(task)])
+        assert task.state is State.GONE
+        self.outcomes[id(task)] = what
 
     def submit(self) -> None:
         pick = self.random
@@ -90,65 +91,65 @@ class Schedule:
             f"r{pick.randrange(5)}", f"c{pick.randrange(3)}", pick.choice((0, 0, 1)), pick.randrange(4),
             pick.choice((None, self.now, self.now + 2)), demanded=pick.random() < 0.7,
         )  # fmt: skip
-        held = [w for w in self.works if w.address == address and w.state is not State.GONE]
+        held = [t for t in self.tasks if t.address == address and t.state is not State.GONE]
         try:
             new = self.scheduler.admit(claim, address, 20 + 10 * address[0], 1000, self.now)
         except OverloadedError:
-            assert claim.work is None
+            assert claim.task is None
             return
         assert new == (not held)
         if new:
-            self.works.append(claim.work)
+            self.tasks.append(claim.task)
         else:
-            assert claim.work is held[0]
+            assert claim.task is held[0]
         self.live.append(claim)
         self.model.named(claim, self.live)
 
     def withdraw(self) -> None:
         if self.live:
             claim = self.live.pop(self.random.randrange(len(self.live)))
-            work = claim.work
+            task = claim.task
             dropped = self.scheduler.withdraw(claim)
             if dropped is not None:
-                assert dropped is work
+                assert dropped is task
                 self.outcome(dropped, "dropped")
 
     def expected(self, state: State) -> list[tuple]:
-        works = [w for w in self.works if w.state is state and w.claims]
-        return sorted(self.model.rank(w, self.live, self.now) for w in works)
+        tasks = [t for t in self.tasks if t.state is state and t.claims]
+        return sorted(self.model.rank(t, self.live, self.now) for t in tasks)
 
     def prepare(self) -> None:
         order = self.expected(State.WAITING)
         before = {
-            id(w): self.model.rank(w, self.live, self.now) for w in self.works if w.state is State.WAITING
+            id(t): self.model.rank(t, self.live, self.now) for t in self.tasks if t.state is State.WAITING
         }
         taken = self.scheduler.next_to_prepare(self.now, BUDGET, 3)
-        assert [before[id(w)] for w in taken] == order[: len(taken)]
+        assert [before[id(t)] for t in taken] == order[: len(taken)]
         self.preparing += taken
 
     def prepared(self) -> None:
         if self.preparing:
-            work = self.preparing.pop(self.random.randrange(len(self.preparing)))
-            if self.random.random() < 0.1 and work.state is State.PREPARING:
-                self.scheduler.drop(work)
-                self.outcome(work, "not decoded")
+            task = self.preparing.pop(self.random.randrange(len(self.preparing)))
+            if self.random.random() < 0.1 and task.state is State.PREPARING:
+                self.scheduler.drop(task)
+                self.outcome(task, "not decoded")
             else:
-                assert self.scheduler.prepared(work, self.now) == (id(work) not in self.outcomes)
+                assert self.scheduler.prepared(task, self.now) == (id(task) not in self.outcomes)
 
     def start(self) -> None:
-        retry = any(w.state is State.SPLIT for w in self.works)
+        retry = any(t.state is State.SPLIT for t in self.tasks)
         order = self.expected(State.PREPARED)
-        ranks = {id(w): self.model.rank(w, self.live, self.now) for w in self.works if w.claims}
+        ranks = {id(t): self.model.rank(t, self.live, self.now) for t in self.tasks if t.claims}
         batch = self.scheduler.next_batch(self.now, BUDGET)
         assert bool(batch) == bool(order or retry), "work-conserving"
         if not batch:
             return
         if not retry:
-            assert [ranks[id(w)] for w in batch] == order[: len(batch)]
-        assert all(w.claims for w in batch), "departed work is never batched"
-        assert len({w.demanded for w in batch}) == 1 or retry
-        assert len(batch) == 1 or sum(w.patches for w in batch) <= BUDGET
-        self.model.clock += sum(w.patches for w in batch)
+            assert [ranks[id(t)] for t in batch] == order[: len(batch)]
+        assert all(t.claims for t in batch), "a departed task is never batched"
+        assert len({t.demanded for t in batch}) == 1 or retry
+        assert len(batch) == 1 or sum(t.patches for t in batch) <= BUDGET
+        self.model.clock += sum(t.patches for t in batch)
         self.batches.append(batch)
 
     def end(self) -> None:
@@ -157,27 +158,27 @@ class Schedule:
         batch = self.batches.pop(self.random.randrange(len(self.batches)))
         if self.random.random() < 0.8:
             self.scheduler.done(batch, 0.1)
-            for work in batch:
-                self.outcome(work, "encoded")
+            for task in batch:
+                self.outcome(task, "encoded")
         else:
-            departed = [work for work in batch if not work.claims]
+            departed = [task for task in batch if not task.claims]
             ended = self.scheduler.failed(batch)
             assert set(departed) <= set(ended), "who is not tried again has ended"
-            for work in ended:
-                self.outcome(work, "failed")
+            for task in ended:
+                self.outcome(task, "failed")
 
     def check(self) -> None:
-        self.live = [claim for claim in self.live if claim.work]
-        held = [w for w in self.works if w.state is not State.GONE]
-        assert len({w.address for w in held}) == len(held), "single flight"
+        self.live = [claim for claim in self.live if claim.task]
+        held = [t for t in self.tasks if t.state is not State.GONE]
+        assert len({t.address for t in held}) == len(held), "single flight"
         snapshot = self.scheduler.snapshot()
         assert sum(snapshot.images.values()) == len(held) <= LIMITS.images
-        assert sum(snapshot.patches.values()) == sum(w.patches for w in held) <= LIMITS.patches
-        assert snapshot.source_bytes == sum(w.source_bytes for w in held) <= LIMITS.source_bytes
+        assert sum(snapshot.patches.values()) == sum(t.patches for t in held) <= LIMITS.patches
+        assert snapshot.source_bytes == sum(t.source_bytes for t in held) <= LIMITS.source_bytes
         assert snapshot.claims == len(self.live) <= LIMITS.claims
-        ahead = [w for w in held if w.state in (State.PREPARING, State.PREPARED)]
+        ahead = [t for t in held if t.state in (State.PREPARING, State.PREPARED)]
         assert len(ahead) <= 2 * AHEAD_IMAGES
-        assert sum(w.patches for w in ahead) <= 2 * AHEAD_PATCHES
+        assert sum(t.patches for t in ahead) <= 2 * AHEAD_PATCHES
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -201,14 +202,14 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
     )
     for number in range(50):  # so that the scheduler knows what an ordinary request is: one small image
         scheduler.admit(Claim(f"w{number}", "warm"), b"warm", PATCHES, 1000, 0.0)
-        (work,) = scheduler.next_to_prepare(0.0, 10**9, 10)
-        scheduler.prepared(work, 0.0)
+        (task,) = scheduler.next_to_prepare(0.0, 10**9, 10)
+        scheduler.prepared(task, 0.0)
         scheduler.done(scheduler.next_batch(0.0, PATCHES), 0.1)
     big = [Claim("big", "big", chunk=chunk, demanded=True) for chunk in range(10)]
     for claim in big:
         scheduler.admit(claim, f"big{claim.chunk}".encode(), PATCHES, 1000, 0.0)
     encoded = number = 0
-    while any(claim.work for claim in big) and encoded < 10**6:
+    while any(claim.task for claim in big) and encoded < 10**6:
         try:
             while True:
                 number += 1
@@ -217,10 +218,10 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
                 scheduler.admit(small, f"s{number}".encode(), patches, 1000, 0.0)
         except OverloadedError:
             pass
-        for work in scheduler.next_to_prepare(0.0, 10**9, 10):
-            scheduler.prepared(work, 0.0)
+        for task in scheduler.next_to_prepare(0.0, 10**9, 10):
+            scheduler.prepared(task, 0.0)
         batch = scheduler.next_batch(0.0, PATCHES)
-        encoded += sum(work.patches for work in batch)
+        encoded += sum(task.patches for task in batch)
         scheduler.done(batch, 0.1)
     return encoded, allowance(10 * PATCHES, 2 * PATCHES, stretch) + limits.patches + 2 * ahead
 

@@ -86,9 +86,8 @@ def test_an_embedding_is_split_only_when_no_run_holds_it():
 def test_a_day_of_random_sizes_leaves_nine_tenths_usable_and_most_embeddings_in_one_run():
     rows_per_page = 2
     layout = Layout(row_bytes=1, page_rows=rows_per_page)
-    tier = Tier(
-        "host", torch.empty((8 << 14) * rows_per_page, dtype=torch.uint8), layout
-    )  # as 8 GiB of 64 KiB pages
+    # As 8 GiB of 64 KiB pages.
+    tier = Tier("host", torch.empty((8 << 14) * rows_per_page, dtype=torch.uint8), layout)
     rng = random.Random(3)
     used, single = [], []
     for number in range(6000):

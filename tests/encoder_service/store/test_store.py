@@ -121,13 +121,13 @@ def test_a_pin_that_is_forgotten_is_released_by_the_garbage_collector_even_in_a_
 
 
 def test_two_writers_of_one_address_write_once(tmp_path):
-    store = make_store(tmp_path, wait_s=5.0)
+    store = make_store(tmp_path, wait_s=PATIENCE_S)
     entered, go_on = threading.Event(), threading.Event()
 
     class SlowRows(torch.Tensor):
         def contiguous(self):
             entered.set()
-            go_on.wait(5)
+            go_on.wait(PATIENCE_S)
             return self.as_subclass(torch.Tensor).contiguous()
 
     pins = []
@@ -135,7 +135,7 @@ def test_two_writers_of_one_address_write_once(tmp_path):
         target=lambda: pins.append(store.put(b"a", embedding(1).as_subclass(SlowRows), (1, 1, 1)))
     )
     first.start()
-    assert entered.wait(5)
+    assert entered.wait(PATIENCE_S)
     assert store.pin(b"a") is None  # not before it is complete
     assert not store.evict(b"a")
     second = threading.Thread(target=lambda: pins.append(store.put(b"a", embedding(2), (1, 1, 2))))

@@ -3,8 +3,9 @@
 import threading
 import time
 
-from encoder_service.store.tier_migrator import PROMOTE_HITS
+from encoder_service.store.tier_migrator import PROMOTE_READERS
 from tests.small_store import embedding, make_store, put, read
+from tests.waiting import PATIENCE_S
 
 
 def test_rows_go_to_the_device_and_come_to_the_host_when_someone_reads(tmp_path):
@@ -53,27 +54,35 @@ def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
     store.close()
 
 
-def test_repeated_hits_bring_an_embedding_to_the_device(tmp_path):
-    store = make_store(tmp_path, device_pages=4, promotes=True)
+def test_an_embedding_comes_to_the_device_once_enough_readers_wanted_it_there(tmp_path):
+    store = make_store(tmp_path, device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))
     assert store.move_once()  # room for the promotion
-    for _ in range(PROMOTE_HITS):
+    for _ in range(PROMOTE_READERS):
         assert not store.move_once()
-        store.pin(b"e").release()
+        with store.pin(b"e") as pin:
+            store.to_device(pin)
+            assert pin.tier == "host"
     assert store.move_once()
     assert store.stats().promotions == 1
+    with store.pin(b"e") as pin:
+        store.to_device(pin)
+        assert pin.tier == "device"
+        assert store.stats().pins == 1
+        pin.to_host()
+        assert read(pin) == embedding(ord("e")).numpy().tobytes()
     assert store.evict(b"e")
     assert not store.contains(b"e")
     store.close()
 
 
-def test_where_nobody_reads_the_device_tier_no_number_of_hits_brings_an_embedding_there(tmp_path):
+def test_readers_of_the_host_bring_nothing_to_the_device_however_many(tmp_path):
     store = make_store(tmp_path, device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))
     assert store.move_once()  # there is room
-    for _ in range(3 * PROMOTE_HITS):
+    for _ in range(3 * PROMOTE_READERS):
         store.pin(b"e").release()
         assert not store.move_once()
     assert store.stats().promotions == 0
@@ -85,7 +94,7 @@ def test_the_migrator_thread_keeps_room_on_the_device_and_ends_with_the_store(tm
     store = make_store(tmp_path, host_pages=64, device_pages=8)
     thread = threading.Thread(target=store.keep_moving)
     thread.start()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     for name in range(30):
         while (tier := store.stats().tiers[0]).used_bytes == tier.size_bytes and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -96,5 +105,5 @@ def test_the_migrator_thread_keeps_room_on_the_device_and_ends_with_the_store(tm
             pin.to_host()
             assert read(pin) == embedding(name).numpy().tobytes()
     store.close()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import load_tower, model_fingerprint
 from encoder_service.vision.checkpoint import VisionTensors
+from encoder_service.vision.linear import Linear, packing_available
+from encoder_service.vision.pointwise import PlainPointwise
 from testing.checkpoints import write_checkpoint
 from testing.reference_tower import random_patches
 
@@ -106,6 +110,29 @@ def test_options_that_cannot_be_served_are_refused(folder, option):
         load(folder, **option)
 
 
+def test_loading_imports_nothing_of_torchs_compiler(original):
+    """That takes as long as all else together."""
+    script = f"""
+import sys
+from encoder_service.image.processor import ProcessorSettings
+from encoder_service.vision import load_tower
+load_tower({str(original)!r}, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder({str(original)!r}))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda"])
+def test_a_gpu_that_is_asked_for_is_the_current_one_before_anything_runs_there(folder, monkeypatch, device):
+    """Triton's kernels run on the current one, wherever their tensors lie."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    with pytest.raises(ValueError, match="cannot run here"):
+        load(folder, device=device, dtype="bfloat16", attention="flash2")
+    assert current == ([torch.device("cuda:1")] if device == "cuda:1" else [])
+
+
 def test_a_processor_of_another_patch_size_is_refused(folder):
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 14}))
@@ -170,3 +197,30 @@ def test_fingerprint_ignores_the_language_model_and_nothing_else(folder):
     known.add(model_fingerprint(folder))
     edit_config(folder, model_type="qwen3_5", deepstack_visual_indexes=[])
     assert model_fingerprint(folder) not in known
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_the_cpu_the_weights_of_products_are_packed_where_it_can(original, dtype):
+    module = load(original, dtype=dtype)._module
+    products = [part for part in module.modules() if isinstance(part, Linear)]
+    packed = packing_available(getattr(torch, dtype))
+    assert packed or dtype != "float32" or not torch._C._has_mkldnn
+    assert [part._packed is not None for part in products] == [packed] * len(products)
+    assert all((part.weight.numel() == 0) == packed for part in products), "held twice"
+
+
+def test_a_packed_product_is_as_exact_as_float32():
+    torch.manual_seed(1)
+    product, x = Linear(288, 96), torch.randn(300, 288)
+    product.weight.data, product.bias.data = torch.randn(96, 288), torch.randn(96)
+    weight, bias, residual = product.weight.double(), product.bias.double(), torch.randn(300, 96)
+    exact = x.double() @ weight.t() + bias
+    product.pack(256)
+    with torch.inference_mode():
+        for found, wanted in (
+            (product(x), exact),
+            (product.gelu_tanh(x), torch.nn.functional.gelu(exact, approximate="tanh")),
+            (product.gelu_erf(x, PlainPointwise()), torch.nn.functional.gelu(exact)),
+            (product.plus(residual.clone(), x), exact + residual),
+        ):
+            assert (found - wanted).abs().max() <= 1e-5 * exact.abs().max()

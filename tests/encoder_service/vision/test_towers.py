@@ -9,9 +9,7 @@ import torch
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import flops, load_tower
-from encoder_service.vision.attention import SegmentAttention, Segments, make_attention
-from encoder_service.vision.graphs import Budget, StaticBatch, budgets, padded_lengths
-from encoder_service.vision.tables import GridTables, TableCache, window_order
+from encoder_service.vision.tables import window_order
 from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
@@ -20,13 +18,7 @@ MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"]
 GRIDS = [Grid(1, 8, 12), Grid(1, 2, 2), Grid(1, 34, 20), Grid(1, 4, 40), Grid(1, 22, 18)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """These models are too small to share between cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +74,20 @@ def test_bfloat16_error_is_no_larger_than_that_of_transformers(folders, model_ty
     assert ours.max() <= 1.25 * theirs.max()  # one row decides a maximum
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
+def test_so_is_the_error_where_no_product_can_add_to_the_residual_stream(folders, model_type, monkeypatch):
+    """As on CUDA: weights are not packed, and sums wait for the next norm."""
+    monkeypatch.setattr("encoder_service.vision.linear.packing_available", lambda _: False)
+    folder = folders[model_type]
+    tower = load.__wrapped__(folder, "bfloat16")
+    truth_tower, theirs_tower = ReferenceTower(folder, torch.float32), ReferenceTower(folder, torch.bfloat16)
+    patches = random_patches(GRIDS, tower.spec.patch_values, seed=2)
+    pixels = truth_tower.pixels(patches)
+    truth = truth_tower.rows(pixels, GRIDS)
+    ours = row_errors(torch.cat(tower.encode(patches, GRIDS)), truth)
+    assert ours.mean() <= 1.05 * row_errors(theirs_tower.rows(pixels, GRIDS), truth).mean()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_rows_do_not_depend_on_their_neighbours_to_the_bit(folders, model_type, dtype):
@@ -132,6 +138,18 @@ def test_images_packed_into_one_layout_as_on_cuda_equal_images_alone(folders, mo
     assert row_errors(packed, torch.cat(tower.encode(patches, GRIDS))).max() <= 1e-5
 
 
+def test_widened_mlps_change_nothing_but_rounding(folders, monkeypatch):
+    """As on CUDA, where rows of 16 bytes are wanted: 428 columns become 432; weights are not packed there."""
+    patches = random_patches(GRIDS, 588)
+    plain = load(folders["qwen2_5_vl"])
+    monkeypatch.setattr("encoder_service.vision.linear.packing_available", lambda _: False)
+    widened = load.__wrapped__(folders["qwen2_5_vl"])
+    widened._module.align(16)
+    assert widened._module.blocks[0].mlp.up_proj.weight.shape[0] == 432
+    rows = torch.cat(widened.encode(patches, GRIDS))
+    assert row_errors(rows, torch.cat(plain.encode(patches, GRIDS))).max() <= 1e-5
+
+
 def test_an_empty_call_returns_nothing(folders):
     assert load(folders["qwen3_vl"]).encode([], []) == []
 
@@ -151,27 +169,6 @@ def test_patches_that_do_not_fit_their_grid_are_refused(folders, patches, grid):
         load(folders["qwen3_vl"]).encode([patches], [grid])
 
 
-def test_equal_grids_share_their_tables_and_the_cache_is_bounded():
-    made = []
-
-    def make(grid):
-        made.append(grid)
-        return GridTables(grid, torch.empty(0))
-
-    cache = TableCache(make, max_patches=100)
-    small, other, large = Grid(1, 6, 6), Grid(1, 8, 8), Grid(1, 20, 20)
-    assert cache.get(small) is cache.get(small)
-    cache.get(other)
-    cache.get(small)
-    cache.get(Grid(1, 2, 2))  # 104 patches: the least recently used goes, which is `other`
-    cache.get(small)
-    assert made == [small, other, Grid(1, 2, 2)]
-    cache.get(large)
-    cache.get(large)
-    assert made.count(large) == 2  # over the bound: never kept
-    assert len(cache) == 2
-
-
 @pytest.mark.parametrize("grid", GRIDS)
 def test_window_order_visits_every_row_once_and_whole_windows_first(folders, grid):
     spec = load(folders["qwen2_5_vl"]).spec
@@ -182,30 +179,9 @@ def test_window_order_visits_every_row_once_and_whole_windows_first(folders, gri
     assert max(windows) <= spec.window**2
 
 
-def test_attention_by_segments_equals_a_masked_product():
-    lengths = [5, 5, 3, 0, 7]
-    query, key, value = torch.randn(3, 20, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    segments = Segments.of(lengths, torch.device("cpu"))
-    assert segments.bounds.tolist() == [0, 5, 10, 13, 13, 20]
-    mixed = SegmentAttention()(query, key, value, segments, 0.3)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
-    weights = scores.masked_fill(owner[:, None] != owner, float("-inf")).softmax(-1)
-    torch.testing.assert_close(mixed, torch.einsum("hqk,khd->qhd", weights, value))
-
-
-@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "varlen", "cudnn"])
-def test_a_forced_backend_that_cannot_run_is_an_error_at_start(folders, name):
-    with pytest.raises(ValueError, match=f"attention '{name}' cannot run here: it needs CUDA"):
-        load(folders["qwen3_vl"], attention=name)
-
-
-def test_an_unknown_backend_is_refused_with_the_list_and_auto_logs_its_pick(caplog):
-    with pytest.raises(ValueError, match=r"known: auto, cudnn, .*sdpa"):
-        make_attention("flash9", torch.device("cpu"), torch.float32)
-    with caplog.at_level("INFO"):
-        assert make_attention("auto", torch.device("cpu"), torch.float32).name == "sdpa"
-    assert "attention: sdpa (auto" in caplog.text
+def test_a_forced_backend_that_cannot_run_is_an_error_at_start(folders):
+    with pytest.raises(ValueError, match="attention 'flash3' cannot run here: it needs CUDA"):
+        load(folders["qwen3_vl"], attention="flash3")
 
 
 def test_flops_match_the_published_arithmetic(folders):
@@ -230,60 +206,3 @@ def test_flops_equal_what_torch_counts_in_the_reference(folders, model_type):
     # torch counts the convolution over both frames; a still image needs it once.
     convolution = 2 * grid.patches * tower.spec.patch_values * tower.spec.embed
     assert flops(tower.spec, grid) == counter.get_total_flops() - convolution
-
-
-def test_padding_fills_a_budget_with_segments_that_are_not_too_long():
-    assert padded_lengths([100, 50], 400, 100, 6) == [100, 50, 100, 100, 50, 0]
-    assert padded_lengths([400], 400, 400, 2) == [400, 0]
-    assert padded_lengths([], 8, 8, 2) == [8, 0]
-
-
-def test_graph_budgets_are_few_and_hold_the_common_resolutions():
-    everything = budgets(1 << 20)
-    assert len(everything) <= 32
-    for patches in (3520, 4800, 8160, 14400):  # 720p, 960×1280, 1080p, 2560×1440
-        assert Budget(patches, 2, patches) in everything
-    assert all(budget.patches <= 2048 for budget in budgets(2048))
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_static_inputs_padded_to_a_budget_give_the_same_rows_batch_after_batch(folders, model_type):
-    """What a captured graph computes, without the capture: its inputs are reused and padded, no image sees either."""
-    tower = load(folders[model_type])
-    with torch.inference_mode():
-        static = StaticBatch(tower._layout([Grid(1, 4, 4)]), Budget(1024, 8, 512), tower.spec)
-        for seed, grids in enumerate(
-            ([Grid(1, 20, 20), Grid(1, 8, 8)], [Grid(1, 16, 16)], [Grid(1, 22, 18)])
-        ):
-            patches = random_patches(grids, tower.spec.patch_values, seed)
-            layout = tower._layout(grids)
-            assert static.fits(layout)
-            static.load(patches, layout)
-            current = dataclasses.replace(
-                static.layout,
-                segments=on_host(static.layout.segments),
-                windows=static.layout.windows and on_host(static.layout.windows),
-            )
-            [padded] = tower._module([static.patches], [current])
-            assert padded.isfinite().all()
-            expected = torch.cat(tower.encode(patches, grids))
-            assert row_errors(padded[: len(expected)], expected).max() <= 1e-5
-
-
-def on_host(segments):
-    """Device kernels read `bounds`; the kernel used here reads `lengths`."""
-    return Segments.of(segments.bounds.diff().tolist(), torch.device("cpu"))
-
-
-def test_a_batch_that_does_not_fit_a_budget_is_not_taken(folders):
-    tower = load(folders["qwen3_vl"])
-    budget = Budget(2048, 4, 1024)
-    layouts = {
-        "fits": [Grid(1, 32, 32), Grid(1, 32, 32)],
-        "too many patches": [Grid(1, 32, 32)] * 3,
-        "too long": [Grid(1, 34, 34)],
-        "too many segments": [Grid(1, 16, 16)] * 8,
-        "mostly padding": [Grid(1, 16, 16)],
-    }
-    taken = [name for name, grids in layouts.items() if budget.fits(tower._layout(grids))]
-    assert taken == ["fits"]

@@ -1,13 +1,19 @@
 """The vision towers on CUDA: every backend right, graphs equal to eager, memory flat."""
 
+import math
+
 import pytest
 import torch
 
 from encoder_contract.geometry import Grid
+from encoder_service.engine.workers import are_finite
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision import load_tower
+from encoder_service.vision import attention_trial, family_of, load_tower
 from encoder_service.vision.attention import BACKENDS, why_not
-from testing.checkpoints import write_checkpoint
+from encoder_service.vision.attention_backends import SegmentAttention
+from encoder_service.vision.capture import CudaCapture
+from encoder_service.vision.pointwise_choice import make_pointwise
+from testing.checkpoints import vision_config, write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -72,6 +78,103 @@ def test_rows_of_a_graph_survive_the_next_replays(folders, model_type):
     assert torch.equal(tower.encode(patches[:1], GRIDS[:1])[0], kept)
 
 
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_kernels_between_products_are_used_and_equal_torchs_at_the_published_widths(model_type):
+    from encoder_service.vision.pointwise_triton import difference
+
+    config = {"model_type": model_type, "vision_config": vision_config(model_type, full=True)}
+    spec, device = family_of(config).spec(config), torch.device("cuda:0")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert difference(spec, device, dtype) == ""
+        assert make_pointwise(spec, device, dtype).name == "triton"
+
+
+@pytest.mark.parametrize("head_size", [72, 80])
+def test_a_backend_that_is_slow_or_reads_lengths_on_the_host_while_replayed_is_refused(head_size):
+    class ReadsLengths(SegmentAttention):
+        graphs = True
+
+    device = torch.device("cuda:0")
+    plain = SegmentAttention()
+    assert attention_trial.failure(plain, device, torch.bfloat16, head_size) == ""
+    slow = attention_trial.failure(plain, device, torch.bfloat16, head_size, max_third_call_ms=0.0)
+    assert "its third call took" in slow
+    stale = attention_trial.failure(
+        ReadsLengths(), device, torch.bfloat16, head_size, max_third_call_ms=math.inf
+    )
+    assert stale.startswith("replayed, its rows are off by")
+
+
+def memory_in_use():
+    """Bytes of memory that is not free yet, what other streams may still read among them."""
+    return torch.cuda.memory_stats()["active_bytes.all.current"]
+
+
+def test_a_capture_that_cuda_breaks_off_costs_neither_the_next_one_nor_memory():
+    device = torch.device("cuda:0")
+    capture = CudaCapture(device)
+    x = torch.ones(1 << 20, device=device)
+
+    def waits():
+        return x * float(x.sum())
+
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        capture(waits)
+    assert torch.cuda.current_stream() == before
+    replay = capture(lambda: x * 2)
+    x.fill_(3)
+    assert replay().unique().tolist() == [6]
+    held, other = memory_in_use(), torch.cuda.Stream()
+    for _ in range(3):
+        crossing = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+        crossing.record_stream(other)
+        del crossing
+        torch.cuda.synchronize()
+    torch.empty(1, device=device)  # what others are through with is found when something is allocated
+    assert memory_in_use() < held + (1 << 28)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+def test_a_tower_on_another_gpu_than_the_first_has_the_same_rows(folders):
+    folder = folders["qwen3_vl"]
+    processor = ProcessorSettings.from_folder(folder)
+    patches = random_patches(GRIDS, 768)
+    first = load(folder).encode(patches, GRIDS)
+    second = load_tower(folder, device="cuda:1", dtype="bfloat16", processor=processor)
+    try:
+        assert second._pointwise.name == "triton"
+        with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+            for ours, other in zip(second.encode(patches, GRIDS), first, strict=True):
+                assert row_errors(ours, other).mean() <= 0.01
+    finally:
+        torch.cuda.set_device(0)
+
+
+def test_an_image_that_fills_a_graph_has_the_rows_of_an_eager_forward(folders):
+    grid = Grid(1, 44, 80)
+    patches = random_patches([grid], 768)
+    captured, eager = load(folders["qwen3_vl"]), load(folders["qwen3_vl"], graphs=False)
+    truth = load(folders["qwen3_vl"], "float32").encode(patches, [grid])[0]
+    errors = [row_errors(tower.encode(patches, [grid])[0], truth).mean() for tower in (captured, eager)]
+    assert captured.padding_patches == 0
+    assert errors[0] <= 1.05 * errors[1]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_quantised_rows_are_within_the_bar_and_near_those_of_the_emulation(tmp_path, model_type, graphs):
+    folder = write_checkpoint(tmp_path, model_type, depth=6, dtype=torch.bfloat16)
+    processor = ProcessorSettings.from_folder(folder)
+    on_cpu = load_tower(folder, device="cpu", dtype="bfloat16", processor=processor, precision="fp8")
+    patches = random_patches(GRIDS, on_cpu.spec.patch_values)
+    truth, _ = truth_and_errors(folder, patches)
+    rows = torch.cat(load(folder, precision="fp8", graphs=graphs).encode(patches, GRIDS)).cpu()
+    assert torch.cosine_similarity(rows.double(), truth.double()).mean() >= 0.998
+    emulated = row_errors(torch.cat(on_cpu.encode(patches, GRIDS)), truth).mean()
+    assert row_errors(rows, truth).mean() <= 1.25 * emulated
+
+
 def test_a_batch_above_the_largest_budget_runs_eagerly(folders):
     tower = load(folders["qwen3_vl"], batch_patches=600)
     grid = Grid(1, 34, 34)
@@ -95,9 +198,11 @@ def test_a_forward_never_waits_for_the_device(folders):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tower.encode(patches, GRIDS)
+        finite = are_finite(tower.encode(patches, GRIDS))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert finite.tolist() == [True] * len(GRIDS)
 
 
 def test_memory_is_bounded_by_the_patch_budget_whatever_the_number_of_images(folders):

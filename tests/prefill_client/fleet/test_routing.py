@@ -194,7 +194,7 @@ async def three_names(server: Server) -> AsyncIterator[tuple[EncoderClient, list
     port = server.endpoint.rpartition(":")[2]
     names = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "ipv4:127.0.0.1")]
     async with await EncoderClient.connect(names) as client:
-        await soon(lambda: all(map(client._pool.router.is_up, names)), 10)
+        await soon(lambda: all(map(client._pool.router.is_up, names)))
         yield client, names
 
 

@@ -20,6 +20,7 @@ from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.reference_model import OneShot
 from tests.conftest import Gate
+from tests.waiting import PATIENCE_S
 
 PHOTOS = [photo(300, 220, 1), photo(256, 400, 2, orientation=6), photo(280, 280, 3, orientation=3)]
 # Float32 rounding: the server's rows differ by up to 1e-5 of their size from those of `transformers`.
@@ -98,7 +99,7 @@ async def test_prompt_with_another_image_shares_only_what_is_before_it(
 async def test_wait_of_one_request_lets_another_prefill(chat: Chat, gate: Gate) -> None:
     with gate.closed():
         waiting = asyncio.create_task(chat.prefill([user("What is this?", PHOTOS[0])]))
-        other = await asyncio.wait_for(chat.prefill([user("Hello")]), 10)
+        other = await asyncio.wait_for(chat.prefill([user("Hello")]), PATIENCE_S)
         assert not waiting.done()
     assert len(other.runs) >= 1
     assert len((await waiting).images) == 1

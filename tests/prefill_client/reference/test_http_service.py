@@ -21,17 +21,21 @@ from encoder_contract.settings import ConfigError
 from encoder_service.app import Server
 from prefill_client import EncoderClient
 from prefill_client.cli import main
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.reference.chat import Chat
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.http_service import HttpService, Limits
-from prefill_client.reference.image_urls import ImageUrls
 from prefill_client.reference.language_model import load_language_model
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.prefix import PrefixCache
 from prefill_client.reference.trace_folder import TraceFolder
 from testing.photos import data_url, photo
 from tests.conftest import Gate
+from tests.operator_view import fetches_wait_for
+from tests.waiting import PATIENCE_S, soon
 
 MODEL = "tiny"
 FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2, orientation=6)
@@ -44,7 +48,7 @@ class Service:
         self.port = port
         self.metrics = metrics
         self.openai = openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=30
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=110
         )
 
     async def ask(self, *messages: dict[str, Any], **options: Any) -> Any:
@@ -61,14 +65,23 @@ async def serving(
     checkpoint: Path,
     limits: Limits,
     traces: TraceFolder | None = None,
-    urls: ImageUrls | None = None,
+    loader: SharedLoader | ImageLoader | None = None,
 ) -> AsyncIterator[Service]:
     language_model = load_language_model(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     engine, metrics = Engine(language_model, row_width=client.description.width), Metrics()
     chat = Chat(client, engine, tokenizer, chunk_tokens=50, prefixes=PrefixCache(10_000))
-    urls = urls or ImageUrls([], max_bytes=1 << 20, timeout_s=1)
-    http = HttpService(chat, tokenizer, MODEL, image_urls=urls, metrics=metrics, limits=limits, traces=traces)
+    loader = loader or ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1)
+    shared = loader if isinstance(loader, SharedLoader) else SharedLoader(loader)
+    http = HttpService(
+        chat,
+        tokenizer,
+        MODEL,
+        image_loader=shared,
+        metrics=metrics,
+        limits=limits,
+        traces=traces,
+    )
     server = uvicorn.Server(uvicorn.Config(http.app(), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -82,7 +95,7 @@ async def serving(
 
 @pytest.fixture
 async def service(client: EncoderClient, checkpoint: Path) -> AsyncIterator[Service]:
-    limits = Limits(requests=2, body_bytes=4 << 20, request_s=20)
+    limits = Limits(requests=2, body_bytes=4 << 20, request_s=100)
     async with serving(client, checkpoint, limits) as service:
         yield service
 
@@ -198,14 +211,14 @@ async def test_body_that_is_too_large_is_refused(service: Service) -> None:
 
 
 async def test_requests_over_the_bound_are_refused_and_the_place_comes_back(
-    service: Service, gate: Gate
+    service: Service, server: Server, gate: Gate
 ) -> None:
     with gate.closed():
         waiting = [
             asyncio.create_task(service.ask(user("What?", data_url(photo(100, 100, seed)))))
             for seed in (5, 6)
         ]
-        await asyncio.sleep(0.3)
+        await fetches_wait_for(server, 2)
         with pytest.raises(openai.RateLimitError) as refused:
             await service.ask(user("Hello"))
         assert refused.value.response.headers["retry-after"] == "1"
@@ -213,7 +226,9 @@ async def test_requests_over_the_bound_are_refused_and_the_place_comes_back(
     assert (await service.ask(user("Hello"))).choices
 
 
-async def test_caller_who_hangs_up_leaves_nothing_behind(service: Service, gate: Gate) -> None:
+async def test_caller_who_hangs_up_leaves_nothing_behind(
+    service: Service, server: Server, gate: Gate
+) -> None:
     body = json.dumps(
         {"model": MODEL, "messages": [user("What?", data_url(photo(100, 100, 9)))], "max_tokens": 2}
     ).encode()
@@ -222,13 +237,9 @@ async def test_caller_who_hangs_up_leaves_nothing_behind(service: Service, gate:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
-        await asyncio.sleep(0.3)
+        await fetches_wait_for(server, 1)
         writer.close()
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            if service.count("prefill_requests_total", outcome="left"):
-                break
-    assert service.count("prefill_requests_total", outcome="left") == 1
+        await soon(lambda: service.count("prefill_requests_total", outcome="left") == 1)
     assert (await service.ask(user("Hello"))).choices
 
 
@@ -276,7 +287,7 @@ async def test_process_serves_and_ends_with_0(server: Server, checkpoint: Path) 
         )
     assert answer.choices
     process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(process.wait(), 20) == 0
+    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
 def test_what_cannot_be_served_ends_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

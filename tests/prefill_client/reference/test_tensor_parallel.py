@@ -20,6 +20,7 @@ from prefill_client import TRANSPORTS, BlockingClient, FetchedRows, RowRequest
 from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
 from testing.photos import photo
 from tests.processes import running
+from tests.waiting import START_S
 
 RANKS = 2
 IMAGES = [photo(300, 200, 41), photo(128, 400, 42), photo(64, 64, 43)]
@@ -111,7 +112,7 @@ def failing_in_the_block_on_rank_1(rank: int, endpoint: str) -> Report:
 def rank_main(rank: int, case: Callable[[int, str], Report], endpoint: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", f"file://{folder}/meet", timedelta(seconds=30), world_size=RANKS, rank=rank
+        "gloo", f"file://{folder}/meet", timedelta(seconds=START_S), world_size=RANKS, rank=rank
     )
     (folder / f"{rank}.json").write_text(json.dumps(case(rank, endpoint)))
     dist.destroy_process_group()
@@ -126,7 +127,7 @@ def on_ranks(case: Callable[[int, str], Report], endpoint: str, folder: Path) ->
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(START_S)
         if process.is_alive():
             process.kill()
             pytest.fail("a rank hangs")

@@ -1,5 +1,6 @@
 """Traces of requests: what is noted, on whose clock, and how it is drawn."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.traceparent import trace_id
+from encoder_service.app import Server
 from prefill_client import EncoderClient, Trace
 from prefill_client.cli import main
 from prefill_client.reference.chat import Chat
@@ -24,6 +26,9 @@ from prefill_client.tools.timeline import COLOURS, draw
 from prefill_client.tools.trace import Span, read_spans
 from prefill_client.transport.server_clock import ServerClock
 from testing.photos import photo
+from tests.conftest import Gate
+from tests.operator_view import fetches_wait_for
+from tests.waiting import PATIENCE_S
 
 PHOTOS = [photo(300, 220, 31), photo(256, 400, 32, orientation=6)]
 STAGES = ["queue", "decode", "preprocess", "vit", "copy_out"]
@@ -48,13 +53,18 @@ def lane(trace: Trace, name: str) -> dict[str, Span]:
     return {span.name: span for span in trace.spans if span.lane == name}
 
 
-async def test_a_new_image_shows_every_stage_in_order_on_one_clock(chat: Chat) -> None:
+async def test_a_new_image_shows_every_stage_in_order_on_one_clock(
+    chat: Chat, server: Server, gate: Gate
+) -> None:
     trace = Trace("first")
-    prefilled = await chat.prefill(question(*PHOTOS), trace=trace)
+    with gate.closed():  # no image is made before it is asked for
+        prefilling = asyncio.create_task(chat.prefill(question(*PHOTOS), trace=trace))
+        await fetches_wait_for(server, len(PHOTOS))
+    prefilled = await prefilling
     assert {"hash", "lay out", "submit"} == set(lane(trace, "request"))
     (clock,) = trace.to_json()["otherData"]["server_clocks"].values()
     # Both sides are of this process: the true difference of their clocks is nothing.
-    assert abs(clock["offset_ms"]) <= clock["error_ms"] < 1000
+    assert abs(clock["offset_ms"]) <= clock["error_ms"] < PATIENCE_S * 1000
     slack_s = clock["error_ms"] / 1000
     for number in range(len(PHOTOS)):
         spans = lane(trace, f"image {number}")
@@ -69,10 +79,13 @@ async def test_a_new_image_shows_every_stage_in_order_on_one_clock(chat: Chat) -
         assert spans["wait"].ended_s <= spans["prefill"].began_s
 
 
-async def test_a_held_image_is_a_hit_and_no_stage(chat: Chat) -> None:
+async def test_a_held_image_is_a_hit_and_no_stage(chat: Chat, server: Server, gate: Gate) -> None:
     await chat.prefill(question(PHOTOS[0]))
     trace = Trace("second")
-    await chat.prefill(question(PHOTOS[0], PHOTOS[1]), trace=trace)
+    with gate.closed():
+        prefilling = asyncio.create_task(chat.prefill(question(PHOTOS[0], PHOTOS[1]), trace=trace))
+        await fetches_wait_for(server, 1)
+    await prefilling
     assert set(lane(trace, "image 0")) == {"hit"}
     assert "vit" in lane(trace, "image 1")
 

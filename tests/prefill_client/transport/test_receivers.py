@@ -9,7 +9,7 @@ from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.transport import SENDERS
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
-from prefill_client.transport import RECEIVERS, receivers
+from prefill_client.transport import BY_DEFAULT, RECEIVERS, receivers
 from prefill_client.transport.row_stream import RowStream
 from prefill_client.transport.server_clock import ServerClock
 from testing.photos import photo
@@ -17,7 +17,11 @@ from tests.calls import collect, connection
 
 
 def test_every_transport_of_the_contract_has_a_sender_a_receiver_and_a_name() -> None:
-    assert TRANSPORT_NAMES == {pb.TRANSPORT_INLINE: "inline", pb.TRANSPORT_SHM: "shm"}
+    assert TRANSPORT_NAMES == {
+        pb.TRANSPORT_INLINE: "inline",
+        pb.TRANSPORT_SHM: "shm",
+        pb.TRANSPORT_DEVICE: "device",
+    }
     assert list(SENDERS) == list(RECEIVERS)
     assert set(RECEIVERS) == set(TRANSPORT_NAMES)
     assert [TRANSPORT_NAMES[transport] for transport in RECEIVERS] == list(TRANSPORTS)
@@ -29,7 +33,7 @@ def test_every_transport_of_the_contract_has_a_sender_a_receiver_and_a_name() ->
 
 
 def test_a_server_that_is_elsewhere_is_received_from_inline_only() -> None:
-    description = pb.DescribeResponse(shm_segment="/dev/shm/anything", transports=[2, 1])
+    description = pb.DescribeResponse(shm_segment="/dev/shm/anything", transports=[3, 2, 1])
     assert list(receivers("192.0.2.1:50051", description)) == ["inline"]
 
 
@@ -48,7 +52,7 @@ async def test_the_first_transport_of_the_caller_that_both_can_use_is_used(clien
 async def test_a_transport_that_is_not_known_is_an_error_that_names_those_that_are(
     client: EncoderClient,
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="shm, inline; not pigeon"):
+    with pytest.raises(InvalidRequestError, match="device, shm, inline; not pigeon"):
         client.fetch([RowRequest(b"\0" * 32)], transports=["pigeon"])
 
 
@@ -61,3 +65,7 @@ async def test_rows_by_a_transport_that_was_not_asked_for_are_an_error(client: E
     stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0))
     with pytest.raises(InternalError, match="shm, which was not asked for"):
         await anext(aiter(stream))
+
+
+def test_nobody_gets_rows_on_a_device_without_asking_for_them() -> None:
+    assert BY_DEFAULT == ("shm", "inline")

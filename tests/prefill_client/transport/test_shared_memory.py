@@ -1,74 +1,32 @@
-"""Shared-memory rows at the client: mapped once, viewed in place, and never wrong data from a stale handle."""
+"""Rows of handles at the client: in shared memory, mapped once and viewed in place, or on a device; never wrong ones.
 
-import os
+A memory file stands in for the device's memory: all but the calls of CUDA's driver is the code that runs on a GPU.
+"""
+
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from encoder_contract.errors import InternalError, StaleHandleError, UnavailableError
-from encoder_contract.handle import Handle
-from encoder_service.store import Store, entry_table
-from encoder_service.store.tiers import copy_bytes
-from prefill_client import SharedRows
-
-WIDTH = 64  # bfloat16: 128 bytes a row, 512 rows a page
-PAGE_BYTES = 64 << 10
-
-
-def make_store(folder, pages=16):
-    return Store(
-        host_bytes=pages * PAGE_BYTES, width=WIDTH, dtype=torch.bfloat16, segment_dir=str(folder), wait_s=0.0
-    )
+from encoder_contract.errors import StaleHandleError
+from prefill_client.transport import device as device_module
+from tests.rows_by_handle import (
+    WIDTH,
+    as_bytes,
+    embedding,
+    flat,
+    make_store,
+    mappings_of,
+    scattered,
+    shared_rows,
+)
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = make_store(tmp_path)
-    yield store
-    store.close()
-
-
-def embedding(seed, tokens=1000):
-    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def shared_rows(handle):
-    return SharedRows(handle, WIDTH, "bfloat16")
-
-
-def flat(handle):
-    """All bytes of a handle's rows, copied."""
-    return shared_rows(handle).copy().tobytes()
-
-
-def as_bytes(rows):
-    return rows.view(torch.uint8).numpy().tobytes()
-
-
-def mappings_of(path):
-    """The read-only mappings of a file in this process; the store's own is writable."""
-    return [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if path in line and " r--s " in line
-    ]
-
-
-def scattered(store):
-    """Put an embedding that no single run can hold; return its pin."""
-    keep = [store.put(bytes([n]), embedding(n, 512), (1, 1, 1)) for n in range(16)][1::2]
-    pin = store.put(b"wide", embedding(99, 2000), (1, 1, 1))
-    for other in keep:
-        other.release()
-    return pin
-
-
-def test_rows_are_viewed_in_place_and_cannot_be_written(store):
-    pin = store.put(b"a", embedding(1), (1, 1, 1))
+def test_rows_are_viewed_in_place_and_cannot_be_written(shm):
+    pin = shm.put(b"a", embedding(1), (1, 1, 1))
     with shared_rows(pin.handle(10, 900)).reading() as rows:
         assert (rows.shape, rows.dtype, rows.base is not None) == ((890, WIDTH), np.uint16, True)
         assert rows.tobytes() == as_bytes(embedding(1)[10:900])
@@ -88,94 +46,34 @@ def test_scattered_rows_are_one_array_as_a_copy(store):
     assert flat(handle) == as_bytes(expected)
 
 
-def test_a_window_within_one_extent_of_scattered_rows_is_a_view(store):
-    with shared_rows(scattered(store).handle(0, 100)).reading() as rows:
+def test_a_window_within_one_extent_of_scattered_rows_is_a_view(shm):
+    with shared_rows(scattered(shm).handle(0, 100)).reading() as rows:
         assert not rows.flags.writeable
         assert rows.tobytes() == as_bytes(embedding(99, 2000)[:100])
 
 
 def test_a_segment_is_mapped_once_however_many_handles(store):
     pins = [store.put(bytes([n]), embedding(n), (1, 1, 1)) for n in range(6)]
+    assert {bool(pin.handle().memory) for pin in pins} == {store.has_device}
     assert len({flat(pin.handle()) for pin in pins}) == 6
     assert len(mappings_of(str(store.segment.path))) == 1
-
-
-def test_a_handle_whose_rows_were_evicted_is_an_error_and_never_other_rows(store):
-    pin = store.put(b"a", embedding(1), (1, 1, 1))
-    handle = pin.handle()
-    shared = shared_rows(handle)
-    pin.release()
-    assert flat(handle) == as_bytes(embedding(1))
-    assert store.evict(b"a")
-    assert shared.lost
-    for use in (shared.copy, shared.reading().__enter__, lambda: SharedRows(handle, WIDTH, "float16")):
-        with pytest.raises(StaleHandleError):
-            use()
-    again = store.put(b"a", embedding(1), (1, 1, 1))
-    assert again.handle().extents == handle.extents
-    with pytest.raises(StaleHandleError):
-        shared.copy()
-    assert issubclass(StaleHandleError, UnavailableError)
-    assert StaleHandleError.retryable
 
 
 def test_rows_that_change_while_they_are_copied_are_an_error(store, monkeypatch):
     handle = scattered(store).handle()
     shared = shared_rows(handle)
-    concatenate = np.concatenate
+    place, name = (device_module, "device_copy") if handle.memory else (np, "concatenate")
+    gather = getattr(place, name)
 
-    def evict_meanwhile(arrays):
+    def evict_meanwhile(*given):
         store.flush()
         store.evict(b"wide")
-        return concatenate(arrays)
+        return gather(*given)
 
-    monkeypatch.setattr(np, "concatenate", evict_meanwhile)
-    with pytest.raises(StaleHandleError):
-        shared.copy()
-
-
-def test_no_byte_is_written_where_a_handle_still_says_that_its_rows_lie(store, monkeypatch):
-    """Whatever is written over rows, their generation is gone before, and never comes back."""
-    issued, overwritten = [], []
-    base = store.segment.data_offset - store._host.memory.data_ptr()
-    slots = store.segment.view
-
-    def valid(handle):
-        found = int.from_bytes(slots[handle.generation_offset :][:8], "little")
-        return found == handle.generation
-
-    def watched(targets, sources):
-        targets = list(targets)
-        for piece in targets:
-            begin = base + piece.data_ptr()
-            end = begin + piece.numel()
-            under = [h for h in issued if any(at < end and begin < at + size for at, size in h.extents)]
-            assert not any(valid(handle) for handle in under)
-            overwritten.extend(under)
-        copy_bytes(targets, sources)
-
-    monkeypatch.setattr(entry_table, "copy_bytes", watched)
-    for n in range(120):
-        with store.put(bytes([n]), embedding(n, 200 + n * 97 % 3000), (1, 1, 1)) as pin:
-            issued.append(pin.handle())
-            assert valid(issued[-1])
-    assert len(overwritten) > 100
-    assert len({handle.generation for handle in issued}) == len(issued)
-    assert 0 not in {handle.generation for handle in issued}
-
-
-def test_a_handle_into_a_server_that_has_gone_or_restarted_is_an_error(tmp_path):
-    store = make_store(tmp_path)
-    handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
-    path = Path(handle.segment)
-    with pytest.raises(StaleHandleError, match="restarted"):
-        shared_rows(replace(handle, segment_id=os.urandom(16)))
-    store.close()
-    with pytest.raises(StaleHandleError, match="cannot be opened"):
-        shared_rows(handle)
-    path.symlink_to("/etc/passwd")
-    with pytest.raises(StaleHandleError):
-        shared_rows(handle)
+    monkeypatch.setattr(place, name, evict_meanwhile)
+    for use in (shared.copy, shared.own):
+        with pytest.raises(StaleHandleError):
+            use()
 
 
 def test_the_memory_of_a_dead_server_is_not_kept_mapped(tmp_path):
@@ -190,48 +88,17 @@ def test_the_memory_of_a_dead_server_is_not_kept_mapped(tmp_path):
     second.close()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"extents": ()},
-        {"extents": ((1 << 40, 10),)},
-        {"extents": ((8, 100),)},
-        {"extents": ((4096, 0),)},
-        {"generation_offset": 1 << 40},
-        {"generation_offset": 0},
-        {"generation": 0},
-        {"segment": "/dev/null"},
-        {"segment_bytes": 1 << 50},
-        {"segment_bytes": 0},
-    ],
-)
-def test_a_handle_that_makes_no_sense_is_an_error_before_anything_is_read(store, change):
-    handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
-    if "segment_bytes" in change or "segment" in change:
-        other = Path(handle.segment).with_name("other")  # not mapped yet
-        other.write_bytes(Path(handle.segment).read_bytes())
-        handle = replace(handle, segment=str(other))
-    with pytest.raises(InternalError):
-        shared_rows(replace(handle, **change))
-
-
-def test_a_handle_survives_the_wire(store):
-    handle = scattered(store).handle(3, 1900)
-    message = handle.to_message()
-    assert Handle.from_message(type(message).FromString(message.SerializeToString())) == handle
-    assert len(message.SerializeToString()) < 300
-
-
 RANK = """
 import pickle, sys
 import numpy as np
-from prefill_client import SharedRows
-rows = SharedRows(pickle.load(sys.stdin.buffer), 64, "bfloat16").copy()
+from prefill_client import DeviceRows, SharedRows
+handle = pickle.load(sys.stdin.buffer)
+rows = (DeviceRows if handle.memory else SharedRows)(handle, 64, "bfloat16").copy()
 print(int(rows.sum(dtype=np.uint64)), *rows.shape, "torch" in sys.modules)
 """
 
 
-def test_a_broadcast_handle_is_mapped_by_each_of_four_ranks_for_itself_without_torch(store):
+def test_a_broadcast_handle_is_mapped_by_each_of_four_ranks_for_itself_on_the_host_without_torch(store):
     pin = store.put(b"a", embedding(5), (1, 1, 1))
     pickled = pickle.dumps(pickle.loads(pickle.dumps(pin.handle(100, 700))))
     assert len(pickled) < 500
@@ -241,7 +108,19 @@ def test_a_broadcast_handle_is_mapped_by_each_of_four_ranks_for_itself_without_t
     ]
     expected = int(embedding(5)[100:700].view(torch.uint16).numpy().sum(dtype=np.uint64))
     for rank in ranks:
-        answer, _ = rank.communicate(pickled, timeout=60)
-        assert answer.decode().split() == [str(expected), "600", str(WIDTH), "False"]
+        answer, _ = rank.communicate(pickled, timeout=200)
+        assert answer.decode().split() == [str(expected), "600", str(WIDTH), str(store.has_device)]
         assert rank.returncode == 0
     assert store.segment.path.exists()  # a reader that ends takes nothing with it
+
+
+def test_rows_of_a_device_are_tensors_that_outlive_their_pin(device):
+    pin = scattered(device)
+    rows = shared_rows(pin.handle(3, 1900))
+    with rows.lent() as lent:
+        kept = lent.tensor("bfloat16")
+    pin.release()
+    device.flush()
+    assert torch.equal(kept, embedding(99, 2000)[3:1900])
+    assert lent.own().copy().tobytes() == as_bytes(kept)
+    assert rows.lost

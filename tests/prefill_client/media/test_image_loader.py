@@ -1,8 +1,9 @@
-"""Image URLs of chat requests: what is loaded, from where, and within what bounds."""
+"""Image URLs: what is loaded, from where, and within what bounds."""
 
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError, UnavailableError
 from prefill_client import EncoderClient
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
 from prefill_client.reference.http_service import Limits
-from prefill_client.reference.image_urls import ImageUrls
 from testing.photos import data_url, photo
 from tests.dripping_host import HEAD, dripping_host
 from tests.prefill_client.reference.test_http_service import serving, user
+from tests.waiting import PATIENCE_S
 
 FIRST = photo(300, 220, 1)
 
@@ -37,9 +40,10 @@ class Album(BaseHTTPRequestHandler):
         elif self.path == "/huge":
             self.wfile.write(bytes(3 << 20))
         elif self.path == "/slow":
-            for _ in range(30):
-                self.wfile.write(b"x")
-                threading.Event().wait(0.1)
+            with suppress(ConnectionError):  # whoever asked has had enough
+                while True:
+                    self.wfile.write(b"x")
+                    threading.Event().wait(0.1)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -56,19 +60,21 @@ def album() -> Iterator[str]:
 
 
 async def test_http_images_come_only_from_allowed_hosts_and_within_bounds(album: str) -> None:
-    urls = ImageUrls([album], max_bytes=1 << 20, timeout_s=0.5)
-    assert await urls.load(f"http://{album}/photo") == FIRST
+    loader = ImageLoader(Destinations([album]), max_bytes=1 << 20, timeout_s=PATIENCE_S)
+    assert await loader.load(f"http://{album}/photo") == FIRST
     refusals = {
         f"http://{album.replace('127.0.0.1', 'localhost')}/photo": ForbiddenError,
         f"http://{album}@evil.example/photo": ForbiddenError,
-        f"http://{album}/elsewhere": InvalidImageError,
+        f"http://{album}/elsewhere": ForbiddenError,
         f"http://{album}/missing": InvalidImageError,
         f"http://{album}/huge": ImageLimitError,
-        f"http://{album}/slow": UnavailableError,
     }
     for url, error in refusals.items():
         with pytest.raises(error):
-            await urls.load(url)
+            await loader.load(url)
+    hasty = ImageLoader(Destinations([album]), max_bytes=1 << 20, timeout_s=0.5)
+    with pytest.raises(UnavailableError):
+        await hasty.load(f"http://{album}/slow")
 
 
 # What a bad host sends, and how fast; a header's lines and a body that grow without an end.
@@ -84,20 +90,20 @@ DRIPPING = {
 @pytest.mark.parametrize("what", DRIPPING)
 async def test_a_host_that_drips_has_its_time_for_everything_together(what: str) -> None:
     with dripping_host(DRIPPING[what]) as host:
-        urls = ImageUrls([host], max_bytes=1 << 20, timeout_s=0.5)
+        loader = ImageLoader(Destinations([host]), max_bytes=1 << 20, timeout_s=0.5)
         with pytest.raises(UnavailableError):
-            async with asyncio.timeout(20):
-                await urls.load(f"http://{host}/")
+            async with asyncio.timeout(PATIENCE_S):
+                await loader.load(f"http://{host}/")
 
 
 async def test_threads_of_the_process_wait_for_no_host_and_good_hosts_for_no_bad_one(album: str) -> None:
     with dripping_host(DRIPPING["headers"]) as host:
-        urls = ImageUrls([host, album], max_bytes=1 << 20, timeout_s=30)
-        slow = [asyncio.create_task(urls.load(f"http://{host}/{n}")) for n in range(100)]
+        loader = ImageLoader(Destinations([host, album]), max_bytes=1 << 20, timeout_s=4 * PATIENCE_S)
+        slow = [asyncio.create_task(loader.load(f"http://{host}/{n}")) for n in range(100)]
         await asyncio.sleep(0.2)
-        async with asyncio.timeout(20):
-            assert await urls.load(data_url(FIRST)) == FIRST
-            assert await urls.load(f"http://{album}/photo") == FIRST
+        async with asyncio.timeout(PATIENCE_S):
+            assert await loader.load(data_url(FIRST)) == FIRST
+            assert await loader.load(f"http://{album}/photo") == FIRST
         assert not any(task.done() for task in slow)
         for task in slow:
             task.cancel()
@@ -106,14 +112,13 @@ async def test_threads_of_the_process_wait_for_no_host_and_good_hosts_for_no_bad
 
 async def test_text_is_answered_while_image_hosts_drip(client: EncoderClient, checkpoint: Path) -> None:
     with dripping_host([HEAD, *[b"x"] * 10_000]) as host:
-        urls = ImageUrls([host], max_bytes=1 << 20, timeout_s=60)
-        async with serving(client, checkpoint, Limits(), urls=urls) as service:
+        loader = ImageLoader(Destinations([host]), max_bytes=1 << 20, timeout_s=4 * PATIENCE_S)
+        async with serving(client, checkpoint, Limits(), loader=loader) as service:
             slow = [
                 asyncio.create_task(service.ask(user("And this?", f"http://{host}/{n}"))) for n in range(40)
             ]
-            await asyncio.sleep(
-                1
-            )  # they wait for their images by now; a machine where they don't proves less
+            # They wait for their images by now; a machine where they don't proves less.
+            await asyncio.sleep(1)
             assert (await service.ask(user("Hello?"))).usage.completion_tokens > 0
             assert not any(task.done() for task in slow)
             for task in slow:
@@ -122,14 +127,14 @@ async def test_text_is_answered_while_image_hosts_drip(client: EncoderClient, ch
 
 
 async def test_a_url_that_is_none_is_the_callers_fault(album: str) -> None:
-    urls = ImageUrls([album, "127.0.0.1:http"], max_bytes=1 << 20, timeout_s=20)
+    loader = ImageLoader(Destinations([album]), max_bytes=1 << 20, timeout_s=20)
     for url in (f"http://{album}/a b", "http://127.0.0.1:http/", "http://[/", f"ftp://{album}/photo"):
         with pytest.raises(InvalidImageError):
-            await urls.load(url)
+            await loader.load(url)
 
 
 async def test_data_url_over_the_limit_is_refused_before_it_is_decoded() -> None:
-    urls = ImageUrls([], max_bytes=1000, timeout_s=1)
-    assert await urls.load(data_url(bytes(1000))) == bytes(1000)
+    loader = ImageLoader(Destinations([]), max_bytes=1000, timeout_s=1)
+    assert await loader.load(data_url(bytes(1000))) == bytes(1000)
     with pytest.raises(ImageLimitError, match="1000 bytes"):
-        await urls.load(data_url(bytes(1010)))
+        await loader.load(data_url(bytes(1010)))

@@ -1,0 +1,161 @@
+"""JPEG decoders and the resize to patches: milliseconds until the device is done, for one photo and for many."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_parts.probe import Probe
+from encoder_contract.errors import EncoderError
+from encoder_contract.geometry import Geometry, Grid
+from encoder_service.image.decode import Decoder
+from encoder_service.image.patches import to_patches
+from encoder_service.image.resize import PlainResize, Resize
+from encoder_service.image.resize_choice import make_resize
+from testing.photos import photo
+
+# Name → (width, height, files).
+CASES = {
+    "720p": (1280, 720, 1),
+    "20x960x1280": (960, 1280, 20),
+    "1080p": (1920, 1080, 4),
+    "1440p": (2560, 1440, 4),
+}
+DRY_CASES = {"2x64": (64, 64, 2)}
+THREADS = (2, 8, 16)
+SMOOTH_CHROMA = ":fancy_upsampling=1"  # as libjpeg, and DALI as we ask it
+DIFFERENT = 4  # photos; a case of more repeats them
+GEOMETRY = Geometry(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
+
+Decode = Callable[[list[bytes]], object]
+
+
+def run(probe: Probe) -> None:
+    """Note every decoder in every case, then every resize."""
+    cases = DRY_CASES if probe.dry else CASES
+    files = {name: _files(*case) for name, case in cases.items()}
+    for label, decode in _decoders(probe):
+        for name, batch in files.items():
+            probe.attempt({**label, "case": name}, partial(_decoded, probe, decode, batch))
+    for resize in _resizes(probe):
+        for name, case in cases.items():
+            probe.attempt({"resize": resize.name, "case": name}, partial(_resized, probe, resize, *case))
+
+
+def _files(width: int, height: int, count: int) -> list[bytes]:
+    made = [photo(width, height, seed) for seed in range(min(count, DIFFERENT))]
+    return list(islice(cycle(made), count))
+
+
+def _decoders(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
+    """Yield the server's decoders, and those that it could have; note those that are not there."""
+    on_gpu = probe.device.type == "cuda"
+    for threads in THREADS[: 1 if probe.dry else None]:
+        for device in ("gpu", "cpu") if on_gpu else ("cpu",):
+            label = {"decoder": "dali", "on": device, "threads": threads}
+            try:
+                yield label, _whole(Decoder(device, threads=threads, backend="dali"))
+            except ValueError as error:
+                probe.note(**label, failed=str(error))
+        yield {"decoder": "pillow", "on": "cpu", "threads": threads}, _on_threads(threads)
+    yield from _nvimgcodec(probe)
+    if on_gpu:
+        yield from _torchvision(probe)
+
+
+def _on_threads(threads: int) -> Decode:
+    """Decode by Pillow, each file on one of so many threads, as the server's workers do."""
+    one, pool = _whole(Decoder("cpu", backend="pillow")), ThreadPoolExecutor(threads)
+    return lambda files: list(pool.map(one, [[file] for file in files]))
+
+
+def _whole(decoder: Decoder) -> Decode:
+    """Decode, and raise the error of a file that could not be."""
+
+    def decode(files: list[bytes]) -> list[Tensor]:
+        pixels = []
+        for outcome in decoder.decode(files):
+            if isinstance(outcome, EncoderError):
+                raise outcome
+            pixels.append(outcome)
+        return pixels
+
+    return decode
+
+
+def _nvimgcodec(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
+    """Yield nvImageCodec by itself: the decoder inside DALI, on each of its backends."""
+    try:
+        from nvidia import nvimgcodec
+    except ImportError as error:
+        probe.note(decoder="nvimgcodec", failed=str(error))
+        return
+    kinds = {"cpu": "CPU_ONLY"}
+    if probe.device.type == "cuda":
+        kinds |= {"hardware": "HW_GPU_ONLY", "cuda": "GPU_ONLY", "hybrid": "HYBRID_CPU_GPU"}
+    for name, kind in kinds.items():
+        for threads in THREADS[: 1 if probe.dry else None]:
+            label = {"decoder": "nvimgcodec", "on": name, "threads": threads}
+            try:
+                backend = nvimgcodec.Backend(getattr(nvimgcodec.BackendKind, kind))
+                device = nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY if name == "cpu" else 0
+                decoder = nvimgcodec.Decoder(
+                    device_id=device, backends=[backend], max_num_cpu_threads=threads, options=SMOOTH_CHROMA
+                )
+            except Exception as error:  # noqa: BLE001 - a library's own
+                probe.note(**label, failed=str(error))
+                continue
+            yield label, partial(_none_missing, decoder)
+
+
+def _torchvision(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
+    """Yield torchvision's nvJPEG: no smooth chroma, so a figure of speed alone."""
+    try:
+        from torchvision.io import decode_jpeg
+    except ImportError as error:
+        probe.note(decoder="torchvision", failed=str(error))
+        return
+
+    def decode(files: list[bytes]) -> object:
+        return decode_jpeg(
+            [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files], device="cuda"
+        )
+
+    yield {"decoder": "torchvision", "on": "gpu"}, decode
+
+
+def _none_missing(decoder: Any, files: list[bytes]) -> Sequence[object]:
+    decoded: Sequence[object] = decoder.decode(files)
+    if any(each is None for each in decoded):
+        raise ValueError("an image was not decoded")
+    return decoded
+
+
+def _decoded(probe: Probe, decode: Decode, files: list[bytes]) -> dict[str, Any]:
+    spent = probe.ms_until_done(lambda: decode(files))
+    return {"images": len(files), "ms": spent, "ms_an_image": spent / len(files)}
+
+
+def _resizes(probe: Probe) -> Iterator[Resize]:
+    """Yield the plain form, and the kernels if a server here would use them; it should on a GPU."""
+    plain, chosen = PlainResize(GEOMETRY), make_resize(GEOMETRY, probe.device)
+    yield plain
+    if chosen.name != plain.name:
+        yield chosen
+    elif probe.device.type == "cuda":
+        probe.note(resize="triton", failed="the kernels cannot be used; the log says why")
+
+
+def _resized(probe: Probe, resize: Resize, width: int, height: int, count: int) -> dict[str, Any]:
+    """Time a resize from pixels that lie on the device to patches there."""
+    pixels = [
+        torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, device=probe.device)
+        for _ in range(count)
+    ]
+    grids: list[Grid] = [GEOMETRY.grid(width, height)] * count
+    spent = probe.ms_until_done(lambda: to_patches(pixels, grids, resize))
+    return {"images": count, "ms": spent, "ms_an_image": spent / count}

@@ -1,0 +1,111 @@
+"""Notes what a part measures, a JSON line each as it is made, and times calls by the device's clock."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+LEAST_MS = 1e-6  # what a clock with coarse ticks sees as nothing; rates are divided by it
+
+
+class DeadDeviceError(Exception):
+    """The device answers nothing any more: what is left of the part would measure that."""
+
+
+class Probe:
+    """What a part is given: the device, a file for its lines, and how long it may take.
+
+    In a dry run the device is the CPU and parts shrink every size: all code runs, and no figure means anything.
+    """
+
+    def __init__(self, part: str, out: Path, scratch: Path, *, budget_s: float, dry: bool) -> None:
+        """`out` is kept, `scratch` is for what the part needs while it runs."""
+        self.part, self.out, self.scratch, self.dry = part, out, scratch, dry
+        self.device = torch.device("cpu" if dry else "cuda:0")
+        self._file = (out / "gpu.jsonl").open("a", buffering=1)
+        self._ends = time.monotonic() + budget_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget."""
+        return self._ends - time.monotonic()
+
+    def note(self, **values: Any) -> None:
+        """Keep one line."""
+        self._file.write(json.dumps({"part": self.part, **values}, default=str) + "\n")
+
+    def attempt(self, label: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> bool:
+        """Note what `measure` returns or why it could not; return whether it could.
+
+        Raises `DeadDeviceError` when the failure cost us the device.
+        """
+        if self.left_s <= 0:
+            self.note(**label, skipped="budget")
+            return False
+        try:
+            self.note(**label, **measure())
+        except Exception as error:  # noqa: BLE001 - a probe tells whatever happens, and goes on
+            self.note(**label, failed=f"{type(error).__name__}: {str(error)[:200]}")
+            self._require_device()
+            return False
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def ms(self, call: Callable[[], object], repeats: int = 20) -> dict[str, float]:
+        """Return the medians of a call's time on the device (`ms`) and on this thread (`host_ms`)."""
+        for _ in range(1 if self.dry else 3):
+            call()
+        self.synchronize()
+        device_ms, host_ms = [], []
+        for _ in range(2 if self.dry else repeats):
+            marks = self._marks()
+            began = time.perf_counter()
+            marks[0]()
+            call()
+            marks[1]()
+            host_ms.append((time.perf_counter() - began) * 1e3)
+            device_ms.append(marks[2]())
+        return {"ms": max(median(device_ms), LEAST_MS), "host_ms": median(host_ms)}
+
+    def ms_until_done(self, call: Callable[[], object], repeats: int = 7) -> float:
+        """Return the median time from a call to the end of all it began, milliseconds."""
+        spent = []
+        for _ in range(2 if self.dry else repeats + 2):
+            began = time.perf_counter()
+            call()
+            self.synchronize()
+            spent.append((time.perf_counter() - began) * 1e3)
+        return median(spent[1 if self.dry else 2 :])
+
+    def _marks(self) -> tuple[Callable[[], object], Callable[[], object], Callable[[], float]]:
+        """Return what marks a beginning and an end, and what tells the milliseconds between."""
+        if self.device.type == "cpu":
+            at: list[float] = []
+            return (
+                lambda: at.append(time.perf_counter()),
+                lambda: at.append(time.perf_counter()),
+                lambda: (at[1] - at[0]) * 1e3,
+            )
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+        def between() -> float:
+            end.synchronize()
+            return float(begin.elapsed_time(end))
+
+        return begin.record, end.record, between
+
+    def _require_device(self) -> None:
+        try:
+            self.synchronize()
+        except RuntimeError as error:
+            print(f"{self.part}: the device is lost", file=sys.stderr)
+            raise DeadDeviceError(str(error)) from error

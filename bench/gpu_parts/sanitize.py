@@ -1,0 +1,113 @@
+"""compute-sanitizer over a small tower, its graphs, the resize and copies between the tiers of a store.
+
+python -m bench.gpu_parts.sanitize --device cuda --model FOLDER    # what it watches
+"""
+
+import argparse
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_parts.probe import Probe
+from bench.harness.results import ROOT
+
+TOOLS = ("memcheck", "synccheck", "racecheck")
+FOUND = 9  # its exit code for an error that it found
+WHERE = "/usr/local/cuda/bin/compute-sanitizer"
+WALKED = "walked: "  # before what was run
+
+
+def run(probe: Probe) -> None:
+    """Note what each tool finds; a dry run has the workload alone run, on the CPU."""
+    from testing.checkpoints import write_checkpoint
+
+    model = write_checkpoint(probe.scratch / "model", dtype=torch.bfloat16)
+    work = [sys.executable, "-m", "bench.gpu_parts.sanitize"]
+    work += ["--device", probe.device.type, "--model", str(model)]
+    if probe.dry:
+        probe.attempt({"tool": "none"}, partial(_watched, probe, [], work))
+        return
+    sanitizer = shutil.which("compute-sanitizer") or WHERE
+    for tool in TOOLS:
+        watched = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5"]
+        probe.attempt({"tool": tool}, partial(_watched, probe, watched, work))
+
+
+def _watched(probe: Probe, tool: list[str], work: list[str]) -> dict[str, Any]:
+    command = [*tool, *work]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=max(probe.left_s, 1), check=False
+    )
+    said = (done.stdout + done.stderr).splitlines()
+    with (probe.out / "sanitize.log").open("a") as log:
+        log.write("\n".join([" ".join(command), *said, ""]))
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {said[-1] if said else ''}")
+    walked = [line.removeprefix(WALKED) for line in said if line.startswith(WALKED)]
+    return {"exit_code": 0, "passed": True, "walked": "; ".join(walked)}
+
+
+def work(device: str, model: Path) -> None:
+    """Encode, eagerly and in graphs, resize, and copy rows between the tiers."""
+    from encoder_contract.geometry import Grid
+    from encoder_service.image.patches import to_patches
+    from encoder_service.image.processor import ProcessorSettings
+    from encoder_service.image.resize import PlainResize
+    from encoder_service.image.resize_choice import make_resize
+    from encoder_service.store import Store
+    from encoder_service.vision import attention_trial, load_tower
+
+    if device == "cpu":
+        torch.set_num_threads(1)
+    attention_trial.MAX_THIRD_CALL_MS = math.inf  # a kernel that is watched takes its time
+    processor = ProcessorSettings.from_folder(model)
+    grids = [Grid(1, 16, 16), Grid(1, 22, 18), Grid(1, 16, 16)]
+    for graphs in (False, True) if device == "cuda" else (False,):
+        tower = load_tower(
+            model,
+            device=device,
+            dtype="bfloat16",
+            processor=processor,
+            graphs=graphs,
+            batch_patches=1024,
+        )
+        values = tower.spec.patch_values
+        patches = [torch.randint(0, 256, (grid.patches, values), dtype=torch.uint8) for grid in grids]
+        rows = tower.encode(patches, grids)
+        print(f"{WALKED}attention {tower.attention}, {tower.graph_batches} batches in graphs", flush=True)
+    pixels = [torch.randint(0, 256, (300, 200 + n, 3), dtype=torch.uint8, device=device) for n in range(3)]
+    geometry = processor.geometry
+    sizes = [geometry.grid(image.shape[1], image.shape[0]) for image in pixels]
+    for resize in (PlainResize(geometry), make_resize(geometry, torch.device(device))):
+        to_patches(pixels, sizes, resize)
+    with tempfile.TemporaryDirectory() as place:
+        store = Store(
+            host_bytes=8 << 20,
+            device_bytes=4 << 20,
+            device=device,
+            segment_dir=place,
+            width=tower.spec.width,
+            dtype=tower.dtype,
+        )
+        for name, kept in enumerate(rows):
+            with store.put(bytes([name]), kept, (1, 1, 1)) as pin:
+                pin.to_host()
+                assert bytes(pin.rows()[0][:64]) == kept.cpu().view(torch.uint8).numpy().tobytes()[:64]
+        store.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", type=Path, required=True, help="a folder with a small checkpoint")
+    given = parser.parse_args()
+    work(given.device, given.model)

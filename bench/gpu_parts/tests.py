@@ -1,0 +1,70 @@
+"""The tests that need a GPU, each noted as it ends. A file whose imports are missing here fails by itself."""
+
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Sequence
+from threading import Timer
+
+from bench.gpu_parts.probe import Probe
+from bench.harness.results import ROOT
+
+# A process of its own, which may die of a test; torch, which this one has imported, it need not import again.
+FORKS = multiprocessing.get_context("fork")
+_OUTCOME = re.compile(r"^(tests/\S+?\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
+_REASON = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py\S*) - (.+)$")
+# Nothing of conftest.py: it imports what servers need. Plugins and options are those of the machine.
+OPTIONS = (
+    "-m",
+    "gpu",
+    "--noconftest",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "addopts=",
+    "--continue-on-collection-errors",
+)
+
+
+def run(probe: Probe) -> None:
+    """Run them for as long as there is time; a dry run collects them."""
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    )
+    shown = ("--collect-only", "-q") if probe.dry else ("-v", "-rfE", "--color=no")
+    said, says = os.pipe()
+    process = FORKS.Process(target=_pytest, args=([*OPTIONS, *shown, *files], says))
+    process.start()
+    os.close(says)
+    timer = Timer(max(probe.left_s, 0), process.kill)
+    timer.start()
+    collected = 0
+    try:
+        with open(said, errors="replace") as lines, (probe.out / "tests.log").open("w", buffering=1) as log:
+            for line in lines:
+                log.write(line)
+                collected += "::" in line
+                if found := _OUTCOME.match(line):
+                    probe.note(test=found[1], outcome=found[2].lower())
+                elif reason := _REASON.match(line):
+                    probe.note(test=reason[1], failed=reason[2][:300])
+    finally:
+        timer.cancel()
+        process.join()
+        code = process.exitcode
+    probe.note(files=len(files), **({"collected": collected} if probe.dry else {}), exit_code=code)
+    if code:
+        raise SystemExit(f"pytest ended with {code}")
+
+
+def _pytest(arguments: Sequence[str], says: int) -> None:
+    """Run pytest in this process, all that it says into a pipe."""
+    import pytest
+
+    for output in (sys.stdout.fileno(), sys.stderr.fileno()):
+        os.dup2(says, output)
+    os.chdir(ROOT)
+    sys.exit(pytest.main(list(arguments)))

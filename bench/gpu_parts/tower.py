@@ -1,0 +1,204 @@
+"""The vision towers on the device: exact beside `transformers`, and how fast, how large and how busy."""
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_parts.probe import Probe
+from bench.tower.cases import CASES, case_grids, full_checkpoint
+from encoder_contract.geometry import Grid
+from encoder_service.image.processor import ProcessorSettings
+from encoder_service.vision import Tower, flops, load_tower
+from encoder_service.vision.attention import BACKENDS, PACKED, why_not
+from encoder_service.vision.graphs import Graphs
+from testing.checkpoints import write_checkpoint
+from testing.reference_tower import ReferenceTower, random_patches, row_errors
+
+MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
+# Square, several tiles, cut windows, and more images than a graph for one image takes.
+PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16, 16)] * 5]
+DRY_PARITY_GRIDS = [Grid(1, 8, 8), Grid(1, 6, 10), Grid(1, 8, 8)]
+NEW_GRIDS = 50  # of different sizes, one after the other, as photos come
+TOP_KERNELS = 12
+MIB = 2**20
+
+
+def run(probe: Probe) -> None:
+    """Note the speed of every variant and case, then exactness, then how fast `transformers` is."""
+    torch.backends.cudnn.allow_tf32 = False  # the reference's float32 convolution is the truth
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = _checkpoint(probe, MODEL_TYPES[0])
+    for options in _variants(probe):
+        probe.attempt({**options, "what": "variant"}, partial(_variant, probe, folder, options))
+    for model_type in MODEL_TYPES[: 1 if probe.dry else None]:
+        label = {"what": "exactness", "model": model_type}
+        probe.attempt(label, partial(_exactness, probe, model_type))
+    probe.attempt({"what": "transformers"}, partial(_theirs, probe, folder))
+
+
+def _checkpoint(probe: Probe, model_type: str) -> Path:
+    if not probe.dry:
+        return full_checkpoint(model_type)
+    return write_checkpoint(tempfile.mkdtemp(dir=probe.scratch), model_type, depth=2)
+
+
+def _load(probe: Probe, folder: Path, **options: Any) -> Tower:
+    options = {"dtype": "bfloat16", **options}
+    return load_tower(
+        folder, device=str(probe.device), processor=ProcessorSettings.from_folder(folder), **options
+    )
+
+
+def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
+    """What is served by default first, and what only answers a question last."""
+    yield {"attention": "auto", "graphs": True}
+    yield {"attention": "auto", "graphs": False}
+    yield {"attention": "auto", "graphs": True, "batch_invariant": True}
+    if probe.dry:
+        return  # the others are the same code
+    runs = [name for name in PACKED if not why_not(name, probe.device, torch.bfloat16)]
+    yield from ({"attention": name, "graphs": name != "sdpa"} for name in runs)
+    yield from ({"attention": name, "graphs": name != "sdpa", "head_size": 80} for name in runs)
+
+
+def _cases(probe: Probe) -> Sequence[str]:
+    return ("256",) if probe.dry else tuple(CASES)
+
+
+def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Note every case of a variant; return what loading it took."""
+    before_mib, began = _held_mib(probe), time.perf_counter()
+    tower = _load(probe, folder, **options)
+    loaded = {"load_s": time.perf_counter() - began, "held_mib": _held_mib(probe) - before_mib}
+    loaded["chosen"] = tower.attention  # type: ignore[assignment]
+    if probe.dry and options["graphs"]:  # a capture is what the CPU cannot do
+        with torch.inference_mode():
+            example = tower._layout(case_grids(tower, "256"))
+            tower._graphs = Graphs(tower._module, tower.spec, example, example.patches, lambda run: run)
+    for name in _cases(probe):
+        probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))
+    if options == {"attention": "auto", "graphs": True}:
+        probe.attempt({"case": f"{NEW_GRIDS} new grids"}, partial(_new_grids, probe, tower))
+        for name in _cases(probe)[::4]:
+            probe.attempt({"profile": name}, partial(_profile, probe, tower, name))
+    return loaded
+
+
+def _held_mib(probe: Probe) -> float:
+    """What torch has taken of the device; what other variants left goes first."""
+    if probe.device.type == "cpu":
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(probe.device) / MIB
+
+
+def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
+    """Patches lie on the device, as after decoding there; rows stay there."""
+    grids = case_grids(tower, name)
+    patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
+    if probe.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(probe.device)
+        before = torch.cuda.memory_allocated(probe.device)
+    spent = probe.ms(lambda: tower.encode(patches, grids)) | _replay_alone(probe, tower, grids)
+    work = sum(flops(tower.spec, grid) for grid in grids)
+    found = {**spent, "tflops": work / spent["ms"] / 1e9}
+    if probe.device.type == "cuda":
+        found["peak_mib"] = (torch.cuda.max_memory_allocated(probe.device) - before) / MIB
+    return found
+
+
+@torch.inference_mode()
+def _replay_alone(probe: Probe, tower: Tower, grids: Sequence[Grid]) -> dict[str, float]:
+    """Milliseconds of a graph without its inputs being loaded and its rows copied; nothing where a batch is eager."""
+    found = tower._graphs and tower._graphs.for_batch(tower._layout(grids))
+    return {"replay_ms": probe.ms(found[1])["ms"]} if found else {}
+
+
+def _new_grids(probe: Probe, tower: Tower) -> dict[str, float]:
+    """Milliseconds for each of many images whose grids were never seen: tables, plans and choices are all new."""
+    side = tower.spec.merge_size
+    sizes = [(8 + n, 9 + n) for n in range(2 if probe.dry else NEW_GRIDS)]
+    grids = [Grid(1, side * height, side * width) for height, width in sizes]
+    patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
+
+    def ms_of_all() -> float:
+        probe.synchronize()
+        began = time.perf_counter()
+        for image, grid in zip(patches, grids, strict=True):
+            tower.encode([image], [grid])
+        probe.synchronize()
+        return (time.perf_counter() - began) * 1e3 / len(grids)
+
+    return {"new_ms_an_image": ms_of_all(), "again_ms_an_image": ms_of_all()}
+
+
+def _profile(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
+    """Milliseconds on the device of the kernels that take longest, in one forward."""
+    grids = case_grids(tower, name)
+    patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(
+        activities=[activity.CUDA if patches[0].is_cuda else activity.CPU]
+    ) as profile:
+        tower.encode(patches, grids)
+        probe.synchronize()
+    events = [
+        (event.self_device_time_total if patches[0].is_cuda else event.self_cpu_time_total, event)
+        for event in profile.key_averages()
+    ]
+    longest = sorted(events, key=lambda each: -each[0])[:TOP_KERNELS]
+    return {"kernels": [[event.key[:60], event.count, round(spent / 1e3, 3)] for spent, event in longest]}
+
+
+def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
+    """Note the error of every backend, with and without graphs, against float32 of `transformers`.
+
+    None may be more than a twentieth over that of `transformers` itself in bfloat16, in the mean over all rows.
+    """
+    folder, where = _checkpoint(probe, model_type), str(probe.device)
+    grids = DRY_PARITY_GRIDS if probe.dry else PARITY_GRIDS
+    tower = ReferenceTower(folder, torch.float32, where)
+    patches = random_patches(grids, 3 * tower.module.config.patch_size**2)
+    pixels = tower.pixels(patches)
+    truth = tower.rows(pixels, grids)
+    theirs = float(
+        row_errors(ReferenceTower(folder, torch.bfloat16, where).rows(pixels, grids), truth).mean()
+    )
+    del tower
+
+    def errors(**options: Any) -> dict[str, Any]:
+        ours = _load(probe, folder, **options)
+        packed = row_errors(torch.cat(ours.encode(patches, grids)), truth)
+        pairs = zip(patches, grids, strict=True)
+        alone = row_errors(torch.cat([ours.encode([image], [grid])[0] for image, grid in pairs]), truth)
+        bound = 1e-5 if options.get("dtype") == "float32" else 1.05 * theirs
+        mean = max(float(packed.mean()), float(alone.mean()))
+        return {"mean_error": mean, "max_error": float(packed.max()), "bound": bound, "passed": mean <= bound}
+
+    runs = [name for name in BACKENDS if not why_not(name, probe.device, torch.bfloat16)]
+    choices = (False,) if probe.dry else (False, True)
+    variants = [{"attention": name, "graphs": graphs} for name in ("auto", *runs) for graphs in choices]
+    for options in ({"dtype": "float32", "attention": "sdpa", "graphs": False}, *variants):
+        probe.attempt({"model": model_type, **options}, partial(errors, **options))
+    return {"theirs_mean_error": theirs}
+
+
+def _theirs(probe: Probe, folder: Path) -> dict[str, Any]:
+    """Note what `transformers` takes in every case."""
+    reference = ReferenceTower(folder, torch.bfloat16, str(probe.device))
+    spec = _load(probe, folder, attention="sdpa", graphs=False)
+
+    def measure(name: str) -> dict[str, float]:
+        grids = case_grids(spec, name)
+        pixels = reference.pixels(random_patches(grids, spec.spec.patch_values)).bfloat16()
+        shape = torch.tensor(grids, device=probe.device)
+        return probe.ms(lambda: reference.forward(pixels, shape), 10)
+
+    for name in _cases(probe):
+        probe.attempt({"attention": "transformers", "case": name}, partial(measure, name))
+    return {"attention": "sdpa"}

@@ -1,0 +1,1 @@
+"""Parts of the benchmark of a store that engines share."""

@@ -1,0 +1,103 @@
+"""Identity: who makes a call, and therefore what it may do and see, and whose share it uses."""
+
+from encoder_contract.errors import ForbiddenError, UnauthenticatedError
+from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api import messages
+from encoder_service.api.client_names import ClientNames
+from encoder_service.api.messages import Context
+from encoder_service.api.tenants import Right, Tenant, Tenants
+
+_BEARER = "Bearer "
+# Where gRPC puts the names of a client's certificate.
+_CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
+
+
+class Identity:
+    """Tells tenants and the replicas of our fleet from everybody else. Without tenants, everybody may do everything."""
+
+    def __init__(self, tenants: Tenants | None, fleet_key: FleetKey | None) -> None:
+        self._tenants = tenants
+        self._fleet_key = fleet_key
+        self._names = ClientNames()
+        self.advertised = ""
+        """The endpoint at which other replicas reach us, once it is known."""
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether callers are identified by more than their host and what they say themselves."""
+        return self._tenants is not None
+
+    def is_peer(self, request: pb.FetchRequest, context: Context) -> bool:
+        """Whether another replica of the fleet makes this call, by the signature that comes with it."""
+        signature = dict(context.invocation_metadata() or ()).get(SIGNATURE_METADATA)
+        if self._fleet_key is None or not isinstance(signature, bytes) or not self.advertised:
+            return False
+        raw = request.SerializeToString(deterministic=True)
+        return self._fleet_key.signed_request(signature, self.advertised, raw)
+
+    def admit(self, right: Right, caller: pb.Caller, context: Context) -> pb.Caller:
+        """Return the caller with the name that its shares count against, and the salt of its addresses.
+
+        With tenants, both are its tenant's; the salt that the caller sent is mixed in, so a tenant can keep its own
+        users apart. Without, the name is what it calls itself, unless its host uses many names, and the salt is the one
+        it sent. Raises `UnauthenticatedError`, `ForbiddenError`, and `InvalidRequestError` for a field over its limit.
+        """
+        messages.check_caller(caller)
+        tenant = self.require(right, context)
+        counted = pb.Caller()
+        counted.CopyFrom(caller)
+        if tenant is None:
+            counted.client_id = self._names.counted(caller.client_id, messages.host(context))
+            return counted
+        assert self._fleet_key is not None
+        counted.client_id = tenant.name
+        counted.tenant_salt = self._fleet_key.salt(tenant.name, caller.tenant_salt)
+        return counted
+
+    def holders(self, caller: pb.Caller, context: Context) -> tuple[str, ...]:
+        """Return the names that the shares of an admitted caller count against."""
+        if self.has_tenants:
+            return (f"client {caller.client_id}",)
+        host = messages.host(context)  # client names are free to invent: a host has one share for all of them
+        return f"client {caller.client_id or host}", f"host {host}"
+
+    def require(self, right: Right | None, context: Context) -> Tenant | None:
+        """Return the tenant that calls, if there are tenants. Raises `UnauthenticatedError`, `ForbiddenError`."""
+        if self._tenants is None:
+            return None
+        tenant = self._tenant(self._tenants, context)
+        if right is not None and right not in tenant.rights:
+            raise ForbiddenError(f"tenant {tenant.name} has no right to {right}")
+        return tenant
+
+    def check_reader(self, authorization: str) -> None:
+        """Check that whoever asks over HTTP, with this header, may read metrics. For any thread.
+
+        Raises `UnauthenticatedError`, `ForbiddenError`.
+        """
+        if self._tenants is None:
+            return
+        tenant = _bearer(self._tenants, authorization)
+        if "metrics" not in tenant.rights:
+            raise ForbiddenError(f"tenant {tenant.name} has no right to metrics")
+
+    @staticmethod
+    def _tenant(tenants: Tenants, context: Context) -> Tenant:
+        said = dict(context.invocation_metadata() or ()).get("authorization")
+        if said is not None:
+            return _bearer(tenants, said if isinstance(said, str) else "")
+        known = context.auth_context() or {}
+        names = [name.decode(errors="replace") for kind in _CERTIFICATE_NAMES for name in known.get(kind, ())]
+        if (tenant := tenants.by_certificate(names)) is None:
+            raise UnauthenticatedError("this server needs a tenant's token or certificate")
+        return tenant
+
+
+def _bearer(tenants: Tenants, authorization: str) -> Tenant:
+    """Return whose token it is that an authorization carries. Raises `UnauthenticatedError`."""
+    is_bearer = authorization.startswith(_BEARER)
+    tenant = tenants.by_token(authorization.removeprefix(_BEARER)) if is_bearer else None
+    if tenant is None:
+        raise UnauthenticatedError("the token belongs to no tenant")
+    return tenant

@@ -1,0 +1,150 @@
+"""Tenants: who may call, by which tokens and certificates, and what for; a file that is read again when it changes."""
+
+import hashlib
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from hmac import compare_digest
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from encoder_service.config import Config, ConfigError, flag
+
+log = logging.getLogger(__name__)
+
+Right = Literal["submit", "fetch", "put", "operate", "metrics"]
+RIGHTS: tuple[Right, ...] = get_args(Right)
+# Every token is compared at every call: this many cost a fifth of a millisecond.
+MAX_TOKENS = 1024
+_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+RESERVED = "peer"  # what other replicas call themselves
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who a caller is: the unit of shares and addresses, and what it may do."""
+
+    name: str
+    rights: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """The file, read."""
+
+    by_token: Mapping[bytes, Tenant]  # by the SHA-256 of the token
+    by_certificate: Mapping[str, Tenant]
+
+
+class Tenants:
+    """The tenants of a TOML file, one table each, named as the tenant.
+
+    For example:
+
+        [chat]
+        tokens = ["6b86b273…"]          # SHA-256 of each token, 64 hexadecimal digits
+        certificates = ["chat.example"]  # names in client certificates
+        rights = ["submit", "fetch"]     # of submit, fetch, put, operate, metrics
+
+    It holds no token: whoever reads it cannot call. A change that cannot be read is logged, and what was read before
+    stays in force.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Read the file. Raises `ValueError`, which names it and what is wrong."""
+        self._path = path
+        self._seen = self._stamp()
+        self._entries = self._read()
+
+    def by_token(self, token: str) -> Tenant | None:
+        """Return whose token it is. Takes as long whichever of the tokens it is, or is like."""
+        asked = hashlib.sha256(token.encode()).digest()
+        found = None
+        for known, tenant in self._now().by_token.items():
+            if compare_digest(known, asked):
+                found = tenant
+        return found
+
+    def by_certificate(self, names: Collection[str]) -> Tenant | None:
+        """Return whose certificate it is that has these names."""
+        known = self._now().by_certificate
+        return next((known[name] for name in names if name in known), None)
+
+    def _now(self) -> _Entries:
+        if (stamp := self._stamp()) != self._seen:
+            self._seen = stamp
+            try:
+                self._entries = self._read()
+                log.info("tenants: %s read again", self._path)
+            except ValueError as error:
+                log.warning("tenants: what was read before stays in force: %s", error)
+        return self._entries
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _read(self) -> _Entries:
+        try:
+            tables = tomllib.loads(Path(self._path).read_text())
+            entries = _entries(tables)
+        except OSError as error:
+            raise ValueError(f"{self._path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{self._path}: {error}") from error
+        if len(entries.by_token) > MAX_TOKENS:
+            raise ValueError(f"{self._path}: more than {MAX_TOKENS} tokens")
+        return entries
+
+
+def read_tenants(config: Config) -> Tenants | None:
+    """Return the tenants that are configured, None without. Raises `ConfigError`."""
+    try:
+        return Tenants(config.tenants_file) if config.tenants_file else None
+    except ValueError as error:
+        raise ConfigError(f"{flag('tenants_file')}: {error}") from error
+
+
+def _entries(tables: Mapping[str, Any]) -> _Entries:
+    by_token: dict[bytes, Tenant] = {}
+    by_certificate: dict[str, Tenant] = {}
+    for name, table in tables.items():
+        if not _NAME.fullmatch(name) or name == RESERVED or not isinstance(table, dict):
+            raise ValueError(
+                f"[{name}] must be a table whose name has 1 to 64 letters, digits and any of _ . @ -"
+            )
+        if unknown := table.keys() - {"tokens", "certificates", "rights"}:
+            raise ValueError(
+                f"[{name}] has {', '.join(sorted(unknown))}; it takes tokens, certificates and rights"
+            )
+        given = {key: _strings(name, key, table.get(key, [])) for key in ("tokens", "certificates", "rights")}
+        if unknown := {*given["rights"]} - {*RIGHTS}:
+            raise ValueError(
+                f"[{name}] rights are some of {', '.join(RIGHTS)}, not {', '.join(sorted(unknown))}"
+            )
+        tenant = Tenant(name, frozenset(given["rights"]))
+        for token in given["tokens"]:
+            if not _SHA256.fullmatch(token):
+                raise ValueError(f"[{name}] tokens are SHA-256 of tokens, 64 hexadecimal digits each")
+            _add(by_token, bytes.fromhex(token), tenant)
+        for certificate in given["certificates"]:
+            _add(by_certificate, certificate, tenant)
+    return _Entries(by_token, by_certificate)
+
+
+def _strings(tenant: str, key: str, value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise ValueError(f"[{tenant}] {key} must be a list of strings")
+    return value
+
+
+def _add(known: dict[Any, Tenant], key: object, tenant: Tenant) -> None:
+    if known.setdefault(key, tenant) is not tenant:
+        raise ValueError(f"[{known[key].name}] and [{tenant.name}] have a token or a certificate in common")

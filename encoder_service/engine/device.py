@@ -1,0 +1,83 @@
+"""The device of this process: its streams, and whether it still works."""
+
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+from encoder_service.engine.cuda_stream import CudaStream
+
+_OUT_OF_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device: all, those that nobody has taken, and what torch has reserved and has in use."""
+
+    total: int = 0
+    free: int = 0
+    reserved: int = 0
+    allocated: int = 0
+
+
+class Device:
+    """A device by torch's name for it: "cpu", "cuda" or "cuda:N". Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.kind = torch.device(name).type
+
+    def stream(self) -> CudaStream:
+        """Return a stream of its own for a worker."""
+        return CudaStream(self.name)
+
+    def is_lost(self) -> bool:
+        """Whether nothing more can succeed on it in this process; to be asked on the thread that met an error.
+
+        Errors do not tell: those of CUDA, cuBLAS, cuDNN, Triton and DALI have types and words of their own, and a
+        launch that was refused, or memory that ran out, leaves the device as it was. But a device that is lost fails
+        every later call, and so the wait that this is.
+        """
+        try:
+            self.synchronize()
+        except RuntimeError:  # what torch's own errors derive from
+            return True
+        return False
+
+    @staticmethod
+    def is_full(error: Exception) -> bool:
+        """Whether an error means that memory ran out there: torch's own allocator says so by type, others in words.
+
+        CUDA and Triton say "out of memory", cuBLAS and cuDNN "..._STATUS_ALLOC_FAILED".
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+    def memory(self) -> DeviceMemory:
+        """Return the state of its memory now; zeros on the CPU, which has none of its own."""
+        if self.kind == "cpu":
+            return DeviceMemory()
+        free, total = torch.cuda.mem_get_info(self.name)
+        return DeviceMemory(
+            total, free, torch.cuda.memory_reserved(self.name), torch.cuda.memory_allocated(self.name)
+        )
+
+    def recover(self, error: Exception) -> None:
+        """After memory ran out: give back what `error` keeps alive, and what torch keeps for later.
+
+        The locals of the calls that failed are the activations of the batch; the smaller batches that follow need
+        their room.
+        """
+        traceback.clear_frames(error.__traceback__)
+        self.empty_cache()
+
+    def empty_cache(self) -> None:
+        """Give the memory that torch has reserved and does not use back to the device."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait for what this thread's current stream has to do. Nothing on the CPU, which cannot be lost."""
+        if self.kind == "cuda":
+            torch.cuda.current_stream(self.name).synchronize()

@@ -1,0 +1,260 @@
+"""What lies between the products, in one pass each over the values: kernels in Triton, for CUDA."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from encoder_contract.geometry import Grid
+from encoder_service.vision.pointwise import (
+    FP8,
+    FP8_MAX,
+    TINY,
+    Norm,
+    PlainPointwise,
+    patch_coordinates,
+    rotary_frequencies,
+)
+from encoder_service.vision.spec import TowerSpec
+
+# The longest side of an image, in patches: 262 144 pixels at 16 a patch.
+MAX_SIDE = 16384
+
+# Pairs of a rotation, or values of a GELU, for one program: four for each of its 128 threads.
+BLOCK = 512
+
+
+@triton.jit
+def add_norm_kernel(
+    residual: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    add: tl.constexpr,
+    rms: tl.constexpr,
+) -> None:
+    """One row: the sum is rounded and kept, its norm taken in float32 and rounded once."""
+    start = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, columns)
+    inside = column < width
+    x = tl.load(residual + start + column, mask=inside, other=0.0)
+    if add:
+        x = (x.to(tl.float32) + tl.load(delta + start + column, mask=inside, other=0.0).to(tl.float32)).to(
+            x.dtype
+        )
+        tl.store(residual + start + column, x, mask=inside)
+    value = x.to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if rms:
+        normed = value * tl.rsqrt(tl.sum(value * value) / width + eps) * gain
+    else:
+        centred = tl.where(inside, value - tl.sum(value) / width, 0.0)
+        normed = centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * gain
+        normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + start + column, normed.to(x.dtype), mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    packed: tl.tensor,
+    coordinates: tl.tensor,
+    turns: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    pairs: tl.constexpr,
+    head_pairs: tl.constexpr,
+    axis_pairs: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Pairs of queries and keys, in place: `pairs` a patch, `stride` values from one patch to the next.
+
+    The first `axis_pairs` pairs of a head turn by the patch's row, the next by its column, the rest by nothing.
+    """
+    # Whole words of memory, both values of a pair side by side in one thread.
+    value = 2 * block * tl.program_id(0) + tl.arange(0, 2 * block)
+    of_patch = value % (2 * pairs)
+    at = packed + (value // (2 * pairs)).to(tl.int64) * stride + of_patch
+    x = tl.load(at, mask=value < 2 * count, other=0.0)
+    first, second = tl.split(tl.reshape(x.to(tl.float32), (block, 2)))
+
+    pair = block * tl.program_id(0) + tl.arange(0, block)
+    of_head = pair % head_pairs
+    by_column = of_head >= axis_pairs
+    turned = (pair < count) & (of_head < 2 * axis_pairs)
+    frequency = tl.where(by_column, of_head - axis_pairs, of_head)
+    place = tl.load(coordinates + 2 * (pair // pairs) + by_column.to(tl.int32), mask=turned, other=0)
+    turn = turns + 2 * (place * axis_pairs + frequency)
+    cosine = tl.load(turn, mask=turned, other=1.0)
+    sine = tl.load(turn + 1, mask=turned, other=0.0)
+
+    rotated = tl.join(first * cosine - second * sine, first * sine + second * cosine)
+    tl.store(at, tl.reshape(rotated, (2 * block,)).to(x.dtype), mask=value < 2 * count)
+
+
+@triton.jit
+def gelu_erf_kernel(
+    values: tl.tensor,
+    count: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """In place, in float32 up to one rounding."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    x = tl.load(values + at, mask=inside, other=0.0)
+    value = x.to(tl.float32)
+    tl.store(values + at, (value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))).to(x.dtype), mask=inside)
+
+
+@triton.jit
+def quantise_kernel(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    tiny: tl.constexpr,
+    largest: tl.constexpr,
+) -> None:
+    """One row: its scale, and its values in 8 bits."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * width
+    column = tl.arange(0, columns)
+    inside = column < width
+    value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value)), tiny), largest)
+    tl.store(scales + row, scale)
+    scaled = tl.clamp(tl.div_rn(value, scale), -largest, largest)
+    # Rounded here to three bits of mantissa, or to the steps of its smallest values: the conversion is then exact
+    # wherever this runs. What is added has its last place there.
+    exponent = tl.maximum((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF, 127 - 6)
+    shift = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    tl.store(values + start + column, ((scaled + shift) - shift).to(tl.float8e4nv), mask=inside)
+
+
+class TritonPointwise:
+    """See `Pointwise`. Needs a compiler at run time: `make_pointwise` says when it is used."""
+
+    name = "triton"
+
+    def __init__(self, spec: TowerSpec, device: torch.device) -> None:
+        """Make the turns of one axis [`MAX_SIDE`, head size / 4, cosine and sine] float32 on `device`."""
+        angle = torch.arange(MAX_SIDE).float()[:, None] * rotary_frequencies(spec)
+        self._turns = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
+
+    def rotations(self, grid: Grid, spec: TowerSpec, head_size: int) -> Tensor:  # noqa: ARG002 - the kernel knows
+        """Row and column of each patch, int32 [patches, 2]."""
+        if max(grid.h, grid.w) > MAX_SIDE:
+            raise ValueError(f"{grid}: no side may be longer than {MAX_SIDE} patches")
+        return torch.stack(patch_coordinates(grid, spec.merge_size), dim=1).int()
+
+    def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
+        """See `Pointwise`; only in place."""
+        assert out is values
+        patches, two, heads, head_size = values.shape
+        assert values.stride()[1:] == (heads * head_size, head_size, 1), values.stride()
+        pairs = two * heads * head_size // 2
+        count = patches * pairs
+        assert 2 * count < 2**31, "the kernel counts values in 32 bits"
+        rotate_kernel[(triton.cdiv(count, BLOCK),)](
+            values,
+            rotations,
+            self._turns,
+            count,
+            values.stride(0),
+            pairs=pairs,
+            head_pairs=head_size // 2,
+            axis_pairs=self._turns.shape[1],
+            block=BLOCK,
+        )
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+        """See `Pointwise`."""
+        assert residual.is_contiguous()
+        assert delta is None or delta.is_contiguous()
+        out = torch.empty_like(residual)
+        width = residual.shape[-1]
+        columns = triton.next_power_of_2(width)
+        add_norm_kernel[(residual.numel() // width,)](
+            residual,
+            residual if delta is None else delta,
+            norm.weight,
+            norm.weight if norm.bias is None else norm.bias,
+            out,
+            norm.eps,
+            width=width,
+            columns=columns,
+            add=delta is not None,
+            rms=norm.rms,
+            num_warps=8 if columns > 2048 else 4,
+        )
+        return out
+
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Pointwise`."""
+        assert x.is_contiguous()
+        gelu_erf_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, x.numel(), block=BLOCK)
+        return x
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Pointwise`."""
+        assert x.is_contiguous()
+        rows, width = x.shape
+        values = torch.empty(x.shape, dtype=FP8, device=x.device)
+        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        columns = triton.next_power_of_2(width)
+        quantise_kernel[(rows,)](
+            x,
+            values,
+            scales,
+            width=width,
+            columns=columns,
+            tiny=TINY,
+            largest=FP8_MAX,
+            num_warps=8 if columns > 2048 else 4,
+        )
+        return values, scales
+
+
+def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8: bool = True) -> str:
+    """Run every kernel beside its plain form on random values of a 16-bit type; return what differs in the mean.
+
+    Empty if nothing does. Without `fp8` the one for 8-bit floating point is left out, which Triton compiles only for
+    devices that multiply it. Raises whatever a missing compiler makes Triton raise.
+    """
+    ours, plain = TritonPointwise(spec, device), PlainPointwise()
+    random = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(device, dtype)
+
+    grid = Grid(1, 2 * spec.merge_size, 3 * spec.merge_size)
+    packed = values(grid.patches, 3, spec.heads, spec.head_size)
+    turned, expected = packed.clone(), packed.clone()
+    for form, tensor in ((ours, turned), (plain, expected)):
+        rotations = form.rotations(grid, spec, spec.head_size).to(device)
+        queries_and_keys = tensor[:, :2]
+        form.rotate(queries_and_keys, rotations, queries_and_keys)
+    pairs = {"rotation": (turned, expected)}
+    x = values(17, spec.embed)
+    pairs["GELU"] = (ours.gelu_erf(x.clone()), plain.gelu_erf(x))
+    if fp8:
+        pairs["FP8"] = (ours.quantised(x)[0].to(dtype), plain.quantised(x)[0].to(dtype))
+    for kind, rms in (("LayerNorm", False), ("RMSNorm", True)):
+        norm = Norm(spec.embed, rms=rms).to(device, dtype)
+        norm.weight.data = 1 + values(spec.embed) / 10
+        if norm.bias is not None:
+            norm.bias.data = values(spec.embed) / 10
+        delta, (one, other) = values(17, spec.embed), (x.clone(), x.clone())
+        pairs[kind] = (ours.add_norm(one, delta, norm), plain.add_norm(other, delta, norm))
+        pairs[f"sum before {kind}"] = (one, other)
+    return ", ".join(name for name, (one, other) in pairs.items() if ulps(one, other) > 1)
+
+
+def ulps(one: Tensor, other: Tensor) -> float:
+    """Return how far two tensors are apart in the mean, in units of the last place of their type (at least of 2⁻⁶)."""
+    places = torch.finfo(other.dtype).eps * other.float().abs().clamp_min(2**-6).log2().floor().exp2()
+    return float(((one.float() - other.float()).abs() / places).mean())

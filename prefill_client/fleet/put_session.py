@@ -1,0 +1,142 @@
+"""Rows that the caller computes, put into a store that others share: one Put call to each server that images go to."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
+from encoder_contract.producer import Producer
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.fleet.pool import Pool
+from prefill_client.images import PutAnswer, PutImage
+from prefill_client.transport.put_stream import PutStream
+
+
+class PutSession:
+    """Use it with `async with`, for as long as anything is put: the leases it has end with it.
+
+    Nothing is retried: a caller that cannot put still has its rows. A server that goes away fails the images that
+    were under way there; the next names go to another, or to it again.
+    """
+
+    def __init__(
+        self, pool: Pool, producer: Producer, caller: pb.Caller, *, shared: bool, timeout_s: float
+    ) -> None:
+        """`shared`: rows may go through shared memory."""
+        self._pool = pool
+        self._producer = producer
+        self._caller = caller
+        self._shared = shared
+        self._timeout_s = timeout_s
+        self._streams: dict[str, asyncio.Task[PutStream]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the calls; leases are released, and rows that are not complete are dropped."""
+        streams, self._streams = list(self._streams.values()), {}
+        for opening in streams:
+            opening.cancel()
+        for opened in await asyncio.gather(*streams, return_exceptions=True):
+            if isinstance(opened, PutStream):
+                opened.close()
+
+    async def name(self, images: Sequence[PutImage]) -> list[PutAnswer]:
+        """Name images together; return the answer to each, in order, which may be its error.
+
+        `yours`: compute the rows and `put` them, or `abandon` the image, within `lease_s`. `wait`: fetch them with a
+        grace of `lease_s`, and name the image again after `UnknownImageError`. `held`: fetch them.
+        """
+        try:
+            placed = self._pool.router.place([image.routed_by for image in images])
+        except EncoderError as error:
+            return [PutAnswer(image, "failed", error=error) for image in images]
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for place, endpoint in enumerate(placed):
+            groups[endpoint].append(place)
+        try:
+            named = await asyncio.gather(
+                *(self._name(endpoint, [images[n] for n in group]) for endpoint, group in groups.items())
+            )
+        finally:
+            for endpoint in placed:
+                self._pool.router.end(endpoint)
+        answers = {
+            place: answer
+            for group, found in zip(groups.values(), named, strict=True)
+            for place, answer in zip(group, found, strict=True)
+        }
+        return [answers[place] for place in range(len(images))]
+
+    async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
+        """Send the rows [tokens, width] of an image that is `yours`; return its last answer: `held`, or its error.
+
+        bfloat16 comes as its bits, uint16. The rows are read until this returns.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await (await self._opened(answer)).put(answer, rows)
+        except TimeoutError:
+            return replace(answer, state="failed", error=DeadlineError("the rows were not taken in time"))
+        except EncoderError as error:
+            return replace(answer, state="failed", error=error)
+
+    async def abandon(self, answer: PutAnswer) -> None:
+        """Give up an image that is `yours`: another caller may compute it."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await (await self._opened(answer)).abandon(answer)
+        except (TimeoutError, EncoderError):
+            pass  # its lease ends by itself
+
+    async def _name(self, endpoint: str, images: Sequence[PutImage]) -> list[PutAnswer]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = await self._pool.connection(endpoint)
+                stream = await self._stream(endpoint)
+                description = connection.description
+                answers = await stream.name(images, description.width, description.dtype)
+            self._pool.router.succeeded(endpoint)
+            return answers
+        except TimeoutError:
+            error: EncoderError = DeadlineError(f"{endpoint} did not answer in time")
+        except EncoderError as raised:
+            error = raised
+            if isinstance(error, UnavailableError):
+                self._pool.router.failed(endpoint)
+        return [PutAnswer(image, "failed", error=error, endpoint=endpoint) for image in images]
+
+    async def _opened(self, answer: PutAnswer) -> PutStream:
+        """Return the call in which an image was named. Raises `UnavailableError` if that has ended."""
+        opening = self._streams.get(answer.endpoint)
+        if opening is not None:
+            stream = await asyncio.shield(opening)
+            if stream.is_open and stream.number == answer.call:
+                return stream
+        raise UnavailableError(f"{answer.endpoint}: the Put call has ended, and with it its leases")
+
+    async def _stream(self, endpoint: str) -> PutStream:
+        """Return the open call to a server, begun now if there is none; callers share one attempt."""
+        opening = self._streams.get(endpoint)
+        if opening is not None and opening.done() and not _is_open(opening):
+            opening = None
+        if opening is None:
+            opening = self._streams[endpoint] = asyncio.create_task(self._open(endpoint), name="put-open")
+        return await asyncio.shield(opening)
+
+    async def _open(self, endpoint: str) -> PutStream:
+        connection = await self._pool.connection(endpoint)
+        return await connection.put(self._producer, self._caller, shared=self._shared)
+
+
+def _is_open(opening: "asyncio.Task[PutStream]") -> bool:
+    return not opening.cancelled() and opening.exception() is None and opening.result().is_open

@@ -1,0 +1,112 @@
+"""Device memory: rows of a server's GPU, copied to a GPU of this process without passing through the host."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.handle import Handle
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.transport.elements import array_view, current_gpu, device_copy
+from prefill_client.transport.shared_memory import SharedMemoryReceiver, SharedRows
+from prefill_client.transport.transport import Arrival, Rows
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceRows(SharedRows):
+    """Rows of a handle into device memory. Copied there at 1 TB/s and more, they are never lent in place.
+
+    Copies are made on the current GPU of the thread that asks, on its current stream, and are complete, and found to be
+    of the handle's rows, when they are returned.
+    """
+
+    on_device = True
+
+    def tensor(self, dtype: str) -> "torch.Tensor":
+        """Return a copy on the GPU, [rows, width]. Raises `StaleHandleError`."""
+        with self._checked():
+            return self._copied(dtype)
+
+    @contextmanager
+    def lent(self) -> Iterator[Rows]:
+        """Lend a copy on the GPU."""
+        yield self.own()
+
+    def own(self) -> "OwnDeviceRows":
+        """Return a copy on the GPU. Raises `StaleHandleError`."""
+        return OwnDeviceRows(self.tensor(self.dtype))
+
+    def _array(self) -> NDArray[np.generic]:
+        return array_view(self._copied(self.dtype))
+
+    def _copied(self, dtype: str) -> "torch.Tensor":
+        memory = self._segment.memory(self.handle, current_gpu())
+        return device_copy(memory, self.handle.extents, self.shape[1], dtype)
+
+
+class OwnDeviceRows(Rows):
+    """Rows in memory of this process, on its GPU."""
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    @contextmanager
+    def reading(self) -> Iterator[NDArray[np.generic]]:
+        """Lend a copy on the host."""
+        yield self.copy()
+
+    def copy(self) -> NDArray[np.generic]:
+        """Return a copy on the host."""
+        return array_view(self._tensor)
+
+    def tensor(self, dtype: str) -> "torch.Tensor":  # noqa: ARG002
+        """Return the rows themselves."""
+        return self._tensor
+
+    @contextmanager
+    def lent(self) -> Iterator[Rows]:
+        """Lend the rows themselves."""
+        yield self
+
+    def own(self) -> "OwnDeviceRows":
+        """Return the rows themselves."""
+        return self
+
+
+class DeviceReceiver(SharedMemoryReceiver):
+    """Receives handles into the memory of a server's GPU, from a server of this host and user."""
+
+    transport = pb.TRANSPORT_DEVICE
+    by_default = False
+
+    @classmethod
+    def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
+        """Return a receiver if the server has rows on a GPU, its segment can be read, and torch is here."""
+        if cls.transport not in description.transports or importlib.util.find_spec("torch") is None:
+            return None
+        return super().from_server(endpoint, description)
+
+    @staticmethod
+    def announced(ready: pb.ImageReady) -> bool:
+        """Whether the message has a handle into the memory of a device."""
+        return bool(ready.handle.memory)
+
+    def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
+        """Return the rows, which are there already."""
+        return _DeviceArrival(ready, is_open)
+
+
+class _DeviceArrival(Arrival):
+    def __init__(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> None:
+        self._ready = ready
+        self._is_open = is_open
+
+    def rows(self) -> DeviceRows:
+        handle = Handle.from_message(self._ready.handle)
+        return DeviceRows(handle, self._ready.width, self._ready.dtype, is_held=self._is_open)

@@ -1,0 +1,281 @@
+"""A running Put call to one server: names and their answers, and the rows that are being sent."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnavailableError
+from encoder_contract.framing import Checksum, frame
+from encoder_contract.producer import Producer
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.images import PutAnswer, PutImage
+from prefill_client.transport.outgoing_segment import OutgoingSegment
+from prefill_client.transport.row_stream import ended_early, from_message, from_rpc
+
+# A piece of rows in shared memory: each costs a message, and the last one is copied by the server alone.
+SHARED_BYTES = 4 << 20
+_numbers = itertools.count()
+PUT = "/encoder_contract.v1.EncoderService/Put"
+_STATES = {pb.HOLDING_HELD: "held", pb.HOLDING_YOURS: "yours", pb.HOLDING_WAIT: "wait"}
+_ENDED = (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+
+
+class PutStream:
+    """One call; any number of names, any number of images at a time. Leases end with it: keep it open meanwhile.
+
+    Every method raises the error of the call once that has ended.
+    """
+
+    def __init__(self, call: Any, endpoint: str, max_images: int) -> None:
+        self._call = call
+        self._endpoint = endpoint
+        self._piece_bytes = 0
+        self._free = list(range(max_images))[::-1]
+        self._awaited: dict[int, asyncio.Future[pb.PutState]] = {}
+        self._writing = asyncio.Lock()
+        self._segment: OutgoingSegment | None = None
+        self._sharing = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
+        self._error: EncoderError | None = None
+        self._yours: dict[int, PutImage] = {}
+        self._forsaking: set[asyncio.Task[None]] = set()
+        self.number = next(_numbers)
+
+    @classmethod
+    async def open(
+        cls,
+        channel: grpc.aio.Channel,
+        endpoint: str,
+        producer: Producer,
+        caller: pb.Caller,
+        *,
+        max_images: int,
+        segment: str = "",
+        proof: bytes = b"",
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Self:
+        """Begin a call. With the path of the server's `segment` and its `proof`, rows go through shared memory."""
+        call = channel.stream_stream(
+            PUT, request_serializer=_serialized, response_deserializer=pb.PutResponse.FromString
+        )(metadata=metadata)
+        stream = cls(call, endpoint, max_images)
+        ours = OutgoingSegment.beside(segment) if proof else None
+        try:
+            opening = pb.PutOpen(caller=caller, producer=producer.to_message())
+            if ours is not None:
+                opening.segment, opening.shm_proof = ours.path, proof
+            await stream._begin(opening, ours)
+        except BaseException:  # cancelled too: nobody else knows of the call
+            call.cancel()
+            raise
+        finally:
+            if ours is not None:
+                ours.unlink()
+        return stream
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the call is not known to have ended."""
+        return self._error is None and not self._call.done()
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether rows go through shared memory."""
+        return self._segment is not None
+
+    def close(self) -> None:
+        """End the call; its leases are released."""
+        self._call.cancel()
+        for task in (self._reading, *self._forsaking):
+            if task is not None:
+                task.cancel()
+        if self._segment is not None:
+            self._segment.close()
+        self._end(UnavailableError("the Put call was closed"))
+
+    async def name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
+        """Name images together and return the answer to each, in order. Raises `OverloadedError` for too many.
+
+        A caller that is cancelled meanwhile gives them up.
+        """
+        if len(images) > len(self._free):
+            raise OverloadedError("this call has as many images under way as it is allowed")
+        asking = asyncio.ensure_future(self._name(images, width, dtype))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._forsake_all)
+            raise
+
+    async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
+        """Send the rows of an image that is `yours`, and return its last answer: `held`, or its error.
+
+        A caller that is cancelled meanwhile gives the image up.
+        """
+        self._check_yours(answer)
+        data = memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+        try:
+            waiting = self._await(answer.index)
+            if self._segment is not None:
+                async with self._sharing:  # until the server has answered: the segment holds one image
+                    if await asyncio.to_thread(self._segment.reserve, len(data)):
+                        await self._share(self._segment, answer.index, data, waiting)
+                        return self._answer(answer.image, answer.index, await waiting)
+            await self._send(answer.index, data, waiting)  # there is no shared memory, or it is full
+            return self._answer(answer.image, answer.index, await waiting)
+        except asyncio.CancelledError:
+            self._forsake(answer)
+            raise
+
+    async def abandon(self, answer: PutAnswer) -> None:
+        """Tell the server that no rows will come for an image that is `yours`."""
+        self._check_yours(answer)
+        waiting = self._await(answer.index)
+        await self._write(pb.PutRequest(end=pb.PutEnd(index=answer.index, abandoned=True)))
+        self._answer(answer.image, answer.index, await waiting)
+
+    def _check_yours(self, answer: PutAnswer) -> None:
+        """Raise `InvalidRequestError` unless the image is still this caller's: its index may be another's by now."""
+        ours = answer.call == self.number and self._yours.get(answer.index) is answer.image
+        if not ours:
+            raise InvalidRequestError("rows are put for an image that is `yours`, and once")
+
+    async def _name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
+        indexes = [self._free.pop() for _ in images]
+        pairs = list(zip(images, indexes, strict=True))
+        waiting = [self._await(index) for index in indexes]
+        names = [image.to_message(index, width, dtype) for image, index in pairs]
+        await self._write(pb.PutRequest(names=pb.PutNames(names=names)))
+        states = await asyncio.gather(*waiting)
+        return [self._answer(*pair, state) for pair, state in zip(pairs, states, strict=True)]
+
+    async def _send(self, index: int, data: memoryview, waiting: "asyncio.Future[pb.PutState]") -> None:
+        """Send rows inline; one that has failed meanwhile needs no more."""
+        checksum = Checksum()
+        for begin in range(0, len(data), self._piece_bytes):
+            piece = data[begin : begin + self._piece_bytes]
+            checksum.add(piece)
+            if waiting.done():
+                return
+            await self._write(frame(index, [piece]))
+        await self._write(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
+
+    async def _share(
+        self,
+        segment: OutgoingSegment,
+        index: int,
+        data: memoryview,
+        waiting: "asyncio.Future[pb.PutState]",
+    ) -> None:
+        """Send rows through the segment: while we copy a piece into it, the server copies the one before out of it."""
+        checksum = Checksum()
+        for begin in range(0, len(data), SHARED_BYTES):
+            if waiting.done():
+                return
+            end = min(begin + SHARED_BYTES, len(data))
+            extent = await asyncio.to_thread(segment.write, data, begin, end, checksum)
+            await self._write(pb.PutRequest(shared=pb.PutShared(index=index, extent=extent)))
+        await self._write(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
+
+    def _forsake_all(self, asking: "asyncio.Future[list[PutAnswer]]") -> None:
+        if not asking.cancelled() and asking.exception() is None:
+            for answer in asking.result():
+                if answer.state == "yours":
+                    self._forsake(answer)
+
+    def _forsake(self, answer: PutAnswer) -> None:
+        """Give up an image whose caller has left."""
+
+        async def forsake() -> None:
+            with suppress(EncoderError):  # the call has ended, and its leases with it
+                await self.abandon(answer)
+
+        task = asyncio.create_task(forsake(), name="put-forsake")
+        self._forsaking.add(task)
+        task.add_done_callback(self._forsaking.discard)
+
+    async def _begin(self, opening: pb.PutOpen, segment: OutgoingSegment | None) -> None:
+        try:
+            await self._call.write(pb.PutRequest(open=opening))
+            first = await self._call.read()
+        except _ENDED as error:
+            raise await self._why(error) from error
+        if first is grpc.aio.EOF or not first.HasField("opened"):
+            raise await ended_early(self._call, self._endpoint)
+        self._piece_bytes = first.opened.max_message_bytes
+        if segment is not None and first.opened.shm:
+            self._segment = segment
+        self._reading = asyncio.create_task(self._read(), name="put-answers")
+
+    async def _read(self) -> None:
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                # Kept, if nobody awaits it yet: its lease has ended.
+                waiting = self._await(response.state.index)
+                if not waiting.done():
+                    waiting.set_result(response.state)
+            error = await ended_early(self._call, self._endpoint)
+        except _ENDED as caught:
+            error = await self._why(caught)
+        self._end(error)
+
+    def _await(self, index: int) -> "asyncio.Future[pb.PutState]":
+        """Return the next answer to an image: one that was kept, or the next to arrive."""
+        if self._error is not None:
+            raise self._error
+        waiting = self._awaited.get(index)
+        if waiting is None or waiting.cancelled():
+            waiting = self._awaited[index] = asyncio.get_running_loop().create_future()
+        return waiting
+
+    def _answer(self, image: PutImage, index: int, state: pb.PutState) -> PutAnswer:
+        self._awaited.pop(index, None)
+        if state.holding == pb.HOLDING_YOURS:
+            self._yours[index] = image
+        else:
+            self._yours.pop(index, None)
+            self._free.append(index)
+        error = from_message(state.error) if state.holding == pb.HOLDING_FAILED else None
+        return PutAnswer(
+            image,
+            _STATES.get(state.holding, "failed"),  # type: ignore[arg-type]
+            state.address,
+            state.lease_ms / 1000,
+            error,
+            self._endpoint,
+            self.number,
+            index,
+        )
+
+    async def _write(self, message: pb.PutRequest | bytes) -> None:
+        try:
+            async with self._writing:
+                await self._call.write(message)
+        except _ENDED as error:
+            raise await self._why(error) from error
+
+    async def _why(self, error: BaseException) -> EncoderError:
+        if isinstance(error, grpc.aio.AioRpcError):
+            return from_rpc(error, self._endpoint)
+        with suppress(grpc.aio.BaseError):
+            return await ended_early(self._call, self._endpoint)
+        return from_rpc(error, self._endpoint)  # type: ignore[arg-type]
+
+    def _end(self, error: EncoderError) -> None:
+        """Fail everyone who waits for an answer: the call has ended."""
+        self._error = self._error or error
+        for waiting in self._awaited.values():
+            if not waiting.done():
+                waiting.set_exception(self._error)
+                waiting.exception()  # whoever has left need not hear it
+        self._awaited.clear()
+
+
+def _serialized(message: pb.PutRequest | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

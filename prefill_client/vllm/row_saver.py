@@ -1,0 +1,75 @@
+"""In one worker: copies rows that the engine's own tower made to host memory, on a thread that no step waits for."""
+
+import logging
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from prefill_client.transport.elements import tensor_view
+from prefill_client.vllm.host_memory import MappedMemory
+from prefill_client.vllm.load_plan import Outgoing, Save
+
+_log = logging.getLogger("vllm.encoder_service")
+RECORD = struct.Struct("<Q?")
+"""What the pipe is told of an image: its number, and whether its rows are there. Written and read whole."""
+
+
+class RowSaver:
+    """Of one worker, on its own device."""
+
+    def __init__(self, width: int, dtype: str, device: torch.device) -> None:
+        """`width`, `dtype`: a row, as the engine makes it."""
+        self._width = width
+        self._dtype = getattr(torch, dtype)
+        self._memory: MappedMemory | None = None
+        self._pipe = -1
+        self._copies = ThreadPoolExecutor(1, "rows-out")
+        # Beside the stream that computes, which goes on with the language model meanwhile.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def save(self, outgoing: Outgoing, save: Save, rows: torch.Tensor) -> None:
+        """Begin to copy `rows` [rows, width] out; the pipe is told when they are there, or cannot be."""
+        if self._memory is None:
+            self._memory = MappedMemory(outgoing.path, writable=True)
+            self._pipe = os.open(outgoing.pipe, os.O_WRONLY | os.O_CLOEXEC)
+        made = None
+        if self._stream is not None:
+            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made.record()
+        self._copies.submit(self._copy, self._memory, save, rows, made)
+
+    def close(self) -> None:
+        """End the copies that are under way."""
+        self._copies.shutdown()
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def _copy(
+        self, memory: MappedMemory, save: Save, rows: torch.Tensor, made: "torch.cuda.Event | None"
+    ) -> None:
+        copied = False
+        try:
+            if made is not None:
+                made.wait(self._stream)
+            with torch.cuda.stream(self._stream):  # does nothing without one
+                self._write(memory, save, rows)
+            copied = True
+        except Exception:  # noqa: BLE001 - whatever it is, the engine goes on
+            _log.exception("rows of the engine's tower cannot be shared")
+        finally:
+            os.write(self._pipe, RECORD.pack(save.number, copied))
+
+    def _write(self, memory: MappedMemory, save: Save, rows: torch.Tensor) -> None:
+        if rows.dtype != self._dtype or rows.ndim != 2 or rows.shape[1] != self._width:
+            raise ValueError(f"the tower made rows {tuple(rows.shape)} of {rows.dtype}")
+        data = rows.contiguous().view(torch.uint8).reshape(-1)
+        if len(data) != sum(length for _, length in save.extents):
+            raise ValueError(f"the tower made {len(rows)} rows, not as many as the image's grid says")
+        begin = 0
+        for piece in memory.pieces(save.extents):
+            # Into pageable memory: it returns when the copy is done.
+            tensor_view(piece, "uint8").copy_(data[begin : begin + len(piece)])
+            begin += len(piece)

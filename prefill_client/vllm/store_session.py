@@ -1,0 +1,242 @@
+"""What an engine says to the store that it shares with others: who makes an image's rows, fetch these, take those."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.errors import (
+    AbandonedError,
+    DeadlineError,
+    EncoderError,
+    ImageLimitError,
+    InternalError,
+    OverloadedError,
+    UnavailableError,
+    UnknownImageError,
+)
+from encoder_contract.geometry import Grid
+from encoder_contract.producer import EngineKey, Producer
+from prefill_client.client import EncoderClient
+from prefill_client.fleet.put_session import PutSession
+from prefill_client.images import FetchedRows, PutAnswer, PutImage, RowRequest
+from prefill_client.transport import INLINE, TRANSPORTS
+from prefill_client.transport.elements import element_type
+from prefill_client.vllm.host_memory import Extent, HostMemory
+from prefill_client.vllm.image_key import image_key
+from prefill_client.vllm.row_fetcher import Shape, connect, keep
+from prefill_client.vllm.settings import Settings
+
+_log = logging.getLogger("vllm.encoder_service")
+# How often an engine that is on its own asks whether the store is back.
+_REJOIN_S = 1.0
+# Errors of one image: the store is there all the same.
+_OF_AN_IMAGE = (OverloadedError, ImageLimitError, AbandonedError)
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """A row, and how many patches, along either side, become one."""
+
+    width: int
+    dtype: str
+    merge: int
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """One image: what vLLM has of it, and where its rows go if somebody else made them."""
+
+    data: Mapping[str, Any]
+    cache_salt: str
+    grid: Grid
+    tokens: int
+    extents: tuple[Extent, ...] = ()
+    given_up: bool = False
+    # What `give_up` may cancel: not while it is named, since a lease may be its answer.
+    fetching: "asyncio.Task[Any] | None" = None
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more. For the loop's thread."""
+        self.given_up = True
+        if self.fetching is not None:
+            self.fetching.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of it: its rows are `here`, or they are `ours` to make; with a `lease`, for everybody."""
+
+    asked: Asked
+    outcome: Literal["here", "ours", "given up"]
+    lease: PutAnswer | None = None
+    error: EncoderError | None = None
+    source: str = ""
+    transport: str = ""
+    took_s: float = 0.0
+
+
+class StoreSession:
+    """For one event loop. While the store cannot be reached the engine is `alone`, and asks in the background."""
+
+    def __init__(self, settings: Settings, producer: Producer, rows: RowKind, memory: HostMemory) -> None:
+        """`memory` is where rows are fetched to."""
+        self._settings = settings
+        self._producer = producer
+        self._rows = rows
+        self._memory = memory
+        self._client: EncoderClient | None = None
+        self._session: PutSession | None = None
+        self._rejoining: asyncio.Task[None] | None = None
+        self.alone = True
+
+    async def start(self) -> None:
+        """Join, if a server is there. Raises `ValueError` for one that cannot take this engine's rows."""
+        try:
+            await self._join()
+        except (UnavailableError, DeadlineError) as error:
+            self.alone = False
+            self._go_alone(error)
+        except EncoderError as error:
+            raise ValueError(f"the encoder service at {self._endpoints}: {error.message}") from error
+
+    async def close(self) -> None:
+        """End the calls, and with them every lease."""
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+            await asyncio.gather(self._rejoining, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        if self._client is not None:
+            await self._client.close()
+
+    async def find(self, asked: Asked) -> Found:
+        """Find out who makes an image's rows, and fetch them if that is somebody else. Raises nothing but its end."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return await self._find(asked)
+        except TimeoutError:
+            late = f"nobody has made the rows within {self._settings.timeout_s:g} s"
+            return Found(asked, "ours", error=DeadlineError(late))
+        except asyncio.CancelledError:
+            if not asked.given_up:
+                raise
+            return Found(asked, "given up")
+        except EncoderError as error:
+            self._note(error)
+            return Found(asked, "ours", error=error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            _log.exception("an image cannot be shared")
+            return Found(asked, "ours", error=InternalError(f"{type(error).__name__}: {error}"))
+
+    async def put(self, lease: PutAnswer, data: NDArray[np.uint8]) -> EncoderError | None:
+        """Put the rows of an image that is ours, their bytes `data`; return why not."""
+        assert self._session is not None, "a lease has come from one"
+        rows = data.view(element_type(self._rows.dtype)).reshape(-1, self._rows.width)
+        error = (await self._session.put(lease, rows)).error
+        # Any other error is this image's alone: an engine may be later than its lease.
+        if isinstance(error, UnavailableError):
+            self._go_alone(error)
+        return error
+
+    async def abandon(self, lease: PutAnswer) -> None:
+        """No rows will come for it."""
+        if self._session is not None:
+            await self._session.abandon(lease)
+
+    async def _find(self, asked: Asked) -> Found:
+        if self.alone or self._session is None:
+            return Found(asked, "ours")
+        began_s = monotonic()
+        key = await asyncio.to_thread(image_key, asked.data, asked.cache_salt)
+        while not asked.given_up:
+            (answer,) = await self._session.name([PutImage(asked.grid, engine_key=key)])
+            if answer.error is not None:
+                raise answer.error
+            if answer.state == "yours":
+                return Found(asked, "ours", answer)
+            asked.fetching = None if asked.given_up else asyncio.current_task()
+            rows = await self._fetch(asked, key, answer)
+            asked.fetching = None
+            if rows is not None:
+                took_s = monotonic() - began_s
+                return Found(asked, "here", source=rows.source, transport=rows.transport, took_s=took_s)
+        return Found(asked, "given up")
+
+    async def _fetch(self, asked: Asked, key: EngineKey, answer: PutAnswer) -> FetchedRows | None:
+        """Fetch rows that are held, or wait until they are; None if they will not come: it is to be named again."""
+        assert self._client is not None
+        wait_s = answer.lease_s if answer.state == "wait" else 0.0
+        shared = self._settings.shared_memory
+        async with self._client.fetch(
+            [RowRequest(engine_key=key)],
+            producer=self._producer,
+            grace_ms=round(1000 * wait_s),
+            transports=TRANSPORTS if shared else [INLINE],
+            timeout_s=wait_s + self._settings.submit_timeout_s,
+        ) as stream:
+            async for rows in stream:
+                if isinstance(rows.error, UnknownImageError):
+                    return None
+                shape = Shape(asked.grid, asked.tokens, self._rows.width, self._rows.dtype)
+                await keep(rows, self._memory, asked.extents, shape)
+                return rows
+        raise InternalError("the client ended a fetch without an outcome")
+
+    async def _join(self) -> None:
+        """Connect, and see that names are answered. Raises what keeps this engine from sharing."""
+        if self._client is None:
+            self._client = await connect(self._settings, wait=False)
+            theirs = self._client.description
+            kind = RowKind(theirs.width, theirs.dtype, theirs.geometry.merge_size)
+            if kind != self._rows:
+                await self._client.close()
+                self._client = None
+                raise ValueError(
+                    f"the encoder service at {self._endpoints} holds {kind}, the engine has {self._rows}"
+                )
+            transports = TRANSPORTS if self._settings.shared_memory else [INLINE]
+            self._session = self._client.put(
+                self._producer, transports=transports, timeout_s=self._settings.submit_timeout_s
+            )
+        assert self._session is not None
+        grid = Grid(1, self._rows.merge, self._rows.merge)
+        probe = PutImage(grid, engine_key=EngineKey("vllm probe", secrets.token_bytes(16)))
+        (answer,) = await self._session.name([probe])
+        if answer.error is not None:
+            raise answer.error
+        await self._session.abandon(answer)
+        self.alone = False
+
+    def _note(self, error: EncoderError) -> None:
+        if not isinstance(error, _OF_AN_IMAGE):
+            self._go_alone(error)
+
+    def _go_alone(self, error: EncoderError) -> None:
+        if self.alone:
+            return
+        self.alone = True
+        _log.warning(
+            "the encoder service at %s is gone; until it is back this engine encodes for itself: %s",
+            self._endpoints,
+            error.message,
+        )
+        self._rejoining = asyncio.create_task(self._rejoin(), name="store-rejoin")
+
+    async def _rejoin(self) -> None:
+        while self.alone:
+            await asyncio.sleep(_REJOIN_S)
+            with suppress(EncoderError, ValueError):
+                await self._join()
+        _log.warning("the encoder service at %s is back: images are shared again", self._endpoints)
+
+    @property
+    def _endpoints(self) -> str:
+        return ", ".join(self._settings.endpoints)

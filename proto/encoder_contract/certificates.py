@@ -1,0 +1,94 @@
+"""Certificates in files: checked before they are used, and read again when the files change, without a restart."""
+
+import logging
+import os
+import ssl
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """What the files hold; empty where there is no file. `version` differs whenever anything else does."""
+
+    version: int
+    cert: bytes
+    key: bytes
+    ca: bytes
+
+
+class Certificates:
+    """Our certificate with its key, and the authorities by which the other side's is checked: PEM files, or none.
+
+    A change that cannot be used, such as a certificate whose key is not there yet, is logged, and the files are looked
+    at again; until then the old ones stay in force. Any thread may ask.
+    """
+
+    def __init__(self, cert: str = "", key: str = "", ca: str = "") -> None:
+        """Read the files; an empty path is none. Raises `ValueError`, which names the files and what is wrong."""
+        self._files = (cert, key, ca)
+        self._lock = threading.Lock()
+        self._seen = self._stamps()
+        self._pem = self._read(version=1)
+
+    @property
+    def pem(self) -> Pem:
+        """What is in force now: costs a look at each file, and reads them when they have changed."""
+        with self._lock:
+            if (stamps := self._stamps()) != self._seen:
+                self._seen = stamps
+                try:
+                    read = self._read(self._pem.version + 1)
+                    if (read.cert, read.key, read.ca) != (self._pem.cert, self._pem.key, self._pem.ca):
+                        self._pem = read
+                        log.info("certificates: %s read again", ", ".join(filter(None, self._files)))
+                except ValueError as error:
+                    log.warning("certificates: the old ones stay in force: %s", error)
+            return self._pem
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Have connections that `context` begins from now on use our certificate. Raises `ValueError`."""
+        cert, key, _ = self._files
+        try:
+            context.load_cert_chain(cert, key, password=_no_password)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ValueError(f"{cert} and {key}: {_reason(error)}") from error
+
+    def _read(self, version: int) -> Pem:
+        cert, _, ca = self._files
+        if cert:
+            self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        if ca:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca)
+            except OSError as error:
+                raise ValueError(f"{ca}: {_reason(error)}") from error
+        try:
+            return Pem(version, *(Path(path).read_bytes() if path else b"" for path in self._files))
+        except OSError as error:
+            raise ValueError(f"{error.filename}: {error.strerror}") from error
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(path) for path in self._files]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give one that is not, readable by this user alone")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        told = {"KEY_VALUES_MISMATCH": "the key is not the certificate's"}
+        return told.get(error.reason or "", "this is not PEM as it should be")
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,92 @@
+"""Credentials: how a client knows that a server is who it says, and how it shows who it is itself."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from encoder_contract.certificates import Certificates
+
+PUBLIC_CA = "public"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """PEM files and a token, read again when they change: connections opened from then on use what they hold."""
+
+    ca: str = ""
+    """Authorities of the servers' certificates, or `public` for those that gRPC brings; empty: no TLS."""
+    cert: str = ""
+    """Our certificate, where servers ask for one (mutual TLS)."""
+    key: str = ""
+    """Its key, not encrypted."""
+    server_name: str = ""
+    """The name in the servers' certificates, where endpoints are addresses; empty: the host of each endpoint."""
+    token_file: str = ""
+    """A file with the token of our tenant, sent by TLS or within this host only; read again when it changes."""
+
+    def certificates(self) -> Certificates | None:
+        """Read the files; None without TLS. Raises `ValueError`, which names what is wrong."""
+        if bool(self.cert) != bool(self.key):
+            raise ValueError("TLS: a certificate and its key are given together")
+        if not self.ca and (self.cert or self.server_name):
+            raise ValueError("TLS: a certificate or a server's name is of use only with the authorities (ca)")
+        if not self.ca:
+            return None
+        return Certificates(self.cert, self.key, "" if self.ca == PUBLIC_CA else self.ca)
+
+    @staticmethod
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        """Give a command the flags of its client."""
+        for flag, text in (
+            ("ca", f"PEM file of authorities of the server's certificate, or `{PUBLIC_CA}`; empty: no TLS"),
+            ("cert", "PEM file with a certificate of ours, where the server asks for one"),
+            ("key", "PEM file with its key"),
+            ("name", "name in the server's certificate, if it is not the host"),
+        ):
+            parser.add_argument(
+                f"--tls-{flag}", default="", metavar="NAME" if flag == "name" else "FILE", help=text
+            )
+        parser.add_argument(
+            "--token-file", default="", metavar="FILE", help="file with the token of a tenant; empty: none"
+        )
+
+    @classmethod
+    def from_flags(cls, given: Mapping[str, Any]) -> Self:
+        """Return what those flags say."""
+        return cls(
+            given["tls_ca"], given["tls_cert"], given["tls_key"], given["tls_name"], given["token_file"]
+        )
+
+    def token(self) -> "Token":
+        """Read the token. Raises `ValueError`, which names the file."""
+        return Token(self.token_file)
+
+
+class Token:
+    """What shows a server whose call it is; nothing without a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self.metadata()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return what goes out with a call. Raises `ValueError` when the file cannot be read or holds no token."""
+        if self._path:
+            try:
+                found = os.stat(self._path)
+                if (stamp := (found.st_ino, found.st_mtime_ns)) != self._stamp:
+                    token = Path(self._path).read_text().strip()
+                    if not token.isascii() or not token.isprintable() or not token:
+                        raise ValueError(f"{self._path}: a token is one line of printable characters")
+                    self._stamp, self._metadata = stamp, (("authorization", f"Bearer {token}"),)
+            except OSError as error:
+                raise ValueError(f"{self._path}: {error.strerror}") from error
+        return self._metadata
+
+
+NO_CREDENTIALS = Credentials()

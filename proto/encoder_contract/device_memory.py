@@ -1,0 +1,155 @@
+"""Device memory that two processes of a host share: one allocates it, another opens it by its name.
+
+On a GPU it is an allocation of its own, whole: torch's allocator gives out parts, of segments that may grow, and CUDA
+names whole allocations. The calls are those of `cuda-bindings`, which torch's own build for CUDA depends on. On the CPU
+a memory file stands in, so that everything else about it is the same code. No torch here: who computes takes `content`.
+"""
+
+import ctypes
+import mmap
+import os
+import stat
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+CUDA_NAME_BYTES = 64
+"""Of a cudaIpcMemHandle_t."""
+_FILE = "file:{pid}:{file}:{inode}"
+
+
+class DeviceMemoryError(RuntimeError):
+    """A device did not give memory, or memory of that name is not there."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class CudaBytes:
+    """Bytes of a GPU, as torch and others take them without a copy; not freed while this exists."""
+
+    address: int
+    size_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One allocation: its name, and its bytes: of a GPU, or on the CPU in memory."""
+
+    name: bytes
+    content: CudaBytes | memoryview
+
+
+def allocate(device: str, size_bytes: int) -> DeviceMemory:
+    """Return new memory of `device` ("cpu", "cuda:1"). Raises `DeviceMemoryError`."""
+    if not device.startswith("cuda"):
+        return _allocate_file(size_bytes)
+    from cuda.bindings import runtime
+
+    with _current(gpu := int(device.partition(":")[2] or 0)):
+        address = int(_checked(runtime.cudaMalloc(size_bytes)))
+        content = _owned(address, size_bytes, gpu, runtime.cudaFree)
+        handle = _checked(runtime.cudaIpcGetMemHandle(address))
+    return DeviceMemory(ctypes.string_at(handle.getPtr(), CUDA_NAME_BYTES), content)
+
+
+def open_memory(name: bytes, size_bytes: int, device: int) -> DeviceMemory:
+    """Return memory that another process allocated, as seen from GPU number `device` of ours.
+
+    It may be another GPU's: CUDA then lets ours read it. Raises `DeviceMemoryError` when there is none of that name any
+    more, or this process cannot see it.
+    """
+    if name.startswith(_FILE[:5].encode()):
+        return DeviceMemory(name, _open_file(name.decode(errors="replace"), size_bytes))
+    if len(name) != CUDA_NAME_BYTES:
+        raise DeviceMemoryError(f"a name of {len(name)} bytes is none of CUDA's")
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise DeviceMemoryError(f"rows of a GPU need cuda-bindings: {error}") from error
+
+    handle = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(handle.getPtr(), name, CUDA_NAME_BYTES)
+    with _current(device):
+        address = int(_checked(runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)))
+    return DeviceMemory(name, _owned(address, size_bytes, device, runtime.cudaIpcCloseMemHandle))
+
+
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """Make a GPU the current one of this thread, and the one before again.
+
+    Nothing if it is: to set a device makes a context on it, hundreds of megabytes.
+    """
+    from cuda.bindings import runtime
+
+    before = _checked(runtime.cudaGetDevice())
+    if before == device:
+        yield
+        return
+    _checked(runtime.cudaSetDevice(device))
+    try:
+        yield
+    finally:
+        _checked(runtime.cudaSetDevice(before))
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """Return what a call of CUDA returned beside its error. Raises `DeviceMemoryError`."""
+    error, *values = answer
+    if int(error):
+        raise DeviceMemoryError(f"CUDA: {error.name}")
+    return values[0] if values else None
+
+
+def _owned(address: int, size_bytes: int, gpu: int, free: Callable[[int], object]) -> CudaBytes:
+    content = CudaBytes(address, size_bytes)
+    weakref.finalize(
+        content, _free, address, gpu, free
+    ).atexit = False  # the driver frees what a process leaves
+    return content
+
+
+def _free(address: int, gpu: int, free: Callable[[int], object]) -> None:
+    """Free memory, or close that of another process, on whatever thread lets go of it: in the context it belongs to."""
+    with _current(gpu):
+        free(address)
+
+
+def _allocate_file(size_bytes: int) -> DeviceMemory:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size_bytes > memory_bytes:
+        raise DeviceMemoryError(f"this machine has {memory_bytes} bytes of memory, not {size_bytes}")
+    file = os.memfd_create("encoder-service-device", os.MFD_CLOEXEC)
+    try:
+        os.truncate(file, size_bytes)
+        content = mmap.mmap(file, size_bytes)
+    except OSError as error:
+        os.close(file)
+        raise DeviceMemoryError(f"no memory file of {size_bytes} bytes: {error.strerror}") from error
+    weakref.finalize(content, os.close, file)  # the name is good while the file is open
+    name = _FILE.format(pid=os.getpid(), file=file, inode=os.fstat(file).st_ino)
+    return DeviceMemory(name.encode(), memoryview(content))
+
+
+def _open_file(name: str, size_bytes: int) -> memoryview:
+    """Map the memory file, for reading, after making sure that it is the one that was named, and of our user."""
+    _, pid, number, inode = (*name.split(":"), "", "", "")[:4]
+    if not (pid.isdecimal() and number.isdecimal()):
+        raise DeviceMemoryError(f"{name} names no memory")
+    try:
+        file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise DeviceMemoryError(f"{name} cannot be opened: {error.strerror}") from error
+    try:
+        status = os.fstat(file)
+        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not ours or str(status.st_ino) != inode or not 0 < size_bytes <= status.st_size:
+            raise DeviceMemoryError(f"{name} is no memory of {size_bytes} bytes any more")
+        return memoryview(mmap.mmap(file, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    finally:
+        os.close(file)

@@ -1,0 +1,108 @@
+"""The fleet's key: a secret of all replicas and nobody else, by which they believe each other."""
+
+import struct
+from collections.abc import Iterable
+from hmac import compare_digest
+from pathlib import Path
+from typing import Self
+
+from blake3 import blake3
+
+from encoder_contract.geometry import Grid
+
+MIN_SECRET_CHARACTERS = 32
+SIGNATURE_BYTES = 32
+SIGNATURE_METADATA = "fleet-signature-bin"
+"""Where a replica's call carries the signature of its request."""
+
+_GRID = struct.Struct("<III")
+
+
+class FleetKey:
+    """Signs with the first of its secrets and believes all, so that a secret can be replaced replica by replica.
+
+    Signatures are BLAKE3 in its keyed mode, each purpose with a key of its own: one made for a request says nothing
+    about rows.
+    """
+
+    def __init__(self, secrets: Iterable[bytes]) -> None:
+        """Raises `ValueError` when there is no secret, or one is short."""
+        self._secrets = tuple(secrets)
+        if not self._secrets or min(map(len, self._secrets)) < MIN_SECRET_CHARACTERS:
+            raise ValueError(f"a line is one secret, of {MIN_SECRET_CHARACTERS} characters or more")
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """Read a file of secrets, a line each. Raises `ValueError`, which names the file and never what is in it."""
+        try:
+            return cls(line.strip() for line in Path(path).read_bytes().splitlines() if line.strip())
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def sign_request(self, endpoint: str, request: bytes) -> bytes:
+        """Sign a call of ours to the replica that advertises `endpoint`: to another one it is worth nothing."""
+        return self._sign(self._secrets[0], "request", [endpoint.encode(), request])
+
+    def signed_request(self, signature: bytes, endpoint: str, request: bytes) -> bool:
+        """Whether a replica made this call to us, who advertise `endpoint`."""
+        return self._believes(signature, "request", [endpoint.encode(), request])
+
+    def sign_rows(self, address: bytes, grid: Grid, rows: Iterable[memoryview]) -> bytes:
+        """Sign all rows of an image; `rows` are their bytes in order. Takes milliseconds for tens of megabytes."""
+        return self._sign(self._secrets[0], "rows", [address, _GRID.pack(*grid)], rows)
+
+    def signed_rows(self, signature: bytes, address: bytes, grid: Grid, rows: memoryview) -> bool:
+        """Whether a replica signed these rows."""
+        return self._believes(signature, "rows", [address, _GRID.pack(*grid)], [rows])
+
+    def seal_file(self, key: bytes, file: bytes) -> bytes:
+        """Return an image file as it is shared under `key`: its signature, then the file."""
+        return self._seal("file", key, file)
+
+    def open_file(self, key: bytes, sealed: bytes) -> bytes | None:
+        """Return the file; None when no replica shared it under this key."""
+        return self._open("file", key, sealed)
+
+    def seal_url(self, key: bytes, record: bytes) -> bytes:
+        """Return what a URL was found to hold as it is shared under `key`: its signature, then the record."""
+        return self._seal("url", key, record)
+
+    def open_url(self, key: bytes, sealed: bytes) -> bytes | None:
+        """Return the record; None when no replica shared it under this key."""
+        return self._open("url", key, sealed)
+
+    def salt(self, tenant: str, said: bytes) -> bytes:
+        """Return the salt of a tenant's addresses, with what it said itself: nobody else can have the same one.
+
+        It comes from the first secret: when that is replaced, what tenants have is encoded anew.
+        """
+        return self._sign(self._secrets[0], "salt", [tenant.encode(), said])
+
+    def _seal(self, purpose: str, key: bytes, content: bytes) -> bytes:
+        return self._sign(self._secrets[0], purpose, [key], [memoryview(content)]) + content
+
+    def _open(self, purpose: str, key: bytes, sealed: bytes) -> bytes | None:
+        content = memoryview(sealed)[SIGNATURE_BYTES:]
+        believed = self._believes(sealed[:SIGNATURE_BYTES], purpose, [key], [content])
+        return content.tobytes() if believed else None
+
+    def _believes(
+        self, signature: bytes, purpose: str, fields: list[bytes], content: Iterable[memoryview] = ()
+    ) -> bool:
+        content = list(content)
+        signed = (self._sign(secret, purpose, fields, content) for secret in self._secrets)
+        return any(compare_digest(signature, each) for each in signed)
+
+    @staticmethod
+    def _sign(secret: bytes, purpose: str, fields: list[bytes], content: Iterable[memoryview] = ()) -> bytes:
+        """Return the signature of fields, each behind its length, and of the content, which is the last."""
+        key = blake3(secret, derive_key_context=f"encoder-service fleet {purpose} v1").digest()
+        hasher = blake3(key=key)
+        for field in fields:
+            hasher.update(len(field).to_bytes(8, "little"))
+            hasher.update(field)
+        for piece in content:
+            hasher.update(piece)
+        return hasher.digest()

@@ -1,0 +1,119 @@
+"""Certificates for trials and tests: an authority of this machine, and what it signs. `make certs` writes a set.
+
+    python -m testing.certificates FOLDER      # ca.pem, server.pem, client.pem and their keys
+
+Not for production: nobody can withdraw one of these, and the key of the authority lies beside them.
+"""
+
+import argparse
+import datetime
+import os
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+DAYS = 30
+# This machine, the replicas of `make fleet`, and what the compose file and the manifests call the service.
+HOSTS = (
+    "localhost",
+    "127.0.0.1",
+    "::1",
+    *(f"127.0.0.{number}" for number in range(2, 10)),
+    "encoder",
+    "encoder.encoder.svc",
+)
+
+
+class Issued(NamedTuple):
+    """The files of one certificate, as settings take them."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """An authority that signs whatever it is asked to."""
+
+    def __init__(self, name: str = "encoder-service trial") -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _named(name)
+        builder = _builder(self._name, self._name, self._key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        self._cert = builder.sign(self._key, hashes.SHA256())
+
+    def write(self, path: Path) -> str:
+        """Write the certificate by which the others are checked; return the path."""
+        path.write_bytes(self._cert.public_bytes(Encoding.PEM))
+        return str(path)
+
+    def issue(self, folder: Path, name: str, hosts: Sequence[str] = ()) -> Issued:
+        """Write `name.pem` and `name-key.pem`: for a server at `hosts`, or a client that is called `name`."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(_named(name), self._name, key.public_key())
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([_host(host) for host in hosts or (name,)]), critical=False
+        )
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        cert = builder.sign(self._key, hashes.SHA256())
+        issued = Issued(str(folder / f"{name}.pem"), str(folder / f"{name}-key.pem"))
+        _replace(Path(issued.key), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        _replace(Path(issued.cert), cert.public_bytes(Encoding.PEM))
+        return issued
+
+
+def _builder(name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number())
+    return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
+        now + datetime.timedelta(days=DAYS)
+    )
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file of this user alone, at once: whoever reads it meanwhile reads the old one or the new one."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    new.replace(path)
+
+
+def main() -> None:
+    """Write a set and say how it is used."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    authority = Authority()
+    ca = authority.write(folder / "ca.pem")
+    server = authority.issue(folder, "server", HOSTS)
+    client = authority.issue(folder, "client")
+    print(
+        f"valid for {DAYS} days, for a trial only:\n"
+        f"  encoder-service serve … --tls-cert {server.cert} --tls-key {server.key} --tls-client-ca {ca}\n"
+        f"  prefill-client encode … --tls-ca {ca} --tls-cert {client.cert} --tls-key {client.key}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Fuzzing: seeded cases against what reads the bytes of strangers, in this process and on a real server."""

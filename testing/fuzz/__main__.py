@@ -1,0 +1,194 @@
+"""Run seeded cases of every target and count what they find.
+
+Parsers run in this process, calls against a real server of a tiny model, sixteen at a time. A failure is printed with
+the command that repeats it. At the end the server must answer, be idle, and have no more open files than before.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import psutil
+import transformers
+
+from testing.checkpoints import write_checkpoint
+from testing.fuzz import calls, parsers
+from testing.server_process import ServerProcess, running
+
+TARGETS = (*parsers.PARSERS, *calls.CASES)
+# Of all cases; a call costs as much as a hundred parses.
+SHARES = {
+    "header": 0.3,
+    "frames": 0.2,
+    "requests": 0.2,
+    "urls": 0.1,
+    "submit": 0.04,
+    "fetch": 0.04,
+    "images": 0.04,
+    "put": 0.04,
+    "shared_urls": 0.04,
+}
+AT_A_TIME = 16
+IDLE_S = 60.0
+# What the server does while it is idle: connections of the probe itself, a pool's last thread.
+SPARE_FILES = 4
+# So small that every bound is reached; images are resized to 16 patches: the files are the work, not the tower.
+SETTINGS: dict[str, Any] = {
+    "store_host_gib": 0.02,
+    "store_prefault": "no",
+    "source_gib": 0.01,
+    "max_queued_images": 64,
+    "accept_put": "yes",
+    "share_urls": "yes",
+}
+PREPROCESSOR = {"size": {"shortest_edge": 1024, "longest_edge": 4096}}
+
+
+@dataclass
+class Verdict:
+    """What was run, and what it found."""
+
+    cases: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    crashes: int = 0
+    hangs: int = 0
+    leaked: dict[str, int] = field(default_factory=dict)
+
+    def failed(self, name: str, seed: int, error: BaseException) -> None:
+        """Note a failure and how to repeat it."""
+        if isinstance(error, TimeoutError):
+            self.hangs += 1
+        else:
+            self.crashes += 1
+        again = f"python -m testing.fuzz --targets {name} --seed {seed} --cases 1"
+        self.failures.append(f"{type(error).__name__}: {str(error)[:300]}\n    {again}")
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was found."""
+        return not self.failures and not any(self.leaked.values())
+
+    def figures(self) -> dict[str, object]:
+        """Return the counts, for a line of JSON."""
+        return {
+            "cases": self.cases.total(),
+            **{f"cases_{name}": count for name, count in self.cases.items()},
+            "crashes": self.crashes,
+            "hangs": self.hangs,
+            **{f"leaked_{what}": count for what, count in self.leaked.items()},
+        }
+
+
+def fuzz_parsers(names: list[str], cases: dict[str, int], seed: int, verdict: Verdict) -> None:
+    """Run the cases of parsers."""
+    for name in names:
+        for number in range(seed, seed + cases[name]):
+            try:
+                parsers.run(name, number)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
+                verdict.failed(name, number, error)
+            verdict.cases[name] += 1
+            if verdict.cases[name] % 1000 == 0:
+                _progress(verdict)
+
+
+async def fuzz_calls(names: list[str], cases: dict[str, int], seed: int, verdict: Verdict) -> None:
+    """Run the cases of calls against a server, and look at what it is left with."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
+        with running(model, **SETTINGS) as server:
+            async with grpc.aio.insecure_channel(server.endpoint) as channel:
+                # Pools are full.
+                await _calls(names[:1], dict.fromkeys(names, AT_A_TIME), seed, channel, Verdict())
+                before = await _idle_files(server)
+                await _calls(names, cases, seed, channel, verdict)
+            after = await _idle_files(server)
+            now = server.metrics()
+            verdict.leaked = {
+                "pins": int(now.total("store_pins")),
+                "uploads": int(now.total("upload_bytes")),
+                "leases": int(now.total("put_leases")),
+                "calls": int(now.total("calls_in_progress")),
+                "fds": max(0, after - before - SPARE_FILES),
+            }
+            if server.process.poll() is not None:
+                verdict.failed(names[-1], seed, RuntimeError(f"the server ended: {server.lines[-1]}"))
+
+
+async def _calls(
+    names: list[str], cases: dict[str, int], seed: int, channel: grpc.aio.Channel, verdict: Verdict
+) -> None:
+    work = [(name, number) for name in names for number in range(seed, seed + cases[name])]
+    work.reverse()
+
+    async def worker() -> None:
+        while work:
+            name, number = work.pop()
+            try:
+                await calls.run(name, channel, number)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
+                verdict.failed(name, number, error)
+            verdict.cases[name] += 1
+            if verdict.cases[name] % 100 == 0:
+                _progress(verdict)
+
+    await asyncio.gather(*(worker() for _ in range(AT_A_TIME)))
+
+
+async def _idle_files(server: ServerProcess) -> int:
+    """Return how many files a server has open once no call is, and nothing is pinned or queued."""
+    deadline = time.monotonic() + IDLE_S
+    while time.monotonic() < deadline:
+        now = server.metrics()
+        busy = (
+            now.total(name)
+            for name in ("calls_in_progress", "store_pins", "upload_bytes", "queue_images", "put_leases")
+        )
+        if not any(busy):
+            break
+        await asyncio.sleep(0.2)
+    return int(psutil.Process(server.process.pid).num_fds())
+
+
+def _progress(verdict: Verdict) -> None:
+    if sys.stderr.isatty():
+        counts = ", ".join(f"{name} {count}" for name, count in verdict.cases.items())
+        print(f"\r{counts}: {len(verdict.failures)} found", end="", file=sys.stderr, flush=True)
+
+
+def fuzz(targets: list[str], cases: int, seed: int) -> Verdict:
+    """Run so many cases in all, shared among the targets, from `seed` on."""
+    verdict = Verdict()
+    total = sum(SHARES[name] for name in targets)
+    shares = {name: max(1, round(cases * SHARES[name] / total)) for name in targets}
+    fuzz_parsers([name for name in targets if name in parsers.PARSERS], shares, seed, verdict)
+    if live := [name for name in targets if name in calls.CASES]:
+        asyncio.run(fuzz_calls(live, shares, seed, verdict))
+    return verdict
+
+
+def main() -> int:
+    """Run, print what was found, and as the last line one JSON object; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m testing.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=50_000, help="in all (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case of each target")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    given = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    began = time.monotonic()
+    verdict = fuzz(given.targets, given.cases, given.seed)
+    for failure in verdict.failures[:20]:
+        print(failure)
+    print(json.dumps(verdict.figures() | {"seed": given.seed, "seconds": round(time.monotonic() - began, 1)}))
+    return 0 if verdict.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

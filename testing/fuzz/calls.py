@@ -1,0 +1,152 @@
+"""Cases for a live server: Submits, Fetches and Puts whose steps are drawn, sensible or not, and damaged files.
+
+Whatever is sent, a call ends in a status that blames its sender, or in order; the server stays, and keeps nothing.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import grpc
+
+from encoder_contract.digest import content_digest
+from encoder_contract.v1 import encoder_pb2 as pb
+from testing.fuzz.answers import SERVICE, check
+from testing.fuzz.mutation import mutated
+from testing.fuzz.puts import put
+from testing.fuzz.url_calls import shared_urls
+from testing.photos import damaged, photo
+
+# On a machine that is busy with other things; a case takes some milliseconds.
+PATIENCE_S = 60.0
+
+Case = Callable[[Any, int, random.Random], Coroutine[Any, Any, None]]  # on a channel, of bytes as they are
+
+
+async def submit(channel: Any, _seed: int, draw: random.Random) -> None:
+    """A Submit of any messages in any order, ended in any way."""
+    call: Any = channel.stream_stream(f"{SERVICE}/Submit")()
+    files = [draw.choice(_FILES) for _ in range(draw.randrange(1, 6))]
+    answers: list[pb.SubmitResponse] = []
+    with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        written = draw.choice((1, 2, 100, 100, 100))
+        for message in islice(_submit_messages(draw, files), written):
+            await call.write(message)
+        if draw.random() < 0.5:
+            await call.done_writing()
+            while (raw := await call.read()) is not grpc.aio.EOF:
+                answers.append(pb.SubmitResponse.FromString(raw))
+    call.cancel()
+    await check(call, [answer.state.error for answer in answers])
+
+
+def _submit_messages(draw: random.Random, files: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield what a caller should send, with messages left out, twice, in another order, and damaged."""
+    caller = pb.Caller(request_id=draw.choice(("", "fuzz", "x" * 200)), priority=draw.choice((0, 0, 8, 99)))
+    steps = [pb.SubmitRequest(open=caller)]
+    names = [_name(draw, index, file) for index, file in enumerate(files)]
+    steps.append(pb.SubmitRequest(names=pb.ImageNames(names=names)))
+    for index, file in enumerate(files):
+        cut = draw.randrange(len(file) + 1)
+        steps.append(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=file[:cut])))
+        steps.append(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=file[cut:], last=True)))
+    if draw.random() < 0.3:
+        draw.shuffle(steps)
+    for step in steps:
+        raw = step.SerializeToString()
+        for _ in range(draw.choice((0, 1, 1, 1, 1, 1, 1, 2))):
+            yield mutated(draw, raw) if draw.random() < 0.1 else raw
+
+
+def _name(draw: random.Random, index: int, file: bytes) -> pb.ImageName:
+    """Return a name that is right, or not, in each of its fields."""
+    name = pb.ImageName(index=index, digest=content_digest(file))
+    if draw.random() < 0.1:
+        name.index = draw.choice((0, index + 1, 2**32 - 1))
+    if draw.random() < 0.1:
+        name.digest = draw.randbytes(draw.choice((0, 31, 32)))
+    if draw.random() < 0.2:
+        name.variant.CopyFrom(_variant(draw))
+    if draw.random() < 0.2:
+        sides = (0, 1, 2, 4, 2**16, 2**32 - 1)
+        name.grid.CopyFrom(pb.Grid(t=draw.choice((0, 1, 2)), h=draw.choice(sides), w=draw.choice(sides)))
+    if draw.random() < 0.5:
+        name.size_bytes = draw.choice((len(file), 0, 1, 2**40, 2**64 - 1))
+    return name
+
+
+def _variant(draw: random.Random) -> pb.Variant:
+    pixels = (0, 1, 1024, 65536, 2**40, 2**64 - 1)
+    return pb.Variant(min_pixels=draw.choice(pixels), max_pixels=draw.choice(pixels))
+
+
+async def fetch(channel: Any, _seed: int, draw: random.Random) -> None:
+    """A Fetch of images that are held or not, of rows that exist or not, over any transport, left at any time."""
+    numbers = (0, 0, 0, 1, 2, 2**31, 2**32 - 1)
+    images = [
+        pb.FetchImage(
+            index=draw.choice((index, index, index, 0)),
+            digest=draw.choice((content_digest(draw.choice(_FILES)), draw.randbytes(draw.choice((0, 32))))),
+            variant=_variant(draw) if draw.random() < 0.1 else None,
+            row_begin=draw.choice(numbers),
+            row_end=draw.choice(numbers),
+            chunk=draw.choice(numbers),
+            needed_in_ms=draw.choice(numbers),
+        )
+        for index in range(draw.randrange(6))
+    ]
+    request = pb.FetchRequest(
+        images=images,
+        transports=draw.choices((0, 1, 2, 77), k=draw.randrange(3)),  # type: ignore[arg-type]
+        grace_ms=draw.choice((0, 0, 1, 20)),
+        shm_proof=draw.randbytes(draw.choice((0, 16))),
+        local_only=draw.random() < 0.2,
+    )
+    raw = request.SerializeToString()
+    call: Any = channel.unary_stream(f"{SERVICE}/Fetch")(mutated(draw, raw) if draw.random() < 0.1 else raw)
+    left = draw.randrange(8)
+    answers: list[pb.FetchResponse] = []
+    with suppress(grpc.aio.AioRpcError):
+        while left and (message := await call.read()) is not grpc.aio.EOF:
+            answers.append(pb.FetchResponse.FromString(message))
+            left -= 1
+    call.cancel()
+    await check(call, [answer.error for answer in answers])
+
+
+async def images(channel: Any, seed: int, _draw: random.Random) -> None:
+    """A damaged file is submitted and fetched: rows, or one error that blames it."""
+    file = damaged(seed)
+    digest = content_digest(file)
+    call: Any = channel.stream_stream(f"{SERVICE}/Submit")()
+    steps = (
+        pb.SubmitRequest(open=pb.Caller()),
+        pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(digest=digest)])),
+        pb.SubmitRequest(bytes=pb.ImageBytes(data=file, last=True)),
+    )
+    errors: list[pb.ImageError] = []
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        for step in steps:
+            await call.write(step.SerializeToString())
+        await call.done_writing()
+        while (raw := await call.read()) is not grpc.aio.EOF:
+            errors.append(pb.SubmitResponse.FromString(raw).state.error)
+    await check(call, errors)
+    request = pb.FetchRequest(images=[pb.FetchImage(digest=digest)])
+    fetched: Any = channel.unary_stream(f"{SERVICE}/Fetch")(request.SerializeToString())
+    with suppress(grpc.aio.AioRpcError):
+        errors = [pb.FetchResponse.FromString(raw).error async for raw in fetched]
+    await check(fetched, errors)
+
+
+CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, put, shared_urls)}
+_FILES = [b"", b"no image", *(photo(40 + 8 * n, 40, n) for n in range(4)), *(damaged(n) for n in range(6))]
+
+
+async def run(name: str, channel: grpc.aio.Channel, seed: int) -> None:
+    """Run one case. Raises what it finds: a status or an image's error that blames the server, or that it hangs."""
+    async with asyncio.timeout(PATIENCE_S):
+        await CASES[name](channel, seed, random.Random(seed))

@@ -1,0 +1,119 @@
+"""Cases for what parses in memory: headers of images, frames of rows, requests, URLs. A case that returns is well."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from encoder_contract.errors import (
+    EncoderError,
+    ForbiddenError,
+    InternalError,
+    InvalidImageError,
+    InvalidRequestError,
+)
+from encoder_contract.framing import frame, parse_fetch_response
+from encoder_contract.header import read_header
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api import messages
+from prefill_client.media.freshness import MAX_FRESH_S, fresh_s
+from prefill_client.media.image_url import ImageUrl
+from testing.fuzz.mutation import mutated
+from testing.photos import damaged
+
+# Of the processor, not of the clock, which a busy machine stretches. A sound file's header takes well under 1 ms.
+MAX_CASE_S = 2.0
+
+Parser = Callable[[int, random.Random], object]
+
+
+def header(seed: int, _draw: random.Random) -> None:
+    """A damaged image file ends in a header or in the image's error."""
+    _ends_in(lambda: read_header(damaged(seed)), InvalidImageError)
+
+
+def frames(_seed: int, draw: random.Random) -> None:
+    """A damaged message of rows is read, or refused, as protobuf's own class does."""
+    sound = frame(draw.randrange(1 << 32), [memoryview(draw.randbytes(draw.choice((0, 1, 40, 300))))])
+    message = mutated(draw, sound)
+    try:
+        expected = pb.FetchResponse.FromString(message)
+    except DecodeError:
+        _raises(lambda: parse_fetch_response(message), InternalError)
+        return
+    found: Any = parse_fetch_response(message)
+    if expected.WhichOneof("message") == "rows":
+        assert found == (expected.rows.index, expected.rows.data), message
+    else:
+        assert found == expected, message
+
+
+def requests(_seed: int, draw: random.Random) -> None:
+    """A damaged request is one, or is refused as one that is none."""
+    name = pb.ImageName(index=draw.randrange(9), digest=draw.randbytes(32), grid=pb.Grid(t=1, h=4, w=4))
+    submits = (
+        pb.SubmitRequest(
+            open=pb.Caller(request_id="r", tenant_salt=draw.randbytes(8), priority=draw.randrange(-9, 9))
+        ),
+        pb.SubmitRequest(names=pb.ImageNames(names=[name] * draw.randrange(6))),
+        pb.SubmitRequest(
+            bytes=pb.ImageBytes(index=1, data=draw.randbytes(draw.choice((0, 100, 3000))), last=True)
+        ),
+    )
+    raw = mutated(draw, draw.choice(submits).SerializeToString())
+    _ends_in(lambda: messages.parse_submit(raw, 8), InvalidRequestError)
+    wanted = pb.FetchRequest(
+        images=[pb.FetchImage(digest=draw.randbytes(32))] * draw.randrange(6), grace_ms=5
+    )
+    raw = mutated(draw, wanted.SerializeToString())
+    _ends_in(lambda: messages.parse(pb.FetchRequest, raw), InvalidRequestError)
+
+
+def urls(_seed: int, draw: random.Random) -> None:
+    """A damaged URL is one that reads the same when it is written and read again, or is refused."""
+    sound = draw.choice(
+        (
+            "http://user@cdn.example.org:8080/a/b.jpg?size=3#top",
+            "https://[2001:db8::1]:1/",
+            "http://127.0.0.1/%20",
+        )
+    )
+    text = mutated(draw, sound.encode()).decode("utf-8", draw.choice(("replace", "ignore")))
+    try:
+        url = ImageUrl.parse(text)
+    except (InvalidImageError, ForbiddenError):
+        return
+    assert ImageUrl.parse(str(url)) == url, text
+    control = draw.choice(("max-age=3, no-cache", "s-maxage=9, private", "max-age=100000000000"))
+    headers = {"cache-control": mutated(draw, control.encode()).decode("latin-1"), "expires": text}
+    lasts = fresh_s(headers, 60.0)
+    assert lasts is None or 0 <= lasts <= MAX_FRESH_S, headers
+
+
+PARSERS: dict[str, Parser] = {each.__name__: each for each in (header, frames, requests, urls)}
+
+
+def run(name: str, seed: int) -> None:
+    """Run one case. Raises whatever it finds, also that it took too long."""
+    began = time.thread_time()
+    PARSERS[name](seed, random.Random(seed))
+    took_s = time.thread_time() - began
+    if took_s > MAX_CASE_S:
+        raise TimeoutError(f"it took the processor {took_s:.1f} s")
+
+
+def _ends_in(parse: Callable[[], object], error: type[EncoderError]) -> None:
+    try:
+        parse()
+    except error:
+        return
+
+
+def _raises(parse: Callable[[], object], error: type[EncoderError]) -> None:
+    try:
+        parse()
+    except error:
+        return
+    raise AssertionError(f"no {error.__name__}")

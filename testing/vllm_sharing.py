@@ -1,0 +1,109 @@
+"""A real vLLM engine that encodes itself and shares what its tower makes: how often that runs, what was put."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from encoder_contract.geometry import Grid
+from prefill_client import BlockingClient, PutAnswer, PutImage
+from prefill_client.vllm.image_key import image_key
+from prefill_client.vllm.producer import producer_of_engine
+from testing.vllm_engine import Engine, Part
+
+PATIENCE_S = 60.0
+
+
+class SharingEngine(Engine):
+    """An engine with the role `ec_both`; all its images are raw."""
+
+    def __init__(
+        self, model: Path, endpoint: str, *, extra: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        given = {"submit_timeout_s": 30.0, **(extra or {})}
+        super().__init__(model, endpoint, role="ec_both", extra=given, **options)
+        self.encoded = 0
+        """Images that the tower of this process has encoded."""
+        if self.config.parallel_config.world_size == 1:
+            self._count()
+
+    @property
+    def model(self) -> Any:
+        """The model that the worker runs."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner.model
+
+    def _count(self) -> None:
+        encode = self.model.embed_multimodal
+
+        def counted(**given: Any) -> Any:
+            self.encoded += len(given["image_grid_thw"])
+            return encode(**given)
+
+        self.model.embed_multimodal = counted
+
+    def has_lease(self) -> bool:
+        """Whether the store waits for rows of an image that no step makes yet."""
+        return any(image.lease for image in self.side.table._images.values())
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Take in what the store says, without a step, until something is so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert time.monotonic() < deadline, "not so in time"
+            self.side.table.take_in()
+            time.sleep(0.005)
+
+    def until_all_is_put(self) -> None:
+        """Return when the table holds nothing: what was made has been put, or could not be."""
+        self.until(lambda: not len(self.side.table))
+
+    def assert_nothing_is_held(self) -> None:
+        """No rows, no lease, no request is left."""
+        self.until_all_is_put()
+        side = self.side
+        assert side._incoming.free_bytes == side._incoming.size_bytes
+        assert side._outgoing.free_bytes == side._outgoing.size_bytes
+        assert not side.gate._prompts
+        assert not side.table._saving
+        assert not side.store._expected
+
+    def start_all(self, *prompts: Sequence[Part]) -> list[str]:
+        """Hand requests with raw images to the engine."""
+        return [self.start(parts, own=True) for parts in prompts]
+
+    def encoded_by(self, *prompts: Sequence[Part]) -> int:
+        """How often the tower runs for prompts that are asked at once, and answered."""
+        before = self.encoded
+        ended = self.run(*self.start_all(*prompts))
+        assert {answer.reason for answer in ended.values()} == {"length"}
+        self.until_all_is_put()
+        return self.encoded - before
+
+    def feature(self, parts: Sequence[Part]) -> Any:
+        """What the engine knows of the first image of a prompt, which is asked for and given up."""
+        (request_id,) = self.start_all(parts)
+        (request,) = (each for name, each in self.scheduler.requests.items() if name.startswith(request_id))
+        self.abort(request_id)
+        return request.mm_features[0]
+
+
+class OtherEngine:
+    """Another engine, as far as the store can tell: the same producer, and leases."""
+
+    def __init__(self, engine: SharingEngine, endpoint: str) -> None:
+        self._engine = engine
+        self._client = BlockingClient.connect(endpoint)
+        self._put = self._client.put(producer_of_engine(engine.config))
+
+    def name(self, parts: Sequence[Part]) -> PutAnswer:
+        """Name the first image of a prompt."""
+        data = self._engine.feature(parts).data
+        grid = Grid(*data["image_grid_thw"].data.flatten().tolist())
+        (answer,) = self._put.name([PutImage(grid, engine_key=image_key(data, ""))])
+        return answer
+
+    def close(self) -> None:
+        """End, and with it every lease."""
+        self._put.close()
+        self._client.close()

@@ -1,0 +1,248 @@
+"""The GPU check without a GPU: every part walks, imports only what it measures, and tells what failed."""
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import gpu
+from bench.gpu_parts import cpu_decoders, wheels
+from bench.gpu_parts.probe import Probe
+from bench.harness.results import ROOT
+from testing.photos import photo
+
+# What a machine with torch may lack; what each part cannot do without, because it is what it measures.
+LACKING = {
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "blake3",
+    "xxhash",
+    "cachetools",
+    "grpc",
+    "grpc_health",
+    "google",
+    "grpc_reflection",
+    "redis",
+    "prometheus_client",
+    "PIL",
+    "nvidia",
+    "rich",
+    "pytest",
+    "psutil",
+    "fastapi",
+}
+TOWER = {"safetensors", "blake3"}
+CHECKPOINT = {"transformers", "tokenizers", "PIL", "psutil"}  # which a tiny one is written with
+NEEDED: dict[str, set[str]] = {
+    "attention": TOWER,
+    "tower": TOWER | CHECKPOINT,
+    "decode": {"PIL", "cachetools"},
+    "server": TOWER
+    | CHECKPOINT
+    | {"xxhash", "cachetools", "grpc", "grpc_health", "google", "prometheus_client"},
+}
+# In a process for each part, forked by one that has torch: with what it may lack hidden, it imports the part.
+IMPORTS = """
+import importlib, json, os, sys, traceback
+import torch
+
+class Without:
+    def __init__(self, finder, lacking):
+        self._finder, self._lacking = finder, lacking
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+    def find_spec(self, name, *where):
+        return None if name.partition(".")[0] in self._lacking else self._finder.find_spec(name, *where)
+
+for part, lacking in json.loads(sys.argv[1]).items():
+    if not (child := os.fork()):
+        sys.meta_path = [Without(finder, lacking) for finder in sys.meta_path]
+        try:
+            import bench.gpu
+            importlib.import_module(f"bench.gpu_parts.{part}")
+        except BaseException as error:
+            print(part, repr(error), traceback.format_exc(), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    print(part, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def found(part: str, **values: object) -> dict[str, object]:
+    return {"part": part, **values}
+
+
+def probe(folder: Path, budget_s: float = math.inf) -> Probe:
+    return Probe("env", folder, folder, budget_s=budget_s, dry=True)
+
+
+@pytest.mark.timeout(900)
+def test_a_dry_run_walks_every_part_and_ends_with_a_short_summary(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", tmp_path]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=890, check=False)
+    lines = gpu.read(tmp_path / "gpu.jsonl")
+    assert ran.returncode == 0, [line for line in lines if "failed" in line] or ran.stderr[-3000:]
+    assert {line["part"] for line in lines} == set(gpu.PARTS)
+    for part in gpu.PARTS:
+        rows = [line for line in lines if line["part"] == part]
+        assert len(rows) > 1, f"{part} measured nothing"
+        assert not any("skipped" in row for row in rows), part
+        assert "seconds" in rows[-1]
+    assert any(line.get("from") == "device tier" and line["passed"] for line in lines)
+    summary = (tmp_path / "summary.txt").read_text()
+    assert len(summary) <= gpu.MAX_SUMMARY
+    assert ran.stdout.endswith(f"{summary}\n")
+    assert gpu.main(["--keep", str(tmp_path / "gpu.jsonl")]) == 2, "figures of a dry run mean nothing"
+
+
+@pytest.mark.timeout(600)
+def test_a_part_imports_nothing_that_it_does_not_measure() -> None:
+    lacking = {part: sorted(LACKING - NEEDED.get(part, set())) for part in gpu.PARTS}
+    command = [sys.executable, "-c", IMPORTS, json.dumps(lacking)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == [word for part in gpu.PARTS for word in (part, "0")], ran.stderr[-3000:]
+
+
+# What a part runs besides its own module: in processes, or by name.
+ALSO = {
+    "server": ["encoder_service.cli"],
+    "tests": [
+        str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    ],
+}
+OURS = {"bench", "testing", "tests", "encoder_service", "prefill_client", "encoder_contract"}
+
+
+def imported(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that a file imports, and whether it does so at once, and not in a function or a choice."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node in tree.body) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            yield from ((name, node in tree.body) for name in names)
+
+
+def libraries(modules: list[str]) -> set[str]:
+    """Return what modules of ours, and all of ours that they import, import at once of others."""
+    found, seen, left = set(), set(), [*modules]
+    while left:
+        if (name := left.pop()) in seen:
+            continue
+        seen.add(name)
+        base = (ROOT / "proto" if name.startswith("encoder_contract") else ROOT).joinpath(*name.split("."))
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            for module, at_once in imported(path) if path.is_file() else ():
+                top = module.partition(".")[0]
+                if top in OURS:
+                    left += [module, module.rpartition(".")[0] or top]
+                elif at_once:
+                    found.add(top)
+    return found - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_what_a_part_imports_is_on_a_bare_machine_or_among_the_wheels(part: str) -> None:
+    needed = libraries(["bench.gpu", f"bench.gpu_parts.{part}", *ALSO.get(part, [])])
+    assert "torch" in needed
+    assert needed <= wheels.THERE | {*wheels.PACKAGES.values()}
+
+
+def test_lines_are_written_as_they_are_measured_and_a_failure_is_one_of_them(tmp_path: Path) -> None:
+    def refuse() -> dict[str, float]:
+        raise RuntimeError("no kernel")
+
+    part = probe(tmp_path)
+    assert part.attempt({"case": "a"}, lambda: {"ms": 1.0})
+    assert not part.attempt({"case": "b"}, refuse)
+    late = probe(tmp_path, budget_s=0)
+    assert not late.attempt({"case": "c"}, lambda: {"ms": 1.0})
+    assert gpu.read(tmp_path / "gpu.jsonl") == [
+        found("env", case="a", ms=1.0),
+        found("env", case="b", failed="RuntimeError: no kernel"),
+        found("env", case="c", skipped="budget"),
+    ]
+
+
+def test_a_summary_is_bounded_and_names_failures_first(tmp_path: Path) -> None:
+    lines = [found(part, case=str(n), ms=float(n)) for part in gpu.PARTS for n in range(500)]
+    lines.append(found("sanitize", tool="memcheck", failed="exit code 9"))
+    lines.append(found("tests", test="tests/test_a.py::test_b", outcome="failed"))
+    said = gpu.summary(lines)
+    assert len(said) <= gpu.MAX_SUMMARY
+    assert all(f"== {part}" in said for part in gpu.PARTS)
+    first = said.splitlines()[:3]
+    assert first[0].startswith(f"{len(lines)} measurements, 2 failed")
+    assert "exit code 9" in first[1]
+    assert "test_b" in first[2]
+
+
+def test_the_last_line_of_a_part_that_was_killed_may_be_half_of_one(tmp_path: Path) -> None:
+    (tmp_path / "gpu.jsonl").write_text('{"part": "env", "ms": 1}\n{"part": "tow')
+    whole, half = gpu.read(tmp_path / "gpu.jsonl")
+    assert whole == found("env", ms=1)
+    assert "half a line" in half["failed"]
+
+
+def test_the_page_shows_the_fastest_of_ours_beside_theirs() -> None:
+    lines = [
+        found("products", product="square 8192", how="plain", ms=1.0, tflops=700.0),
+        found("tower", attention="sdpa", graphs=False, case="720p", ms=9.0, tflops=300.0),
+        found("tower", attention="flash3", graphs=True, case="720p", ms=8.0, tflops=350.0),
+        found("tower", attention="transformers", case="720p", ms=16.0, host_ms=1.0),
+        found("decode", decoder="dali", case="720p", ms=2.0),
+    ]
+    page = gpu.comparison({"lines": lines})
+    assert "| 720p | 8.00 | flash3, graphs | 50% | 16.00 | 2.00 |" in page
+    assert "| dali | 720p | 2 |" in page
+
+
+def test_what_a_machine_found_becomes_a_result_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "path_of", lambda name, quick: tmp_path / f"{name}.json")
+    file = tmp_path / "gpu.jsonl"
+    about = found("env", hardware="a GPU", versions={"torch": "2.11"}, dry=False)
+    file.write_text("\n".join(json.dumps(line) for line in (about, found("tower", seconds=2.5))))
+    assert gpu.main(["--keep", str(file)]) == 0
+    kept = json.loads((tmp_path / "a GPU.json").read_text())["benchmarks"]["gpu"]
+    assert kept["seconds"] == 2.5
+    assert kept["versions"] == {"torch": "2.11"}
+    assert "a GPU.json" in capsys.readouterr().out
+
+
+def test_a_folder_of_wheels_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheels, "PACKAGES", {})
+    (tmp_path / "small.whl").write_bytes(b"x")
+    assert wheels.main([str(tmp_path)]) == 0
+    with (tmp_path / "large.whl").open("wb") as file:
+        os.truncate(file.fileno(), wheels.MAX_BYTES)
+    assert wheels.main([str(tmp_path)]) == 1
+    assert "large.whl" in wheels.listing(tmp_path)[0]
+
+
+def test_the_decoders_that_are_compared_agree_in_pixels_and_outcomes() -> None:
+    pytest.importorskip("nvidia.dali")
+    pytest.importorskip("nvidia.nvimgcodec")
+    files = [photo(200, 120, seed) for seed in range(3)]
+    found = [decode(files) for decode in cpu_decoders.decoders().values()]
+    assert len(found) == 3
+    for images in zip(*found, strict=True):
+        assert all(image is not None and (image == images[0]).all() for image in images)
+    for decode in cpu_decoders.decoders().values():
+        assert cpu_decoders.outcomes(decode) == "decoded, refused, decoded"

@@ -1,0 +1,43 @@
+"""Every Triton kernel compiles for a GPU that need not be here: how it is launched in production, and well."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
+
+# Compiling is much work for a busy machine, and its time counts for the test that comes first.
+pytestmark = pytest.mark.timeout(600)
+
+Kernels = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """What the compiler for sm_90 says."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "bench.tower.kernels", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: Kernels = json.loads(done.stdout)
+    return found
+
+
+def test_every_kernel_compiles_for_hopper_without_spilling_and_touches_whole_words(compiled: Kernels) -> None:
+    names = [kernel["kernel"] for kernel in compiled]
+    assert len(names) == len({*names}) >= 9
+    for kernel in compiled:
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["registers"] <= 64, kernel
+        assert kernel["widest_access_bytes"] >= 4, kernel
+
+
+def test_kernels_between_products_and_a_resize_along_columns_read_wide(compiled: Kernels) -> None:
+    """Along rows of pixels, three bytes each, one is gathered after the other."""
+    for kernel in compiled:
+        assert kernel["widest_access_bytes"] >= 8 or kernel["kernel"] == "resize along rows", kernel

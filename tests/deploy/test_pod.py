@@ -1,0 +1,273 @@
+"""What the overlays by TLS render, started by hand: the same arguments, environment, Secrets and probes, and asked."""
+
+import asyncio
+import re
+import shlex
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy import check
+from encoder_contract.credentials import Token
+from encoder_contract.errors import UnavailableError
+from encoder_service.observability.scrape import Scrape, scrape
+from prefill_client import Credentials, EncoderClient, RowRequest
+from testing.certificates import HOSTS, Authority
+from testing.photos import photo
+from tests.calls import collect
+from tests.deploy.test_running import START_S
+from tests.pages import ROOT
+from tests.redis_tls import redis_by_tls
+from tests.waiting import PATIENCE_S, soon
+
+NAME = "encoder.encoder.svc"
+REDIS = "redis.redis.svc:6379"
+TOKEN = "of a scraper"
+
+pytestmark = pytest.mark.skipif(
+    check.kustomize() is None, reason="neither kubectl nor kustomize is installed"
+)
+
+
+def rendered(folder: Path, *components: str) -> list[dict[str, Any]]:
+    """What kustomize makes of the overlay for CPUs with these components."""
+    build = check.kustomize()
+    assert build is not None
+    overlay = check.overlay_with(components, folder / "overlay")
+    done = subprocess.run([*build, overlay], capture_output=True, text=True, check=True)
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def secrets_of_the_page(folder: Path, *names: str) -> dict[str, dict[str, str]]:
+    """The Secrets that the commands on the page create of the files in `folder`: those with `names`, or all."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (ROOT / "docs/operations.md").read_text().splitlines():
+        if line.startswith("kubectl -n encoder create secret generic "):
+            name, *options = shlex.split(line)[6:]
+            if name in names or not names:
+                found[name] = dict(_entry(option, folder) for option in options)
+    return found
+
+
+def _entry(option: str, folder: Path) -> tuple[str, str]:
+    kind, key, value = re.fullmatch(r"--from-(file|literal)=([^=]*)(?:=(.*))?", option).groups()  # type: ignore[union-attr]
+    return key, value if kind == "literal" else (folder / Path(value or key).name).read_text()
+
+
+class Pod:
+    """A pod of the Deployment `encoder` as this host can run it: its container's process, its Secrets as folders."""
+
+    def __init__(
+        self,
+        manifests: list[dict[str, Any]],
+        secrets: Mapping[str, Mapping[str, str]],
+        folder: Path,
+        here: Mapping[str, str],
+    ) -> None:
+        """`here` says what stands for a part of a setting on this host."""
+        self._configs = {
+            each["metadata"]["name"]: each["data"] for each in manifests if each["kind"] == "ConfigMap"
+        }
+        self._secrets = secrets
+        (deployment,) = (each for each in manifests if each["kind"] == "Deployment")
+        self._spec = deployment["spec"]["template"]["spec"]
+        (self.container,) = self._spec["containers"]
+        self._folder = folder
+        self._here = {"/etc/encoder": str(folder / "etc"), **here}
+        self._log = folder / "log"
+        for name in self.mounts():
+            self.mount(name, secrets[name])
+
+    def mounts(self) -> dict[str, Path]:
+        """Where each Secret is mounted on this host."""
+        names = {
+            each["name"]: each["secret"]["secretName"] for each in self._spec["volumes"] if "secret" in each
+        }
+        paths = {
+            each["name"]: each["mountPath"]
+            for each in self.container["volumeMounts"]
+            if each["name"] in names
+        }
+        return {names[volume]: Path(self.here(path)) for volume, path in paths.items()}
+
+    def mount(self, name: str, data: Mapping[str, str]) -> None:
+        """Put a Secret in place as Kubernetes does: links to a folder that is renamed, so all changes at once."""
+        folder = self.mounts()[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        version = folder / f"..{len(list(folder.iterdir()))}"
+        version.mkdir()
+        (volume,) = (
+            each["secret"]
+            for each in self._spec["volumes"]
+            if each.get("secret", {}).get("secretName") == name
+        )
+        items = volume.get("items") or [{"key": key, "path": key} for key in data]
+        for item in items:
+            (version / item["path"]).write_text(data[item["key"]])
+            if not (link := folder / item["path"]).is_symlink():
+                link.symlink_to(Path("..data") / item["path"])
+        (folder / "..new").symlink_to(version.name)
+        (folder / "..new").rename(folder / "..data")
+
+    def here(self, value: str) -> str:
+        """A value of the manifests as it is on this host."""
+        for there, ours in self._here.items():
+            value = value.replace(there, ours)
+        return value
+
+    def environment(self) -> dict[str, str]:
+        """What the container's environment is, by the rules of Kubernetes."""
+        found: dict[str, str] = {}
+        for source in self.container["envFrom"]:
+            found |= self._configs[source["configMapRef"]["name"]]
+        fields = {"status.podIP": "127.0.0.1"}
+        for each in self.container["env"]:
+            source = each.get("valueFrom", {})
+            if "fieldRef" in source:
+                value = fields[source["fieldRef"]["fieldPath"]]
+            elif "secretKeyRef" in source:
+                value = self._secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
+            else:
+                value = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], each["value"])
+            found[each["name"]] = value
+        found["ENCSVC_STORE_HOST_GIB"] = "0.25"  # of this host's memory
+        return {name: self.here(value) for name, value in found.items()}
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start the container's process."""
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        bare = {"PATH": path, "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+        with self._log.open("w") as log:
+            return subprocess.Popen(
+                ["encoder-service", *self.container["args"]],
+                env={**bare, **self.environment()},
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+            )
+
+    def said(self) -> str:
+        """All that it has printed."""
+        return self._log.read_text()
+
+    def listens(self) -> bool:
+        """Whether it has said where it listens, on both ports."""
+        return len(self._said_ports()) == 2
+
+    def _said_ports(self) -> dict[str, str]:
+        line = r"^ +(listening|metrics) +(?:https://)?0\.0\.0\.0:(\d+)\b.*\n"
+        return dict(re.findall(line, self.said(), re.MULTILINE))
+
+    def ports(self) -> dict[str, str]:
+        """Which address each of the container's ports has on this host, once it listens."""
+        found = self._said_ports()
+        return {
+            name: f"localhost:{found[said]}" for name, said in (("grpc", "listening"), ("metrics", "metrics"))
+        }
+
+    def probe(self, name: str) -> int:
+        """Probe the container as the kubelet does, which checks no certificate."""
+        http = self.container[name]["httpGet"]
+        url = f"{http.get('scheme', 'HTTP').lower()}://{self.ports()[http['port']]}{http['path']}"
+        context = ssl._create_unverified_context()
+        with urllib.request.urlopen(url, timeout=PATIENCE_S, context=context) as answer:
+            return int(answer.status)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    """Who signs Redis's certificate."""
+    authority = Authority()
+    authority.write(tmp_path / "redis-ca.pem")
+    return authority
+
+
+@asynccontextmanager
+async def running(pod: Pod) -> AsyncIterator[None]:
+    """Run the pod until the block ends; then it drains."""
+    process = pod.start()
+    try:
+        await soon(lambda: process.poll() is not None or pod.listens(), START_S)
+        assert process.poll() is None, pod.said()
+        yield
+    finally:
+        process.terminate()
+        code = await asyncio.to_thread(process.wait, 60)
+    assert code == 0, pod.said()
+
+
+@pytest.fixture
+async def pod(checkpoint: Path, authority: Authority, tmp_path: Path) -> AsyncIterator[Pod]:
+    """A running pod with everything by TLS."""
+    subprocess.run([sys.executable, "-m", "testing.certificates", tmp_path], check=True, cwd=ROOT)
+    (tmp_path / "fleet.key").write_text("of a fleet that exists only in this test\n")
+    (tmp_path / "tenants.toml").write_text(
+        '[chat]\ncertificates = ["client"]\nrights = ["submit", "fetch"]\n'
+        f'[scraper]\ntokens = ["{sha256(TOKEN.encode()).hexdigest()}"]\nrights = ["metrics"]\n'
+    )
+    (tmp_path / "token").write_text(TOKEN)
+    async with redis_by_tls(authority.issue(tmp_path, "redis", ["127.0.0.1"])) as redis_port:
+        here = {"/model": str(checkpoint), REDIS: f"127.0.0.1:{redis_port}", "0.0.0.0:50051": "0.0.0.0:0"}
+        here["0.0.0.0:9464"] = "0.0.0.0:0"
+        pod = Pod(rendered(tmp_path, "tls", "redis-tls"), secrets_of_the_page(tmp_path), tmp_path, here)
+        async with running(pod):
+            yield pod
+
+
+async def fetched(pod: Pod, credentials: Credentials, seed: int) -> str:
+    """Encode an image there; return how its rows came."""
+    async with await EncoderClient.connect(
+        pod.ports()["grpc"], credentials=credentials, wait=False
+    ) as client:
+        (submitted,) = await client.submit([photo(64, 64, seed)])
+        assert submitted.error is None
+        (rows,) = (await collect(client, [RowRequest(submitted.digest)], transports=["inline"])).values()
+        assert rows.error is None
+        return rows.source
+
+
+async def refused(pod: Pod, credentials: Credentials) -> None:
+    """Hold that a client with these does not get in."""
+    with pytest.raises(UnavailableError):
+        await EncoderClient.connect(
+            pod.ports()["grpc"], credentials=credentials, timeout_s=START_S, wait=False
+        )
+
+
+async def test_a_pod_by_tls_answers_probes_and_tenants_alone_and_takes_a_new_secret_without_a_restart(
+    pod: Pod, tmp_path: Path
+) -> None:
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert await asyncio.to_thread(pod.probe, name) == 200
+    ca, cert, key = (str(tmp_path / name) for name in ("ca.pem", "client.pem", "client-key.pem"))
+    tenant = Credentials(ca, cert, key, NAME)
+    assert await fetched(pod, tenant, 1) == "encoded"
+    await refused(pod, Credentials())
+    await refused(pod, Credentials(ca, server_name=NAME))
+
+    def metrics() -> Scrape:
+        return scrape(f"https://{pod.ports()['metrics']}", PATIENCE_S, ca, Token(str(tmp_path / "token")))
+
+    async def joined() -> bool:
+        return (await asyncio.to_thread(metrics)).total("index_state", state="joined") == 1
+
+    await soon(joined)
+
+    folder = tmp_path / "new"
+    folder.mkdir()
+    signs = Authority("new")
+    signs.write(folder / "ca.pem")
+    signs.issue(folder, "server", HOSTS)
+    issued = signs.issue(folder, "client")
+    pod.mount("encoder-tls", secrets_of_the_page(folder, "encoder-tls")["encoder-tls"])
+    assert await fetched(pod, Credentials(str(folder / "ca.pem"), *issued, NAME), 2) == "encoded"
+    await refused(pod, tenant)

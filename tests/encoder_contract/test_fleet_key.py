@@ -1,0 +1,78 @@
+"""The fleet's key: every field counts, no purpose stands in for another, and a secret can be replaced in steps."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.fleet_key import SIGNATURE_BYTES, FleetKey
+from encoder_contract.geometry import Grid
+
+OLD, NEW = b"an old secret of thirty-two bytes", b"a new secret of thirty-two bytes."
+KEY = FleetKey([OLD])
+ADDRESS, GRID, ROWS = b"a" * 32, Grid(1, 2, 4), bytes(range(64))
+
+
+def pieces(rows: bytes = ROWS, length: int = 10) -> list[memoryview]:
+    return [memoryview(rows[begin : begin + length]) for begin in range(0, len(rows), length)]
+
+
+def test_rows_are_believed_however_they_are_cut_and_only_as_they_are() -> None:
+    signature = KEY.sign_rows(ADDRESS, GRID, pieces())
+    assert len(signature) == SIGNATURE_BYTES
+    assert KEY.signed_rows(signature, ADDRESS, GRID, memoryview(ROWS))
+    flipped = bytes([ROWS[0] ^ 1]) + ROWS[1:]
+    for address, grid, rows in (
+        (b"b" * 32, GRID, ROWS),
+        (ADDRESS, Grid(1, 4, 2), ROWS),
+        (ADDRESS, GRID, flipped),
+        (ADDRESS, GRID, ROWS[:-1]),
+    ):
+        assert not KEY.signed_rows(signature, address, grid, memoryview(rows))
+    for forged in (b"", signature[:-1], bytes(32), FleetKey([NEW]).sign_rows(ADDRESS, GRID, pieces())):
+        assert not KEY.signed_rows(forged, ADDRESS, GRID, memoryview(ROWS))
+
+
+def test_a_request_is_for_one_replica_and_for_one_purpose() -> None:
+    signature = KEY.sign_request("10.0.0.5:50051", b"request")
+    assert KEY.signed_request(signature, "10.0.0.5:50051", b"request")
+    assert not KEY.signed_request(signature, "10.0.0.6:50051", b"request")
+    assert not KEY.signed_request(signature, "10.0.0.5:5005", b"1request")
+    assert not KEY.signed_request(signature, "10.0.0.5:50051", b"another")
+    assert KEY.seal_file(b"k" * 32, b"request")[:SIGNATURE_BYTES] != signature
+
+
+def test_a_file_comes_out_as_it_went_in_or_not_at_all() -> None:
+    for file in (b"", b"bytes of an image"):
+        sealed = KEY.seal_file(b"k" * 32, file)
+        assert KEY.open_file(b"k" * 32, sealed) == file
+        assert KEY.open_file(b"l" * 32, sealed) is None
+        assert KEY.open_file(b"k" * 32, sealed + b"x") is None
+        assert KEY.open_file(b"k" * 32, sealed[:-1]) is None
+        assert KEY.open_file(b"k" * 32, file) is None
+
+
+def test_a_secret_is_replaced_in_steps_and_every_pair_on_the_way_believes_each_other() -> None:
+    steps = [[OLD], [OLD, NEW], [NEW, OLD], [NEW]]
+    for before, after in itertools.pairwise(steps):
+        for one, other in ((before, after), (after, before)):
+            signature = FleetKey(one).sign_rows(ADDRESS, GRID, pieces())
+            assert FleetKey(other).signed_rows(signature, ADDRESS, GRID, memoryview(ROWS))
+    signature = FleetKey([OLD]).sign_rows(ADDRESS, GRID, pieces())
+    assert not FleetKey([NEW]).signed_rows(signature, ADDRESS, GRID, memoryview(ROWS))
+
+
+def test_a_file_of_secrets_has_one_a_line_and_none_is_short_or_told(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(NEW + b"\r\n\n  " + OLD + b"\n")
+    signature = FleetKey([NEW]).sign_request("a:1", b"")
+    assert FleetKey.read(str(path)).signed_request(signature, "a:1", b"")
+    assert FleetKey.read(str(path)).sign_request("a:1", b"") == signature
+    for content in (b"", b"\n", b"hunter2\n", OLD + b"\nhunter2"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="32 characters") as refusal:
+            FleetKey.read(str(path))
+        assert str(path) in str(refusal.value)
+        assert "hunter2" not in str(refusal.value)
+    with pytest.raises(ValueError, match="No such file"):
+        FleetKey.read(str(tmp_path / "nowhere"))

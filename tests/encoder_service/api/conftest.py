@@ -1,0 +1,66 @@
+"""Servers that take rows from callers, and servers of tenants."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client import Credentials, EncoderClient
+from tests.servers import server_of
+from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table
+
+
+@pytest.fixture
+async def start(config: Config, model: Model) -> AsyncIterator[Any]:
+    """Return a function that starts a server that takes rows, and a client of it."""
+    async with AsyncExitStack() as stack:
+
+        async def start(**settings: Any) -> tuple[Server, EncoderClient]:
+            taking_rows = server_of(config, model, **{"accept_put": "yes", **settings})
+            server = await stack.enter_async_context(taking_rows)
+            return server, await stack.enter_async_context(await EncoderClient.connect(server.endpoint))
+
+        yield start
+
+
+@pytest.fixture
+def tenants_file(tmp_path: Path) -> Path:
+    """The tenants of this test's server."""
+    path = tmp_path / "tenants.toml"
+    path.write_text("".join(table(name, token, rights=RIGHTS[name]) for name, token in TOKENS.items()))
+    return path
+
+
+@pytest.fixture
+def guarded(config: Config, tenants_file: Path) -> Config:
+    """Settings of a server that serves tenants only."""
+    return guarded_by(tenants_file, config)
+
+
+@pytest.fixture
+async def guard(guarded: Config, model: Model) -> AsyncIterator[Server]:
+    """That server."""
+    async with server_of(guarded, model) as server:
+        yield server
+
+
+@pytest.fixture
+def as_tenant(guard: Server, tmp_path: Path) -> As:
+    """Return what connects with somebody's token."""
+
+    @asynccontextmanager
+    async def as_tenant(token: str, **options: Any) -> AsyncIterator[EncoderClient]:
+        path = tmp_path / f"{token}.token"
+        path.write_text(f"{token}\n")
+        credentials = Credentials(token_file=str(path))
+        async with await EncoderClient.connect(
+            guard.endpoint, credentials=credentials, timeout_s=20, wait=False, **options
+        ) as client:
+            yield client
+
+    return as_tenant

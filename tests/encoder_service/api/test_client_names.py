@@ -1,0 +1,82 @@
+"""Names that callers invent: a host that gives itself many has no more of the server than a few of them have."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc
+
+from encoder_contract.digest import content_digest
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.api.client_names import KEPT_S, MAX_NAMES_OF_A_HOST, ClientNames
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from encoder_service.image.decode import Decoder
+from testing.photos import photo
+from testing.traffic import marked
+from tests.calls import naming
+from tests.conftest import Gate
+from tests.tcp_proxy import TcpProxy
+
+PLACES = 64
+
+
+def test_the_first_names_of_a_host_count_and_others_are_the_host() -> None:
+    names = ClientNames()
+    first = [f"client {n}" for n in range(MAX_NAMES_OF_A_HOST)]
+    for _ in range(2):
+        assert [names.counted(name, "ipv4:10.0.0.1") for name in first] == first
+        assert names.counted("one more", "ipv4:10.0.0.1") == "ipv4:10.0.0.1"
+        assert names.counted("", "ipv4:10.0.0.1") == "ipv4:10.0.0.1"
+    assert names.counted("one more", "ipv4:10.0.0.2") == "one more"
+
+
+def test_a_name_gives_its_place_up_when_it_was_not_used_for_long() -> None:
+    now = 0.0
+    names = ClientNames(lambda: now)
+    for n in range(MAX_NAMES_OF_A_HOST):
+        names.counted(f"client {n}", "host")
+    now = KEPT_S
+    assert names.counted("client 0", "host") == "client 0"
+    assert names.counted("late", "host") == "host"
+    now = KEPT_S + 1
+    assert names.counted("late", "host") == "late"
+    assert names.counted("client 0", "host") == "client 0"
+
+
+async def submitted(endpoint: str, client_id: str, file: bytes) -> bool:
+    """Submit one image for good; return whether it was taken."""
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        call: Any = EncoderServiceStub(channel).Submit(timeout=60)
+        await call.write(pb.SubmitRequest(open=pb.Caller(client_id=client_id)))
+        await call.write(naming(pb.ImageName(index=0, digest=content_digest(file))))
+        state = (await call.read()).state
+        if state.state == pb.STATE_NEEDS_BYTES:
+            await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=0, data=file, last=True)))
+            state = (await call.read()).state
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        assert state.state in (pb.STATE_QUEUED, pb.STATE_FAILED)
+        return bool(state.state == pb.STATE_QUEUED)
+
+
+async def test_a_host_that_invents_a_name_for_each_image_leaves_room_for_another_host(
+    config: Config, model: Model, gate: Gate
+) -> None:
+    server = Server(replace(config, max_queued_images=PLACES), replace(model, decoder=cast(Decoder, gate)))
+    await server.start()
+    proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2]), from_host="127.0.0.9").start()
+    picture = photo(64, 64, 7000)
+    try:
+        with gate.closed():
+            taken = [
+                await submitted(server.endpoint, f"invented {n}", marked(picture, n))
+                for n in range(2 * PLACES)
+            ]
+            assert PLACES / 2 < sum(taken) < PLACES
+            assert await submitted(f"127.0.0.1:{proxy.port}", "newcomer", marked(picture, 2 * PLACES))
+    finally:
+        await proxy.stop()
+        await server.drain()

@@ -1,0 +1,98 @@
+"""Who may read metrics: beyond this host, with tenants, only whom the operator gave the right; probes always pass."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.credentials import Token
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from encoder_service.observability.scrape import ScrapeError, scrape
+from tests.processes import run
+from tests.servers import server_of
+from tests.tenants import guarded_by, table
+
+RIGHTS = {"prometheus": "metrics", "chat": "submit", "ops": "operate"}
+
+
+@pytest.fixture
+async def server(config: Config, model: Model, tmp_path: Path) -> AsyncIterator[Server]:
+    """A server with tenants, whose HTTP port is beyond this host."""
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("".join(table(name, name, rights=[right]) for name, right in RIGHTS.items()))
+    for name in RIGHTS:
+        (tmp_path / f"{name}.token").write_text(f"{name}\n")
+    guarded = guarded_by(tenants, config, metrics_listen="0.0.0.0:0", listen_unprotected="yes")
+    async with server_of(guarded, model) as server:
+        yield server
+
+
+def port(server: Server) -> str:
+    return server.watch.endpoint.replace("0.0.0.0", "127.0.0.1")
+
+
+async def status(server: Server, path: str, authorization: str | None) -> tuple[int, str]:
+    """Return status and challenge of a GET."""
+
+    def ask() -> tuple[int, str]:
+        headers = {"Authorization": authorization} if authorization is not None else {}
+        request = urllib.request.Request(f"http://{port(server)}{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, ""
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers.get("WWW-Authenticate", "")
+
+    return await asyncio.to_thread(ask)
+
+
+@pytest.mark.parametrize(
+    ("authorization", "answer"),
+    [
+        (None, (401, "Bearer")),
+        ("", (401, "Bearer")),
+        ("Bearer somebody", (401, "Bearer")),
+        ("Basic prometheus", (401, "Bearer")),
+        ("prometheus", (401, "Bearer")),
+        ("Bearer chat", (403, "")),
+        ("Bearer ops", (403, "")),
+        ("Bearer prometheus", (200, "")),
+    ],
+)
+async def test_metrics_and_page_are_for_tenants_with_the_right_and_probes_need_none(
+    server: Server, authorization: str | None, answer: tuple[int, str]
+) -> None:
+    for path in ("/metrics", "/"):
+        assert await status(server, path, authorization) == answer
+    if authorization != "Bearer prometheus":
+        assert (await status(server, "/nothing", authorization))[0] in (401, 403)
+    for path in ("/healthz", "/readyz"):
+        assert await status(server, path, authorization) == (200, "")
+
+
+async def test_top_takes_a_token_from_a_file_and_sends_it_within_this_host_only(
+    server: Server, tmp_path: Path
+) -> None:
+    async def top(name: str) -> tuple[int, str]:
+        flags = ["--once", "--token-file", tmp_path / f"{name}.token"]
+        done = await asyncio.to_thread(run, "encoder-service", "top", port(server), *flags)
+        return done.returncode, done.stdout + done.stderr
+
+    code, shown = await top("prometheus")
+    assert (code, "serving" in shown) == (0, True)
+    code, shown = await top("chat")
+    assert (code, "Forbidden" in shown) == (1, True)
+    code, shown = await top("nobody")
+    assert (code, "No such file" in shown) == (2, True)
+    with pytest.raises(ScrapeError, match="within this host only"):
+        scrape("192.0.2.1:9464", token=Token(str(tmp_path / "prometheus.token")))
+
+
+async def test_a_port_of_this_host_asks_for_no_token(config: Config, server: Server, model: Model) -> None:
+    async with server_of(server._config, model, metrics_listen="127.0.0.1:0") as local:
+        assert await status(local, "/metrics", None) == (200, "")

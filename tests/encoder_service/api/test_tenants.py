@@ -1,0 +1,207 @@
+"""Tenants: nobody else is served, each has its own rights, addresses and shares, and learns nothing of the others."""
+
+import asyncio
+import hashlib
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import (
+    ForbiddenError,
+    UnauthenticatedError,
+    UnknownImageError,
+)
+from encoder_contract.v1 import admin_pb2
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client import Credentials, EncoderClient, RowRequest
+from testing.photos import photo
+from tests.calls import connection, fetched, naming, refused, stub
+from tests.cluster_replica import starting
+from tests.tenants import TOKENS, As
+from tests.waiting import soon
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        (("authorization", "Bearer somebody"),),
+        (("authorization", "Bearer "),),
+        (("authorization", TOKENS["chat"]),),
+        (("authorization", f"Basic {TOKENS['chat']}"),),
+        # What the file holds is no token.
+        (("authorization", f"Bearer {hashlib.sha256(TOKENS['chat'].encode()).hexdigest()}"),),
+    ],
+    ids=["none", "unknown", "empty", "bare", "basic", "the hash"],
+)
+async def test_who_is_no_tenant_is_unauthenticated_in_every_call(guard: Server, metadata: Any) -> None:
+    async with grpc.aio.insecure_channel(guard.endpoint) as channel:
+        service: Any = EncoderServiceStub(channel)
+        operator: Any = AdminServiceStub(channel)
+        submit = service.Submit(metadata=metadata)
+        await submit.write(pb.SubmitRequest(open=pb.Caller(client_id="chat")))
+        put = service.Put(metadata=metadata)
+        await put.write(pb.PutRequest(open=pb.PutOpen()))
+        request = pb.FetchRequest(images=[pb.FetchImage(digest=b"\1" * 32)])
+        for call in (
+            service.Describe(pb.DescribeRequest(), metadata=metadata),
+            service.Fetch(request, metadata=metadata),
+            submit,
+            put,
+            operator.Stats(admin_pb2.StatsRequest(proof=guard.store.segment.segment_id), metadata=metadata),
+            operator.Flush(admin_pb2.FlushRequest(proof=guard.store.segment.segment_id), metadata=metadata),
+        ):
+            code, details = await refused(call)
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+            assert "tenant" in details
+        # A probe has no token.
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+
+
+async def test_a_client_without_a_token_hears_that_at_once(guard: Server) -> None:
+    with pytest.raises(UnauthenticatedError):
+        await EncoderClient.connect(guard.endpoint, timeout_s=20)
+
+
+async def test_a_tenant_may_do_what_its_rights_say_and_no_more(as_tenant: As) -> None:
+    picture = photo(64, 64, 1)
+    async with as_tenant(TOKENS["chat"]) as chat:
+        (submitted,) = await chat.submit([picture])
+        assert submitted.error is None
+        assert (await fetched(chat, submitted.digest)).error is None
+        call = (await stub(chat)).Put(metadata=(("authorization", f"Bearer {TOKENS['chat']}"),))
+        await call.write(pb.PutRequest(open=pb.PutOpen()))
+        assert await refused(call) == (grpc.StatusCode.PERMISSION_DENIED, "tenant chat has no right to put")
+    async with as_tenant(TOKENS["reader"]) as reader:
+        (submitted,) = await reader.submit([picture])
+        assert isinstance(submitted.error, ForbiddenError)
+        assert isinstance((await fetched(reader, content_digest(picture))).error, UnknownImageError)
+    async with as_tenant(TOKENS["ops"]) as ops:
+        rows = await fetched(ops, content_digest(picture))
+        assert isinstance(rows.error, ForbiddenError)
+
+
+async def test_operator_calls_need_the_right_and_the_host(
+    guard: Server, as_tenant: As, tmp_path: Path
+) -> None:
+    from encoder_service.api.admin_client import OperatorError, run
+
+    for name in TOKENS:
+        path = tmp_path / f"{name}.operator"
+        path.write_text(TOKENS[name])
+        stats = asyncio.to_thread(run, "stats", guard.endpoint, credentials=Credentials(token_file=str(path)))
+        if name == "ops":
+            assert "hit rate" in await stats
+        else:
+            with pytest.raises(OperatorError, match="no right to operate"):
+                await stats
+    async with as_tenant(TOKENS["ops"]) as ops:
+        operator: Any = AdminServiceStub((await connection(ops)).channel)
+        metadata = (("authorization", f"Bearer {TOKENS['ops']}"),)
+        call = operator.Stats(admin_pb2.StatsRequest(proof=bytes(16)), metadata=metadata)
+        assert (await refused(call))[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def state_of(client: EncoderClient, token: str, digest: bytes, salt: bytes = b"") -> pb.ImageState:
+    """Name an image without sending it, and return the answer."""
+    call = (await stub(client)).Submit(metadata=(("authorization", f"Bearer {token}"),), timeout=30)
+    await call.write(pb.SubmitRequest(open=pb.Caller(tenant_salt=salt, client_id="chat")))
+    await call.write(naming(pb.ImageName(index=0, digest=digest)))
+    state = (await call.read()).state
+    call.cancel()
+    return state
+
+
+async def test_what_one_tenant_sent_another_cannot_tell_nor_fetch(guard: Server, as_tenant: As) -> None:
+    picture = photo(64, 64, 2)
+    digest = content_digest(picture)
+    async with as_tenant(TOKENS["chat"]) as chat, as_tenant(TOKENS["search"]) as search:
+        (ours,) = await chat.submit([picture])
+        assert (await fetched(chat, digest)).error is None
+        assert (await state_of(chat, TOKENS["chat"], digest)).state == pb.STATE_CACHED
+        # By its answers an image that another has is one that nobody has, whatever salt or name the caller gives.
+        stolen = guard.service._info.identity._fleet_key.salt("chat", b"")  # type: ignore[union-attr]
+        for salt in (b"", b"chat", stolen):
+            known = await state_of(search, TOKENS["search"], digest, salt)
+            unknown = await state_of(search, TOKENS["search"], b"\2" * 32, salt)
+            assert (known.state, known.tokens, known.HasField("grid")) == (
+                unknown.state,
+                unknown.tokens,
+                unknown.HasField("grid"),
+            )
+            assert known.state == pb.STATE_NEEDS_BYTES
+        assert isinstance((await fetched(search, digest)).error, UnknownImageError)
+        (theirs,) = await search.submit([picture])
+        assert not theirs.cached
+        assert theirs.address != ours.address
+        assert (await fetched(search, digest)).source in ("encoded", "host")
+
+
+async def test_what_another_has_takes_no_less_time_than_what_nobody_has(as_tenant: As) -> None:
+    """Both are answered the same way: by an address that is not in the store. Compared within one run, in turns."""
+    pictures = [photo(64, 64, seed) for seed in range(3, 11)]
+    async with as_tenant(TOKENS["chat"]) as chat, as_tenant(TOKENS["search"]) as search:
+        for submitted in await chat.submit(pictures):
+            assert (await fetched(chat, submitted.digest)).error is None
+        seconds: dict[str, list[float]] = {"theirs": [], "nobody's": [], "ours": []}
+        for number in range(160):
+            for whose, client, digest in (
+                ("theirs", search, content_digest(pictures[number % 8])),
+                ("nobody's", search, content_digest(b"%d" % number)),
+                ("ours", chat, content_digest(pictures[number % 8])),
+            ):
+                began = time.perf_counter()
+                rows = await fetched(client, digest)
+                seconds[whose].append(time.perf_counter() - began)
+                assert (rows.error is None) == (whose == "ours")
+        theirs, nobodys, ours = (median(seconds[whose]) for whose in ("theirs", "nobody's", "ours"))
+        # What would tell is the difference between a hit and a miss.
+        assert abs(theirs - nobodys) < max(abs(ours - nobodys), nobodys) / 2
+
+
+async def test_shares_are_the_tenants_whatever_its_callers_call_themselves(
+    guard: Server, as_tenant: As
+) -> None:
+    """The claims of a queue show whom they are counted for."""
+    async with (
+        as_tenant(TOKENS["chat"], client_id="a") as a,
+        as_tenant(TOKENS["chat"], client_id="b") as b,
+        as_tenant(TOKENS["search"], client_id="a") as c,
+    ):
+        streams = [
+            client.fetch([RowRequest(bytes([n]) * 32)], grace_ms=20_000) for n, client in enumerate((a, b, c))
+        ]
+        waiting = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
+        room = guard.service._fetch_room
+        await soon(lambda: room.held == 3)
+        assert dict(room._holders) == {"chat": 2, "search": 1}
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_replicas_serve_each_other_and_tenants_find_their_images_through_any(
+    guarded: Config, model: Model, redis_url: str, tmp_path: Path
+) -> None:
+    token = tmp_path / "chat.token"
+    token.write_text(TOKENS["chat"])
+    async with starting(guarded, model, redis_url, Credentials(token_file=str(token))) as start:
+        a, b = await start(), await start()
+        (submitted,) = await a.client.submit([photo(64, 64, 50)])
+        made = await a.fetch(submitted.digest)
+        assert made.error is None
+        assert await b.index.wait_published(submitted.address, 20)
+        brought = await b.fetch(submitted.digest)
+        assert (brought.error, brought.source) == (None, "peer")

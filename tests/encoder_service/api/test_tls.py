@@ -1,0 +1,219 @@
+"""TLS: who gets in, what a replaced certificate changes, and that nobody listens beyond this host by accident."""
+
+import asyncio
+import os
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from encoder_contract.errors import UnavailableError
+from encoder_service.app import Server
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine.model import Model
+from prefill_client import Credentials, EncoderClient, RowRequest
+from testing.certificates import HOSTS, Authority, Issued
+from testing.photos import photo
+from tests.calls import collect, connection
+from tests.servers import server_of
+from tests.waiting import soon
+
+Serving = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def authority() -> Authority:
+    """Who signs everybody's certificates."""
+    return Authority()
+
+
+@pytest.fixture
+def ca(authority: Authority, tmp_path: Path) -> str:
+    """The file by which they are checked."""
+    return authority.write(tmp_path / "ca.pem")
+
+
+@pytest.fixture
+def issued(authority: Authority, tmp_path: Path) -> Issued:
+    """The server's own."""
+    return authority.issue(tmp_path, "server", HOSTS)
+
+
+@pytest.fixture
+def serving(config: Config, model: Model, issued: Issued) -> Serving:
+    """Return what runs a server that speaks TLS."""
+    return partial(server_of, config, model, tls_cert=issued.cert, tls_key=issued.key)
+
+
+async def encoded(client: EncoderClient, seed: int, transport: str = "inline") -> str:
+    """Encode an image, and return how its rows came."""
+    (submitted,) = await client.submit([photo(64, 64, seed)])
+    assert submitted.error is None
+    (rows,) = (await collect(client, [RowRequest(submitted.digest)], transports=[transport])).values()
+    assert rows.error is None
+    return rows.transport
+
+
+async def refused(server: Server, credentials: Credentials) -> str:
+    """Return what a client is told that cannot connect."""
+    with pytest.raises(UnavailableError) as refusal:
+        await EncoderClient.connect(server.endpoint, credentials=credentials, timeout_s=20, wait=False)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("transport", ["inline", "shm"])
+async def test_rows_come_over_tls_and_shared_memory_is_what_it_was(
+    serving: Serving, ca: str, transport: str
+) -> None:
+    async with (
+        serving() as server,
+        await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client,
+    ):
+        assert await encoded(client, 1, transport) == transport
+
+
+async def test_a_server_of_another_authority_and_a_client_without_tls_are_not_connected(
+    serving: Serving, tmp_path: Path
+) -> None:
+    other = Authority("other").write(tmp_path / "other.pem")
+    async with serving() as server:
+        assert "CERTIFICATE_VERIFY_FAILED" in await refused(server, Credentials(other))
+        await refused(server, Credentials())
+
+
+async def test_a_server_under_another_name_is_not_believed(serving: Serving, ca: str) -> None:
+    async with serving() as server:
+        assert "no server answers" in await refused(server, Credentials(ca, server_name="somebody.else"))
+        named = Credentials(ca, server_name="encoder")
+        async with await EncoderClient.connect(server.endpoint, credentials=named) as client:
+            assert await encoded(client, 2) == "inline"
+
+
+async def test_with_a_client_authority_only_its_certificates_get_in(
+    serving: Serving, authority: Authority, ca: str, tmp_path: Path
+) -> None:
+    ours = authority.issue(tmp_path, "client")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    foreign = Authority("other").issue(elsewhere, "client")
+    async with serving(tls_client_ca=ca) as server:
+        await refused(server, Credentials(ca))
+        await refused(server, Credentials(ca, *foreign))
+        async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca, *ours)) as client:
+            assert await encoded(client, 3) == "inline"
+
+
+async def test_certificates_of_both_sides_are_replaced_without_a_restart(
+    serving: Serving, authority: Authority, ca: str, issued: Issued, tmp_path: Path
+) -> None:
+    ours = authority.issue(tmp_path, "client")
+    async with serving(tls_client_ca=ca) as server:
+        async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca, *ours)) as client:
+            before = await connection(client)
+            async with client.fetch([RowRequest(b"\1" * 32)], grace_ms=20_000) as stream:
+                waiting = asyncio.ensure_future(anext(aiter(stream)))
+                await asyncio.sleep(0)
+                new = Authority("new")
+                for name, hosts in (("server", HOSTS), ("client", ())):
+                    new.issue(tmp_path, name, hosts)
+                os.replace(new.write(tmp_path / "new-ca.pem"), ca)
+                # A new connection, by the new authority; what runs on the old one goes on.
+                assert await encoded(client, 4) == "inline"
+                assert await connection(client) is not before
+                assert not waiting.done()
+                waiting.cancel()
+        retired = Authority("retired")
+        old_ca = authority.write(tmp_path / "old-ca.pem")
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        assert "CERTIFICATE_VERIFY_FAILED" in await refused(server, Credentials(old_ca, *ours))
+        await refused(server, Credentials(ca, *retired.issue(elsewhere, "client")))
+
+
+async def test_a_pair_that_does_not_fit_changes_nothing(serving: Serving, ca: str, issued: Issued) -> None:
+    async with serving() as server:
+        Path(issued.key).write_text("no key")
+        async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client:
+            assert await encoded(client, 5) == "inline"
+
+
+async def test_the_http_port_speaks_tls_and_follows_the_files(
+    serving: Serving, ca: str, issued: Issued, tmp_path: Path
+) -> None:
+    def ask(by: str) -> int:
+        context = ssl.create_default_context(cafile=by)
+        with urllib.request.urlopen(f"{server.watch.url}healthz", timeout=60, context=context) as answer:
+            return int(answer.status)
+
+    async with serving() as server:
+        assert server.watch.url.startswith("https://")
+        assert f"metrics {server.watch.url}" in " ".join(server.banner().split())
+        assert await asyncio.to_thread(ask, ca) == 200
+        new = Authority("new")
+        new.issue(tmp_path, "server", HOSTS)
+        assert await asyncio.to_thread(ask, new.write(tmp_path / "new-ca.pem")) == 200
+        with pytest.raises(urllib.error.URLError, match="certificate verify failed"):
+            await asyncio.to_thread(ask, ca)
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            await asyncio.to_thread(
+                urllib.request.urlopen, f"http://{server.watch.endpoint}/healthz", timeout=20
+            )
+
+
+async def test_a_connection_that_never_shakes_hands_keeps_no_probe_waiting(serving: Serving, ca: str) -> None:
+    context = ssl.create_default_context(cafile=ca)
+    async with serving() as server:
+        host, _, port = server.watch.endpoint.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        url = f"{server.watch.url}readyz"
+        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=60, context=context) as answer:
+            assert answer.status == 200
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_top_and_the_operator_reach_a_server_with_tls(serving: Serving, ca: str, capsys: Any) -> None:
+    from encoder_service.cli import main
+
+    async with serving() as server:
+        stats = ["stats", "--server", server.endpoint]
+        assert await asyncio.to_thread(main, [*stats, "--tls-ca", ca]) == 0
+        assert "hit rate" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, stats) == 1
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "encoder.example:50051"])
+def test_beyond_this_host_nobody_listens_without_protection_or_a_word(
+    config: Config, issued: Issued, address: str
+) -> None:
+    for setting, flag in (("listen", "--listen"), ("metrics_listen", "--metrics-listen")):
+        with pytest.raises(ConfigError, match=f"{flag} beyond this host needs .*--listen-unprotected yes"):
+            replace(config, **{setting: address})
+        replace(config, **{setting: address}, tls_cert=issued.cert, tls_key=issued.key)
+        replace(config, **{setting: address}, listen_unprotected="yes")
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "127.8.8.8:1", "[::1]:0", "localhost:0", "unix:/tmp/socket"]
+)
+def test_on_this_host_no_protection_is_asked_for(config: Config, address: str) -> None:
+    assert replace(config, listen=address).listen == address
+
+
+async def test_a_client_that_is_told_nothing_hears_why_within_its_time(serving: Serving, ca: str) -> None:
+    async with serving() as server:
+        told: list[str] = []
+
+        async def connect() -> None:
+            told.append(await refused(server, Credentials()))
+
+        connecting = asyncio.create_task(connect())
+        await soon(connecting.done)
+        assert server.endpoint in told[0]

@@ -1,0 +1,121 @@
+"""The wall clock of a replica jumps an hour, forth and back, under load: nothing that lasts ends, nothing is stuck."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client import EncoderClient, RowRequest
+from testing.jumping_clock import HOUR_S
+from testing.photos import photo
+from testing.redis_servers import redis_server
+from testing.replicas import ReplicaProcess, fleet_of
+from tests.calls import collect, naming, stub
+from tests.cluster_load import alone, encodes, joined, traffic
+from tests.pages import ROOT
+from tests.waiting import soon
+
+pytestmark = pytest.mark.timeout(240)
+# Forth and back, then back before any start and forth again: both directions from either side.
+JUMPS = (signal.SIGUSR2, signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2)
+
+
+@pytest.fixture(scope="module")
+def replicas(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ReplicaProcess, ReplicaProcess]]:
+    """One whose clock jumps, and one whose clock is right."""
+    command = tmp_path_factory.mktemp("clock") / "encoder-service"
+    command.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'proto')]}\n"
+        "from testing.jumping_clock import main\nsys.exit(main())\n"
+    )
+    command.chmod(0o755)
+    with redis_server() as redis:
+        settings = {"index": redis.url, "log_format": "json", "share_urls": "yes", "source_ttl_s": 120}
+        jumping = ReplicaProcess(checkpoint, 0, executable=command, **settings)
+        with fleet_of([jumping, ReplicaProcess(checkpoint, 1, **settings)]) as (jumper, steady):
+            yield jumper, steady
+
+
+def hours_off(replica: ReplicaProcess) -> set[int]:
+    """By how many hours the times in its log are off."""
+    lines = [json.loads(line) for line in replica.process.lines if line.startswith("{")]
+    times = (datetime.fromisoformat(line["time"]) for line in lines)
+    return {round((at - datetime.now(UTC)).total_seconds() / HOUR_S) for at in times}
+
+
+async def test_a_clock_that_jumps_under_load_ends_no_lease_no_entry_and_no_call(
+    replicas: tuple[ReplicaProcess, ReplicaProcess],
+) -> None:
+    jumper, _ = replicas
+    await joined(replicas)
+    before = await encodes(replicas)
+    async with traffic(replicas) as load:
+        for jump in JUMPS:
+            await load.more(6)
+            jumper.process.process.send_signal(jump)
+            await load.more(6)
+            assert not await alone(jumper)
+    assert load.errors == []
+    assert await encodes(replicas) - before == load.distinct, "no image was encoded twice: leases held"
+    await joined(replicas)
+    assert hours_off(jumper) == {-1, 0, 1}, "so that this was a test"
+
+
+async def answered(client: EncoderClient, name: pb.ImageName) -> pb.ImageState:
+    """Name one image, and return the answer."""
+    call = (await stub(client)).Submit(timeout=60)
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    await call.write(naming(name))
+    state: pb.ImageState = (await call.read()).state
+    call.cancel()
+    return state
+
+
+async def test_what_lasts_minutes_outlives_a_jump_and_moments_told_to_clients_stay_right(
+    replicas: tuple[ReplicaProcess, ReplicaProcess],
+) -> None:
+    """An image's file, kept for two minutes; a URL's record; a claim on one; the moments of a trace."""
+    jumper, _ = replicas
+    picture, url, claimed = photo(96, 64, 61), content_digest(b"url"), content_digest(b"claimed")
+    record = pb.UrlRecord(digest=content_digest(picture), size_bytes=len(picture), width=96, height=64)
+    async with await EncoderClient.connect(jumper.endpoint) as client:
+        await client.submit([picture])
+        await client.url_calls.record(pb.RecordUrlRequest(url_digest=url, record=record, fresh_ms=600_000))
+        assert (await client.url_calls.resolve(claimed, wait_s=0, claim_s=60)).claim
+        for number, jump in enumerate(JUMPS):
+            jumper.process.process.send_signal(jump)
+            name = pb.ImageName(digest=record.digest, variant=pb.Variant(max_pixels=65536 + 1024 * number))
+            assert (await answered(client, name)).state == pb.STATE_QUEUED, "its file is there"
+            found = await client.url_calls.resolve(url, wait_s=0, claim_s=1)
+            assert (found.record.digest, found.fresh) == (record.digest, True)
+            assert not (await client.url_calls.resolve(claimed, wait_s=0, claim_s=1)).claim
+            asked_s = time.monotonic()
+            (new,) = await client.submit([photo(64, 96, 70 + number)])
+            (rows,) = (await collect(client, [RowRequest(new.digest)])).values()
+            assert rows.error is None
+            for began_s in rows.stage_began_s.values():
+                assert asked_s - 1 < began_s < time.monotonic() + 1
+
+
+async def test_a_replica_whose_clock_jumped_drains_in_peace(
+    replicas: tuple[ReplicaProcess, ReplicaProcess],
+) -> None:
+    jumper, steady = replicas
+    jumper.process.process.send_signal(signal.SIGUSR2)
+    assert await asyncio.to_thread(jumper.process.terminate) == 0
+
+    async def has_left() -> bool:
+        found = await asyncio.to_thread(steady.metrics)
+        return found.total("index_peers") == 0
+
+    await soon(has_left)

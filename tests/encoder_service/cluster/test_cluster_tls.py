@@ -1,0 +1,137 @@
+"""A fleet whose wires are TLS: replicas among each other, and Redis, with a user that may do no more than it has to."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.cluster.contract import IndexState
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client import Credentials
+from testing.certificates import HOSTS, Authority
+from testing.photos import photo
+from tests.cluster_replica import starting
+from tests.redis_tls import redis_by_tls, redis_url
+from tests.waiting import soon
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    """Who signs everybody's certificates; its own is ca.pem."""
+    authority = Authority()
+    authority.write(tmp_path / "ca.pem")
+    return authority
+
+
+@pytest.fixture
+def secured(config: Config, authority: Authority, tmp_path: Path) -> Config:
+    """Replicas with one certificate for all, that ask each other, and callers, for theirs."""
+    cert, key = authority.issue(tmp_path, "server", HOSTS)
+    return replace(config, tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "ca.pem"))
+
+
+async def test_replicas_fetch_from_each_other_by_mutual_tls(
+    secured: Config, authority: Authority, model: Model, redis_url: str, tmp_path: Path
+) -> None:
+    client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
+    async with starting(secured, model, redis_url, client) as start:
+        a, b = await start(), await start()
+        (submitted,) = await a.client.submit([photo(64, 64, 1)])
+        held = await a.fetch(submitted.digest)
+        await soon(lambda: b.locates(submitted.digest))
+        fetched = await b.fetch(submitted.digest)
+        assert fetched.source == "peer"
+        assert fetched.array.tobytes() == held.array.tobytes()
+
+
+async def test_replicas_with_a_new_certificate_still_reach_each_other(
+    secured: Config, authority: Authority, model: Model, redis_url: str, tmp_path: Path
+) -> None:
+    client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
+    async with starting(secured, model, redis_url, client) as start:
+        a, b = await start(), await start()
+        for seed, signed_by in enumerate((authority, Authority("new"))):
+            signed_by.write(tmp_path / "ca.pem")
+            signed_by.issue(tmp_path, "server", HOSTS)
+            signed_by.issue(tmp_path, "client")
+            (submitted,) = await a.client.submit([photo(64, 64, 10 + seed)])
+            await a.fetch(submitted.digest)
+            await soon(lambda digest=submitted.digest: b.locates(digest))
+            assert (await b.fetch(submitted.digest)).source == "peer"
+
+
+async def test_a_peer_under_another_name_is_not_believed_and_the_image_is_encoded_here(
+    secured: Config, authority: Authority, model: Model, redis_url: str, tmp_path: Path
+) -> None:
+    client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
+    async with starting(secured, model, redis_url, client) as start:
+        a, b = await start(), await start(tls_peer_name="somebody.else")
+        (submitted,) = await a.client.submit([photo(64, 64, 2)])
+        await a.fetch(submitted.digest)
+        await soon(lambda: b.locates(submitted.digest))
+        (submitted,) = await b.client.submit([photo(64, 64, 2)])
+        assert submitted.error is None
+        assert (await b.fetch(submitted.digest)).source == "encoded"
+
+
+@pytest.fixture
+async def redis_with_tls(authority: Authority, tmp_path: Path) -> AsyncIterator[str]:
+    """A Redis that admits the page's user alone, by TLS."""
+    async with redis_by_tls(authority.issue(tmp_path, "redis", ["127.0.0.1"])) as port:
+        yield redis_url(port, tmp_path / "ca.pem")
+
+
+async def test_the_index_works_over_tls_with_a_user_that_has_the_rights_on_the_page(
+    config: Config, model: Model, redis_with_tls: str
+) -> None:
+    async with starting(config, model, redis_with_tls) as start:
+        settings = {"index_prefix": "encoder:test", "share_urls": "yes"}
+        a, b = await start(**settings), await start(**settings)
+        (submitted,) = await a.client.submit([photo(64, 64, 3)])
+        await a.fetch(submitted.digest)
+        await soon(lambda: b.locates(submitted.digest))
+        assert (await b.fetch(submitted.digest)).source == "peer"
+        # Leases, files, waiting for another's publication, and an image that its holder no longer has.
+        with a.gate.closed():
+            (again,) = await a.client.submit([photo(64, 64, 4)])
+            (there,) = await b.client.submit([photo(64, 64, 4)])
+            assert again.error is there.error is None
+        assert (await b.fetch(again.digest)).error is None
+        a.server.store.flush()
+        assert (await a.fetch(submitted.digest)).error is None
+        # What a URL holds: the claim to find out, its end with a record, and without.
+        url, record = bytes(32), pb.UrlRecord(digest=submitted.digest, size_bytes=1, width=64, height=64)
+        for said in (pb.RecordUrlRequest(fresh_ms=0), pb.RecordUrlRequest(fresh_ms=60_000, record=record)):
+            said.url_digest = url
+            said.claim = (await a.client.url_calls.resolve(url, wait_s=0, claim_s=60)).claim
+            assert said.claim
+            await a.client.url_calls.record(said)
+        assert (await b.client.url_calls.resolve(url, wait_s=0, claim_s=60)).fresh
+        assert a.index.state is b.index.state is IndexState.JOINED
+
+
+async def test_that_user_may_touch_nothing_else(redis_with_tls: str) -> None:
+    async with redis.asyncio.Redis.from_url(redis_with_tls) as client:
+        assert await client.ping()
+        for forbidden in (
+            ("GET", "others:key"),
+            ("KEYS", "*"),
+            ("FLUSHALL",),
+            ("CONFIG", "GET", "*"),
+            ("ACL", "LIST"),
+        ):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                await client.execute_command(*forbidden)
+
+
+async def test_a_redis_of_another_authority_is_not_talked_to(
+    config: Config, model: Model, redis_with_tls: str, tmp_path: Path
+) -> None:
+    Authority("other").write(tmp_path / "ca.pem")
+    async with starting(config, model, redis_with_tls) as start:
+        a = await start(index_at_start="alone")
+        assert a.index.state is IndexState.ALONE

@@ -1,0 +1,233 @@
+"""Whoever gets into Redis or takes a replica's place, but has not the fleet's key, is not believed."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import UnknownImageError
+from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
+from encoder_contract.framing import checksum, frame_rows
+from encoder_contract.geometry import Grid
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.cluster import contract
+from encoder_service.cluster.index import RedisIndex
+from encoder_service.cluster.peers import FETCH
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client import read_images
+from testing.photos import photo
+from tests.cluster_replica import PROMPTLY, Replica, Start, starting
+from tests.operator_view import numbers as metrics_of
+from tests.waiting import soon
+
+SECRET, OTHER_SECRET = b"the secret of the fleet, 32 bytes", b"another secret, 32 bytes or more."
+seeds = itertools.count(3000)
+
+
+def new_photo() -> bytes:
+    return photo(96, 64, next(seeds))
+
+
+@pytest.fixture
+def keyed(config: Config, tmp_path: Path) -> Config:
+    """Replicas that share a key."""
+    path = tmp_path / "fleet-key"
+    path.write_bytes(SECRET + b"\n")
+    return replace(config, fleet_key_file=str(path))
+
+
+@pytest.fixture
+async def start(keyed: Config, model: Model, redis_url: str) -> AsyncIterator[Start]:
+    async with starting(keyed, model, redis_url) as start:
+        yield start
+
+
+Sign = Callable[[bytes, Grid, bytes], bytes]
+
+
+@dataclass
+class Forger:
+    """Stands on the roll as a replica, and answers every Fetch with rows of its own making."""
+
+    index: RedisIndex
+    endpoint: str
+    heard: list[tuple[pb.FetchRequest, dict[str, Any]]] = field(default_factory=list)
+
+    async def claim_to_hold(self, replica: Replica, file: bytes) -> bytes:
+        """Say in Redis that it holds an image, and wait until the replica has heard it; return its digest."""
+        (image,) = read_images([file], replica.client.description.geometry)
+        await self.index.publish({replica.address(image.digest): image.grid})
+        await soon(lambda: replica.locates(image.digest))
+        return image.digest
+
+
+@asynccontextmanager
+async def forger(victim: Replica, sign: Sign) -> AsyncIterator[Forger]:
+    """Run one that signs as `sign` does."""
+    description = victim.client.description
+    forging: Forger
+
+    async def fetch(request: pb.FetchRequest, context: Any) -> AsyncIterator[bytes]:
+        forging.heard.append((request, dict(context.invocation_metadata())))
+        (image,) = request.images
+        address = victim.address(image.digest)
+        (location,) = (await victim.index.locate([address]))[address]
+        tokens = description.geometry.tokens(location.grid)
+        rows = bytes(tokens * description.width * getattr(torch, description.dtype).itemsize)
+        ready = pb.ImageReady(
+            address=address,
+            grid=pb.Grid(t=1, h=location.grid.h, w=location.grid.w),
+            row_end=tokens,
+            width=description.width,
+            dtype=description.dtype,
+            row_bytes=len(rows),
+            checksum=checksum([memoryview(rows)]),
+            signature=sign(address, location.grid, rows),
+        )
+        yield pb.FetchResponse(ready=ready).SerializeToString()
+        for message in frame_rows(0, [memoryview(rows)]):
+            yield message
+
+    service, _, method = FETCH.strip("/").partition("/")
+    handler = grpc.unary_stream_rpc_method_handler(fetch, pb.FetchRequest.FromString)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {method: handler})])
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    index = RedisIndex(victim.index._settings, victim.server.store, victim.server.jobs)
+    forging = Forger(index, endpoint)
+    fingerprints = description.model_fingerprint, description.processor_fingerprint
+    await index.register(contract.Replica("forger", 1, endpoint, *fingerprints))
+    try:
+        yield forging
+    finally:
+        await index.close()
+        await server.stop(None)
+
+
+def signed_by(secret: bytes) -> Sign:
+    return lambda address, grid, rows: FleetKey([secret]).sign_rows(address, grid, [memoryview(rows)])
+
+
+FORGERIES: dict[str, Sign] = {
+    "nothing": lambda *_: b"",
+    "noise": lambda *_: bytes(32),
+    "another fleet's key": signed_by(OTHER_SECRET),
+    "other rows": lambda address, grid, rows: signed_by(SECRET)(address, grid, b"\1" + rows[1:]),
+    "another image": lambda _, grid, rows: signed_by(SECRET)(b"b" * 32, grid, rows),
+}
+
+
+@pytest.mark.parametrize("sign", FORGERIES.values(), ids=FORGERIES)
+async def test_rows_that_the_fleet_did_not_sign_are_not_taken_and_the_image_is_encoded_here(
+    start: Start, sign: Sign, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = await start()
+    async with forger(b, sign) as forging:
+        file = new_photo()
+        digest = await forging.claim_to_hold(b, file)
+        (submitted,) = await b.client.submit([file])
+        assert submitted.error is None
+        fetched = await b.fetch(digest)
+        assert (fetched.error, fetched.source) == (None, "encoded")
+        assert fetched.array.any()
+        assert len(forging.heard) == 1
+    assert (await metrics_of(b.server)).total("foreign_total", what="rows") == 1
+    assert "did not sign" in caplog.text
+
+
+async def test_rows_with_its_signature_are_taken(start: Start) -> None:
+    """So that the tests above fail for no other reason: one who has the key would be believed."""
+    b = await start()
+    async with forger(b, signed_by(SECRET)) as forging:
+        digest = await forging.claim_to_hold(b, new_photo())
+        fetched = await b.fetch(digest)
+        assert (fetched.error, fetched.source) == (None, "peer")
+
+
+async def test_replicas_with_the_key_fetch_from_each_other(start: Start) -> None:
+    a, b = await start(), await start()
+    (image,) = await a.client.submit([new_photo()])
+    made = await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest))
+    brought = await b.fetch(image.digest)
+    assert (brought.error, brought.source) == (None, "peer")
+    assert brought.array.tobytes() == made.array.tobytes()
+
+
+async def test_a_replica_with_another_key_is_a_foreign_one(start: Start, tmp_path: Path) -> None:
+    other = tmp_path / "other-key"
+    other.write_bytes(OTHER_SECRET)
+    a, b = await start(), await start(fleet_key_file=str(other))
+    file = new_photo()
+    (image,) = await a.client.submit([file])
+    await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest))
+    await b.client.submit([file])
+    assert (await b.fetch(image.digest)).source == "encoded"
+
+
+async def test_what_a_forger_heard_makes_nobody_else_sign_for_it(start: Start) -> None:
+    a, b = await start(), await start()
+    (image,) = await a.client.submit([new_photo()])
+    await a.fetch(image.digest)
+    async with forger(b, FORGERIES["nothing"]) as forging, grpc.aio.insecure_channel(a.endpoint) as channel:
+        await a.index.retract([a.address(image.digest)])
+        assert image.grid is not None
+        await forging.index.publish({a.address(image.digest): image.grid})
+        await soon(lambda: b.locates(image.digest))
+        await b.fetch(image.digest)
+        request, metadata = forging.heard[0]
+        fetch: Any = EncoderServiceStub(channel).Fetch
+
+        async def signature_of(signed: bytes) -> bytes:
+            call = fetch(request, metadata=((SIGNATURE_METADATA, signed),))
+            answer = await call.read()
+            call.cancel()
+            return bytes(answer.ready.signature)
+
+        raw = request.SerializeToString(deterministic=True)
+        assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw)) != b""
+        assert await signature_of(metadata[SIGNATURE_METADATA]) == b""
+        assert await signature_of(b"") == b""
+
+
+@pytest.mark.parametrize("secret", [None, OTHER_SECRET, SECRET], ids=["unsigned", "another key's", "ours"])
+async def test_a_file_in_redis_is_used_only_if_the_fleet_signed_it(
+    start: Start, secret: bytes | None
+) -> None:
+    b, other = await start(), await start()
+    file = new_photo()
+    key = b.server._model.recipe.key(content_digest(file))
+    sealed = file if secret is None else FleetKey([secret]).seal_file(key.source_key, file)
+    assert await other.index.sources.put(key.source_key, sealed)
+    fetched = await b.fetch(key.digest, grace_ms=500)
+    if secret == SECRET:
+        assert (fetched.error, fetched.source) == (None, "encoded")
+    else:
+        assert isinstance(fetched.error, UnknownImageError)
+        assert (await metrics_of(b.server)).total("foreign_total", what="source") >= 1
+
+
+async def test_files_are_shared_with_a_signature_and_finished_by_another(start: Start) -> None:
+    a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
+    with a.gate.closed():
+        file = new_photo()
+        (image,) = await a.client.submit([file])
+        await soon(lambda: a.server.cluster.status.sources_shared == 1)
+        key = a.server._model.recipe.key(image.digest)
+        shared = await b.index.sources.get(key.source_key)
+        assert shared == FleetKey([SECRET]).seal_file(key.source_key, file)
+        await a.die()
+        finished = await asyncio.wait_for(b.fetch(image.digest), 60)
+    assert (finished.error, finished.source) == (None, "encoded")

@@ -1,0 +1,76 @@
+"""A Redis that lives and answers, but has forgotten everything, or answers too late, or nonsense."""
+
+import asyncio
+
+import pytest
+
+from encoder_service.cluster.contract import IndexState
+from encoder_service.cluster.index.breaker import FAILURES_TO_OPEN
+from encoder_service.cluster.index.schema import Keys
+from testing.redis_servers import RedisServer
+from tests.index_replicas import CALL_TIMEOUT_S, NAMESPACE, JoinWatched, new_addresses
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import PATIENCE_S, soon
+
+
+async def test_redis_that_is_flushed_is_told_again_without_anybody_being_alone(
+    redis: RedisServer, join_watched: JoinWatched
+) -> None:
+    patient_s = 20.0  # what a busy machine adds is no outage
+    a, b = [await join_watched(redis.url, name, timeout_s=patient_s) for name in "ab"]
+    held, working = new_addresses(150), new_addresses(2)
+    await a.hold(held)
+    await a.index.acquire(working)
+    with redis.client() as admin:
+        admin.flushall()
+
+        async def told_again() -> bool:
+            leased = all(admin.exists(Keys(NAMESPACE).lease(address)) for address in working)
+            return leased and len(await b.index.locate(held)) == len(held)
+
+        await soon(told_again)
+    for replica in (a, b):
+        assert [state for state, _ in replica.said] == [IndexState.JOINED]
+        await soon(lambda replica=replica: len(replica.index.peers()) == 1)
+
+
+async def test_redis_that_answers_too_late_costs_three_bounds_and_is_joined_when_it_is_quick_again(
+    redis: RedisServer, join_watched: JoinWatched
+) -> None:
+    # Heartbeats and probes, which may take two seconds, succeed all the time.
+    proxy = await TcpProxy(redis.port).start()
+    a, b = await join_watched(redis.url, "a"), await join_watched(f"redis://127.0.0.1:{proxy.port}", "b")
+    held = new_addresses(40)
+    await a.hold(held)
+    await soon(lambda: b.locates(held, "a"))
+    await b.until(IndexState.JOINED)
+    proxy.delay(2 * CALL_TIMEOUT_S)
+    assert await b.acquires_until_alone(held) <= FAILURES_TO_OPEN
+    proxy.mend()
+    await b.until(IndexState.JOINED)
+    await soon(lambda: b.locates(held, "a"))
+    await proxy.stop()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b":7\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n:7\r\n", b"*3\r\n$2\r\nok\r\n:1\r\n:2\r\n", b"!\0\r\n"],
+    ids=["number", "nothing", "empty list", "short list", "numbers for names", "no protocol"],
+)
+async def test_redis_that_answers_nonsense_is_left_alone_until_it_comes_to_its_senses(
+    redis: RedisServer, join_watched: JoinWatched, answer: bytes
+) -> None:
+    proxy = await TcpProxy(redis.port).start()
+    a, b = await join_watched(redis.url, "a"), await join_watched(f"redis://127.0.0.1:{proxy.port}", "b")
+    held = new_addresses(3)
+    await a.hold(held)
+    proxy.answer_nonsense(answer)
+    async with asyncio.timeout(PATIENCE_S):
+        while b.index.state is IndexState.JOINED:
+            assert (await b.index.acquire(held)).granted <= frozenset(held)
+            assert await b.index.locate(held) == {}
+            assert await b.index.sources.get(b"key") is None
+    proxy.mend()
+    await b.until(IndexState.JOINED)
+    await soon(lambda: b.locates(held, "a"))
+    await proxy.stop()

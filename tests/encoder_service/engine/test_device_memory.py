@@ -1,0 +1,158 @@
+"""A device that is full: what is planned at start, and what happens when memory runs out all the same."""
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from encoder_contract.errors import OverloadedError
+from encoder_contract.geometry import Grid
+from encoder_service.app import Server
+from encoder_service.config import GIB, Config, ConfigError
+from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.engine.memory_plan import MemoryPlan, activation_values
+from encoder_service.engine.model import Model, decode_threads
+from encoder_service.scheduler import State
+from encoder_service.store import Pin
+from testing.photos import photo
+from tests.engines import Gate, demanded, running
+from tests.servers import server_of
+from tests.waiting import soon
+
+
+class SmallDevice(Device):
+    """The CPU, with memory of its own, of which so much is free; counts how often torch's cache was given back."""
+
+    def __init__(self, free_gib: float = 0.0) -> None:
+        super().__init__("cpu")
+        self.free_gib = free_gib
+        self.emptied = 0
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(total=8 * GIB, free=int(self.free_gib * GIB), reserved=GIB, allocated=GIB // 2)
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+async def test_a_batch_for_which_memory_runs_out_is_tried_in_halves_and_what_never_fits_is_refused(
+    model: Model,
+) -> None:
+    """Every batch of more than two images fails, and one image always."""
+    gate, device = Gate(model), SmallDevice()
+    hungry = model.processor.geometry.grid(384, 256)
+    sizes: list[int] = []
+
+    def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
+        rows = gate.encode(patches, grids)
+        sizes.append(len(grids))
+        if len(grids) > 2 or hungry in grids:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return rows
+
+    images = [photo(256, 320, n) for n in range(7)] + [photo(384, 256, 9)]
+    async with running(replace(model, device=device), encode) as bench:
+        first = asyncio.create_task(bench.rows(photo(64, 64, 99), demanded("first")))
+        await gate.reached(1)
+        waiting = [asyncio.create_task(bench.rows(image, demanded())) for image in images]
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == len(images))
+        gate.open.set()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        (await first).release()
+        assert max(sizes) > 2, "no batch was too large"
+        assert all(isinstance(result, Pin) for result in results[:-1])
+        assert isinstance(results[-1], OverloadedError)
+        assert results[-1].retry_after_ms > 0
+        assert device.emptied >= 2
+        (await bench.rows(photo(256, 352, 50), demanded("later"))).release()
+
+
+async def test_the_activations_of_a_batch_that_failed_are_gone_before_a_smaller_one_is_tried(
+    model: Model,
+) -> None:
+    """An exception keeps the frames that it went through alive, and those all that they computed."""
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    class Watched(SmallDevice):
+        def empty_cache(self) -> None:
+            alive.append(held[-1]() is not None)
+
+    def encode(*_: object) -> list[Tensor]:
+        activations = torch.empty(16)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async with running(replace(model, device=Watched()), encode) as bench:
+        with pytest.raises(OverloadedError):
+            await bench.rows(photo(64, 64, 1), demanded())
+    assert alive
+    assert not any(alive)
+
+
+def test_the_cpu_has_no_memory_of_its_own_to_plan(config: Config, model: Model) -> None:
+    plan = MemoryPlan.of(model, Device("cpu").memory(), replace(config, store_device_gib=1000.0))
+    plan.check()
+    assert plan.total == 0
+
+
+async def test_a_device_store_that_leaves_the_tower_too_little_is_refused_with_what_fits(
+    config: Config, model: Model
+) -> None:
+    small = replace(model, device=SmallDevice(free_gib=6.0))
+    with pytest.raises(ConfigError, match=r"--store-device-gib 6: .* at most ([\d.]+) GiB fit") as refused:
+        Server(replace(config, store_device_gib=6.0), small)
+    fits = float(str(refused.value).rpartition(" at most ")[2].split()[0])
+    assert 0 < fits < 6
+    MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits)).check()
+    with pytest.raises(ConfigError):
+        MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits + 0.02)).check()
+
+
+async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
+    config: Config, model: Model
+) -> None:
+    async with server_of(config, replace(model, device=SmallDevice(free_gib=5.0))) as server:
+        assert "device memory  of 8.0 GiB: 3.00 loaded" in server.banner()
+        found = {reading.labels: reading.value for reading in server.readings() if "memory" in reading.name}
+        assert found[("free",)] == 5 * GIB
+        assert found[("allocated",)] == GIB // 2
+
+
+def test_the_largest_forward_of_the_real_tower_is_planned_as_it_was_estimated(model: Model) -> None:
+    """An image of 65 536 patches through Qwen3-VL's tower in bfloat16: about 2 GB."""
+    real = replace(
+        model.tower.spec,
+        embed=1152,
+        intermediate=4304,
+        heads=16,
+        hidden=4096,
+        deepstack=(8, 16, 24),
+        merge_size=2,
+    )
+    assert 1.8e9 < 65536 * activation_values(real) * 2 < 3e9
+
+
+def test_as_many_threads_decode_as_suit_the_device_or_as_were_asked_for(config: Config) -> None:
+    assert decode_threads(config, Device("cpu")) == 2
+    assert decode_threads(config, Device("cuda:1")) == 8
+    assert decode_threads(replace(config, decode_threads=3), Device("cuda:1")) == 3
+    with pytest.raises(ConfigError, match="--decode-threads"):
+        replace(config, decode_threads=-1)
+
+
+@pytest.mark.gpu
+def test_the_state_of_a_gpus_memory_is_told() -> None:
+    device = Device("cuda")
+    before = device.memory()
+    kept = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    after = device.memory()
+    assert after.allocated - before.allocated >= 1 << 28
+    assert after.free < after.total
+    del kept
+    device.empty_cache()
+    assert device.memory().reserved <= after.reserved - (1 << 28)

@@ -1,0 +1,253 @@
+"""A device that is lost, or a thread that dies: callers go elsewhere at once, and the process ends to be replaced."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import InternalError, OverloadedError, UnavailableError
+from encoder_contract.header import read_header
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.app import LOST_DEVICE
+from encoder_service.engine.device import Device
+from encoder_service.engine.model import Model
+from encoder_service.image.decode import Decoder
+from encoder_service.image.source import Source
+from encoder_service.store import pinned
+from encoder_service.store.tiers import copy_bytes
+from prefill_client import EncoderClient
+from testing.photos import photo
+from testing.redis_servers import redis_server
+from tests.engines import demanded, running
+from tests.lost_device import FORKS, STAGES, serve
+from tests.waiting import PATIENCE_S, START_S, soon
+
+IMAGES = [photo(256, 256, n) for n in range(4)]
+# Of 64 KiB a page: four images take two each.
+DEVICE_PAGES = {"to host": 1000, "mover": 8, "tier-migrator dies": 8}
+
+
+async def listening(log: Path) -> str:
+    """Return where the server listens, once it does."""
+    found: list[str] = []
+
+    def says() -> bool:
+        found[:] = re.findall(r"^ +listening +(\S+)\n", log.read_text() if log.exists() else "", re.MULTILINE)
+        return bool(found)
+
+    await soon(says, START_S)
+    return found[0]
+
+
+async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]:
+    """Ask for the images, then send them; return what is said of each."""
+    names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(images)]
+    async with (
+        grpc.aio.insecure_channel(endpoint) as channel,
+        await EncoderClient.connect(endpoint) as client,
+    ):
+        fetching: Any = EncoderServiceStub(channel)
+        call = fetching.Fetch(pb.FetchRequest(images=names, grace_ms=20_000), timeout=PATIENCE_S)
+        sending = asyncio.create_task(client.submit(images))
+        said = [message.error.code async for message in call]
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+    return said
+
+
+@asynccontextmanager
+async def ending(stage: str, checkpoint: Path, tmp_path: Path, *more: str) -> AsyncIterator[str]:
+    """Run a server that fails at a stage; it has to say so in the block, by its health, and to end then."""
+    log = tmp_path / "server.log"
+    flags = (
+        f"--model {checkpoint} --listen 127.0.0.1:0 --device cpu --store-host-gib 0.04 --store-prefault no"
+    )
+    if pages := DEVICE_PAGES.get(stage):
+        flags += f" --store-device-gib {pages * (64 << 10) / (1 << 30)}"
+    process = FORKS.Process(target=serve, args=(stage, log, [*flags.split(), *more]), daemon=True)
+    process.start()
+    try:
+        endpoint = await listening(log)
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            yield endpoint
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING, log.read_text()
+        await asyncio.to_thread(process.join, PATIENCE_S)
+        assert process.exitcode == LOST_DEVICE, log.read_text()
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_callers_hear_unavailable_health_says_so_and_the_process_ends(
+    stage: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    async with ending(stage, checkpoint, tmp_path) as endpoint:
+        if stage == "mover":  # nobody waits for it
+            async with await EncoderClient.connect(endpoint) as client:
+                await client.submit(IMAGES)
+        else:
+            assert await outcomes(endpoint) == [UnavailableError.status.value] * len(IMAGES)
+
+
+@pytest.mark.parametrize("thread", ["vit", "copy-out", "prepare-apart"])
+async def test_a_thread_that_dies_of_a_bug_ends_what_waits_and_then_the_process(
+    thread: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    images = [photo(64, 64, n, "PNG" if thread == "prepare-apart" else "JPEG") for n in range(3)]
+    async with ending(f"{thread} dies", checkpoint, tmp_path) as endpoint:
+        assert await outcomes(endpoint, images) == [UnavailableError.status.value] * len(images)
+    assert f"the server's thread {thread} died: ending the process" in (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.parametrize("name", ["tier-migrator", "cluster-outbox"])
+async def test_a_thread_or_task_for_which_nobody_waits_ends_the_process_as_well(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with redis_server() if name == "cluster-outbox" else nullcontext() as redis:
+        index = ["--index", redis.url] if redis else []
+        async with (
+            ending(f"{name} dies", checkpoint, tmp_path, *index) as endpoint,
+            await EncoderClient.connect(endpoint) as client,
+        ):
+            await client.submit(IMAGES)
+    kind = "task" if redis else "thread"
+    assert f"the server's {kind} {name} died: ending the process" in (tmp_path / "server.log").read_text()
+
+
+async def test_an_error_that_leaves_the_device_as_it_was_is_the_images_own(model: Model) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: invalid argument")
+
+    async with running(model, refuse) as bench:  # type: ignore[arg-type]
+        with pytest.raises(InternalError):
+            await bench.rows(IMAGES[0], demanded())
+        assert len(bench.jobs) == 0
+
+
+async def test_memory_that_runs_out_is_no_lost_device_and_says_when_to_come_again(model: Model) -> None:
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ):
+
+        def refuse(*_: object, error: Exception = error) -> None:
+            raise error
+
+        async with running(model, refuse) as bench:  # type: ignore[arg-type]
+            with pytest.raises(OverloadedError) as refused:
+                await bench.rows(IMAGES[0], demanded())
+            assert refused.value.retry_after_ms > 0
+
+
+def test_the_cpu_is_never_lost() -> None:
+    assert not Device("cpu").is_lost()
+
+
+class _Refusing:
+    """A decoder of JPEGs that refuses all, as DALI does on a GPU that is lost."""
+
+    def decode(self, *_: object) -> None:
+        raise RuntimeError("[nvjpeg_decoder] error")
+
+
+def gpu_decoder(monkeypatch: pytest.MonkeyPatch, *, lost: bool) -> Decoder:
+    """A decoder that takes itself for one on a GPU; torch is told what that GPU answers."""
+
+    class Stream:
+        def synchronize(self) -> None:
+            if lost:
+                raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    decoder = Decoder(backend="pillow")
+    decoder._jpegs = _Refusing()  # type: ignore[assignment]
+    decoder._torch_device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    return decoder
+
+
+def test_images_that_dali_refuses_are_not_blamed_for_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(b"", IMAGES[0], read_header(IMAGES[0]))
+    assert gpu_decoder(monkeypatch, lost=False).decode_batch([source]) == [None]
+    with pytest.raises(torch.AcceleratorError):
+        gpu_decoder(monkeypatch, lost=True).decode_batch([source])
+
+
+def test_an_image_is_not_blamed_for_a_gpu_that_does_not_take_its_pixels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Source(b"", IMAGES[0], read_header(IMAGES[0]))
+    decoder = gpu_decoder(monkeypatch, lost=True)
+    decoder._torch_device = torch.device("cuda:99")  # there is none, here or anywhere
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|compiled"):
+        decoder.decode_one(source)
+
+
+def test_the_stores_memory_is_registered_with_the_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, told = ["cuda:0"], []
+
+    @contextmanager
+    def device(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    def call(*_: int) -> int:
+        told.append(current[-1])
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=call, cudaHostUnregister=call)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = torch.empty(1)
+    assert pinned.register(memory, "cuda:1")
+    pinned.unregister(memory, "cuda:1")
+    assert told == ["cuda:1", "cuda:1"]
+
+
+@pytest.mark.gpu
+def test_who_waits_for_a_batch_or_a_copy_takes_no_core() -> None:
+    stream = Device("cuda").stream()
+    square = torch.randn(8192, 8192, device="cuda")
+    source, target = (
+        torch.empty(2 << 30, dtype=torch.uint8, device="cuda"),
+        torch.empty(2 << 30, dtype=torch.uint8),
+    )
+    assert pinned.register(target, "cuda")
+
+    def work() -> None:
+        for _ in range(50):
+            square @ square
+
+    def waited() -> tuple[float, float]:
+        """Return how long a wait took, and what it took of a core, seconds."""
+        with stream.use():
+            work()
+            began, busy = time.monotonic(), time.thread_time()
+            end = stream.mark()
+            assert end is not None
+            end.synchronize()
+            copy_bytes([target], [source])
+            return time.monotonic() - began, time.thread_time() - busy
+
+    waited()
+    took_s, busy_s = waited()
+    pinned.unregister(target, "cuda")
+    assert took_s > 0.05
+    assert busy_s < took_s / 5

@@ -1,0 +1,93 @@
+"""What happens between the blocks of a large image: small ones that are demanded by then are encoded first."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, uint8
+
+from encoder_contract.errors import OverloadedError
+from encoder_contract.geometry import Grid
+from encoder_service.engine.model import Model
+from encoder_service.image.patches import to_patches
+from encoder_service.scheduler import Claim, State
+from encoder_service.store import Pin
+from testing.photos import photo
+from tests.engines import demanded, running
+from tests.waiting import PATIENCE_S, soon
+
+LARGE = photo(640, 640, 0)  # 1600 patches
+SMALL = [photo(288, 288, number) for number in range(1, 7)]  # 324 patches each
+
+
+class Held:
+    """The real tower, held before each block until it may go on; notes in which order images were done."""
+
+    def __init__(self, model: Model) -> None:
+        self._encode = model.tower.encode
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.done: list[Grid] = []
+
+    def encode(
+        self, patches: Sequence[Tensor], grids: Sequence[Grid], between: Callable[[], None]
+    ) -> list[Tensor]:
+        """Encode as the tower does."""
+
+        def at_a_block() -> None:
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE_S)
+            between()
+
+        rows = self._encode(patches, grids, at_a_block)
+        self.done.extend(grids)
+        return rows
+
+
+def rows_alone(model: Model, file: bytes) -> bytes:
+    """What the tower makes of an image when nothing else is there."""
+    [pixels] = model.decoder.decode([file])
+    assert isinstance(pixels, Tensor)
+    grid = model.processor.geometry.grid(pixels.shape[1], pixels.shape[0])
+    [rows] = model.tower.encode(to_patches([pixels], [grid], model.resize), [grid])
+    return bytes(rows.contiguous().view(uint8).numpy())
+
+
+async def test_small_images_overtake_a_large_one_that_is_being_encoded_but_by_less_work_than_its_own(
+    model: Model,
+) -> None:
+    """At most half of its 1600 patches at a time: two images of 324, then, for half of what is left, a third."""
+    tower = Held(model)
+    async with running(model, tower.encode, batch_patches=1024) as bench:
+        waiting = [asyncio.create_task(bench.rows(LARGE, demanded("large")))]
+        await asyncio.to_thread(tower.begun.wait, PATIENCE_S)
+        guess = bench.submit(photo(256, 256, 9), Claim("guess", "test"))
+        waiting += [asyncio.create_task(bench.rows(file, demanded(f"{n}"))) for n, file in enumerate(SMALL)]
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == len(SMALL))
+        tower.go_on.set()
+        pins = await asyncio.gather(*waiting)
+        await soon(lambda: not len(bench.jobs))
+    assert tower.done.index(model.processor.geometry.grid(640, 640)) == 3
+    assert tower.done[-1] == guess.grid
+    for file, pin in zip([LARGE, *SMALL], pins, strict=True):
+        assert bytes(pin.rows()[0]) == rows_alone(model, file)
+        pin.release()
+
+
+async def test_an_image_for_which_the_store_has_no_room_now_overtakes_nothing(model: Model) -> None:
+    tower, row_bytes = Held(model), model.tower.spec.width * model.tower.dtype.itemsize
+    of_large, of_small = (model.processor.geometry.grid(side, side) for side in (640, 288))
+    tokens = model.processor.geometry.tokens
+    room = (tokens(of_large) + tokens(of_small) // 2) * row_bytes
+    async with running(model, tower.encode, batch_patches=1024, host_bytes=room) as bench:
+        large = asyncio.create_task(bench.rows(LARGE, demanded("large")))
+        await asyncio.to_thread(tower.begun.wait, PATIENCE_S)
+        small = asyncio.create_task(bench.rows(SMALL[0], demanded("small")))
+        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 1)
+        tower.go_on.set()
+        (await large).release()
+        [after] = await asyncio.gather(small, return_exceptions=True)
+        assert isinstance(after, Pin | OverloadedError)
+        if isinstance(after, Pin):
+            after.release()
+    assert tower.done[0] == of_large

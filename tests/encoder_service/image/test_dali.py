@@ -1,0 +1,44 @@
+"""DALI, as we use it: what it keeps of a batch, and what it is told about threads and hardware."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from encoder_service.image.dali import DaliJpegs, _options
+from encoder_service.image.decode import Decoder
+from testing.photos import photo
+
+
+def test_what_dali_decoded_into_is_gone_with_the_call_and_waits_for_no_collection():
+    half = photo(120, 80, 1)[:3000]
+    decoder = Decoder(backend="dali", threads=1)
+    gc.collect()
+    gc.disable()
+    try:
+        for n in range(3):
+            decoder.decode([photo(200, 150, n), half])
+        left = {type(each) for each in gc.get_objects()}
+    finally:
+        gc.enable()
+    assert not [kind for kind in left if "nvidia.dali" in str(kind) and kind.__name__ in ("Batch", "Tensor")]
+
+
+def test_dali_binds_no_thread_to_a_core_and_gives_the_hardware_all_it_can_decode():
+    dali = pytest.importorskip("nvidia.dali.experimental.dynamic")
+    jpegs = DaliJpegs("cpu", 1)
+    told: list[dict[str, object]] = []
+
+    def image(files, **options):
+        told.append(options)
+        return dali.decoders.image(files, **options)
+
+    jpegs._dynamic = SimpleNamespace(
+        EvalMode=dali.EvalMode, as_batch=dali.as_batch, decoders=SimpleNamespace(image=image)
+    )
+    expected_options: dict[str, object] = {"affine": False}
+    for options in (jpegs._options, _options("gpu:0")):
+        jpegs._options = options
+        assert len(jpegs.decode([photo(64, 48, 1)], list)) == 1
+        assert expected_options.items() <= told[-1].items()
+        expected_options = {"affine": False, "hw_decoder_load": 1.0}

@@ -1,0 +1,225 @@
+"""Decoder processes that die, stop or are swamped: one image fails, what it failed of is counted, and all goes on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from encoder_contract.errors import EncoderError, OverloadedError, UndecodableImageError
+from encoder_service.engine.failure_cache import FailureCache
+from encoder_service.image import isolated
+from encoder_service.image.decode import DEATHS, Decoder
+from encoder_service.image.decoder_child import _parsed
+from encoder_service.image.isolated import IsolatedDecoder
+from encoder_service.image.source import Source
+from testing.photos import damaged, encoded, photo
+
+PHOTO = photo(120, 80, 1)
+
+
+@contextmanager
+def decoding(**settings: Any) -> Iterator[IsolatedDecoder]:
+    decoder = IsolatedDecoder(**{"threads": 1, "backend": "pillow", **settings})
+    decoder.start()
+    try:
+        yield decoder
+    finally:
+        decoder.close()
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[IsolatedDecoder]:
+    with decoding() as decoder:
+        yield decoder
+
+
+def children(decoder: IsolatedDecoder) -> list[int]:
+    """The pids of its decoder processes."""
+    idle = [*decoder._batch_child.queue, *decoder._single_children.queue]
+    return [child._forked.pid for child in idle if child._forked is not None]
+
+
+def source_of(image: bytes) -> Source:
+    source = Decoder(backend="pillow")._source(image)
+    assert isinstance(source, Source)
+    return source
+
+
+def while_stopped(decoder: IsolatedDecoder, work: Callable[[], Any], *signals: int) -> Any:
+    """Return what `work` does, begun while the children are stopped, once they have got the signals."""
+    stopped = children(decoder)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    # It has sent its request by now; if not, it is sent to a child that has died: the same to it.
+    time.sleep(0.2)
+    for number in signals:
+        for pid in stopped:
+            os.kill(pid, number)
+    thread.join()
+    return results[0]
+
+
+def deaths(decoder: IsolatedDecoder) -> dict[str, int]:
+    return {reason: count for reason, count in decoder.deaths.items() if count}
+
+
+def test_what_is_damaged_has_the_same_outcome_as_in_process(decoder: IsolatedDecoder) -> None:
+    files = [damaged(seed) for seed in range(150)]
+    here = Decoder(backend="pillow")
+    for isolated_one, in_process in zip(decoder.decode(files), here.decode(files), strict=True):
+        assert type(isolated_one) is type(in_process)
+        if isinstance(in_process, torch.Tensor):
+            assert isinstance(isolated_one, torch.Tensor)
+            assert torch.equal(isolated_one, in_process)
+
+
+def test_a_decoder_that_is_killed_is_not_the_images_fault_and_is_there_again(
+    decoder: IsolatedDecoder,
+) -> None:
+    before, (pid,) = deaths(decoder).get("killed", 0), children(decoder)
+    outcome = while_stopped(decoder, lambda: decoder.decode_one(source_of(PHOTO)), signal.SIGKILL)
+    assert isinstance(outcome, OverloadedError)
+    assert outcome.retryable
+    assert deaths(decoder)["killed"] == before + 1
+    assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
+    assert children(decoder) != [pid]
+    assert not psutil.pid_exists(pid), "it was not reaped"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+def test_a_decoder_that_crashes_fails_its_image_which_is_remembered(
+    decoder: IsolatedDecoder, number: signal.Signals
+) -> None:
+    before = deaths(decoder).get("crashed", 0)
+    outcome = while_stopped(decoder, lambda: decoder.decode_one(source_of(PHOTO)), number, signal.SIGCONT)
+    assert isinstance(outcome, UndecodableImageError)
+    assert not outcome.retryable
+    assert deaths(decoder)["crashed"] == before + 1
+    failures = FailureCache()
+    failures.note(b"key", outcome)
+    with pytest.raises(UndecodableImageError, match="crashed on this JPEG"):
+        failures.check(b"key")
+    assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
+
+
+def test_a_decoder_that_does_not_answer_is_replaced_while_another_decodes() -> None:
+    with decoding(threads=2, cpu_s=1) as decoder:
+        (stopped,) = children(decoder)
+        os.kill(stopped, signal.SIGSTOP)
+        with ThreadPoolExecutor(2) as threads:  # whoever is first takes the one that has started
+            outcomes = list(threads.map(decoder.decode_one, [source_of(PHOTO)] * 2))
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["OverloadedError", "Tensor"]
+        assert deaths(decoder) == {"stuck": 1}
+        assert stopped not in children(decoder)
+        assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
+
+
+def heavy() -> bytes:
+    """Nine megapixels that take hundreds of megabytes and a second to decode."""
+    noise = np.random.default_rng(1).integers(0, 255, (150, 150, 3), np.uint8)
+    return encoded(Image.fromarray(noise).resize((3000, 3000)), "JPEG2000")
+
+
+def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = heavy()
+    monkeypatch.setattr(isolated, "_WALL_S", 60.0)  # on a busy machine it may wait long for its processor
+    with decoding(cpu_s=0.05) as decoder:
+        slow = decoder.decode_one(source_of(file))
+        assert isinstance(slow, UndecodableImageError)
+        assert "more than 0.05 s of a processor" in slow.message
+        assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
+        assert deaths(decoder) == {"time": 1}
+    monkeypatch.setattr(isolated, "_BESIDE_PIXELS_BYTES", 32 << 20)
+    with decoding(max_image_pixels=10_000, decode_pixels=10_000) as decoder:
+        large = decoder.decode_one(source_of(file))
+        assert isinstance(large, UndecodableImageError)
+        assert "more memory than" in large.message
+        assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
+        assert deaths(decoder) == {"memory": 1}
+
+
+def test_a_batch_whose_decoder_dies_is_left_to_be_decoded_one_by_one() -> None:
+    with decoding(backend="auto") as decoder:
+        if "DALI" not in decoder.name:
+            pytest.skip("DALI is not installed")
+        sources = [source_of(photo(120, 80, seed)) for seed in range(3)]
+        expected = [decoder.decode_one(source) for source in sources]
+        first = decoder.decode_batch(sources)
+        assert all(isinstance(each, torch.Tensor) for each in first)
+        left = while_stopped(decoder, lambda: decoder.decode_batch(sources), signal.SIGSEGV, signal.SIGCONT)
+        # What died was the first attempt: the images are tried again one by one, by the next decoder.
+        for pixels, before, alone in zip(left, first, expected, strict=True):
+            assert torch.equal(pixels, before)
+            assert (pixels.int() - alone.int()).abs().max() <= 2
+        assert deaths(decoder)["crashed"] == 1
+
+
+def test_when_the_parent_of_the_decoders_dies_another_is_started(decoder: IsolatedDecoder) -> None:
+    before = decoder.deaths["killed"]
+    old = [psutil.Process(pid) for pid in children(decoder)]
+    (parent,) = {each.ppid() for each in old}
+    os.kill(parent, signal.SIGKILL)
+    while decoder.deaths["killed"] == before:  # the old one may still have answered
+        outcome = decoder.decode_one(source_of(PHOTO))
+    assert isinstance(outcome, OverloadedError)
+    assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in old)
+
+
+def test_closing_ends_every_process_and_a_further_use_starts_them_again() -> None:
+    others = {each.pid for each in psutil.Process().children(recursive=True)}
+
+    def ours() -> list[int]:
+        return [each.pid for each in psutil.Process().children(recursive=True) if each.pid not in others]
+
+    with decoding() as decoder:
+        assert len(ours()) == 2
+        decoder.close()
+        assert ours() == []
+        assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
+    assert ours() == []
+
+
+def test_pixels_stay_what_they_are_while_others_are_decoded(decoder: IsolatedDecoder) -> None:
+    images = [photo(64 + seed, 48, seed) for seed in range(6)]
+    here = Decoder(backend="pillow").decode(images)
+    for pixels, expected in zip(decoder.decode(images), here, strict=True):
+        assert isinstance(expected, torch.Tensor)
+        assert isinstance(pixels, torch.Tensor)
+        assert torch.equal(pixels, expected)
+
+
+def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
+    assert _parsed(b"[true, null]", 2) == [True, None]
+    assert _parsed(b'[["bad\\nfile", false]]', 1) == [("bad?file", False)]
+    for reply in (
+        b"",
+        b"{}",
+        b"[true]",
+        b"[1, 1]",
+        b'[["x", 1], null]',
+        b"[false, true]",
+        b"\xff\xfe",
+        b"[[[]], 1]",
+    ):
+        assert _parsed(reply, 2) is None, reply
+
+
+def test_every_reason_of_a_death_is_told_to_the_caller_in_its_own_way(decoder: IsolatedDecoder) -> None:
+    errors = {reason: decoder._error(reason, source_of(PHOTO)) for reason in DEATHS}
+    temporary = {reason for reason, error in errors.items() if error.retryable}
+    assert temporary == {"killed", "stuck"}
+    assert all(isinstance(error, EncoderError) for error in errors.values())

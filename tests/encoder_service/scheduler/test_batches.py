@@ -1,0 +1,124 @@
+"""Batches against the scheduler's promises: what joins one, what is prepared ahead of it, what a failed one becomes."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.scheduler import (
+    State,
+)
+from tests.scheduling import PATCHES, encode_order, is_empty, make, names, prepare_all, want
+
+
+def test_a_batch_is_the_longest_head_of_the_order_that_fits_the_budget():
+    scheduler = make()
+    for number, patches in enumerate((300, 300, 500, 100)):
+        want(scheduler, f"{number}", chunk=number, patches=patches)
+    prepare_all(scheduler)
+    assert names(scheduler.next_batch(0.0, 1000)) == ["0", "1"]
+    assert names(scheduler.next_batch(0.0, 1000)) == ["2", "3"]
+    assert scheduler.next_batch(0.0, 1000) == []
+
+
+def test_an_image_larger_than_the_budget_goes_alone():
+    scheduler = make()
+    want(scheduler, "huge", patches=5000)
+    want(scheduler, "next", chunk=1)
+    prepare_all(scheduler)
+    assert names(scheduler.next_batch(0.0, 1000)) == ["huge"]
+
+
+def test_speculative_work_joins_no_demanded_batch_and_makes_only_small_ones():
+    scheduler = make()
+    want(scheduler, "demand", "a")
+    for number in range(8):
+        want(scheduler, f"guess{number}", "b", demanded=False)
+    prepare_all(scheduler)
+    assert names(scheduler.next_batch(0.0, 8 * PATCHES)) == ["demand"]
+    assert len(scheduler.next_batch(0.0, 8 * PATCHES)) == 2
+
+
+def test_only_a_demanded_image_that_is_small_and_of_no_lower_class_overtakes_a_batch():
+    scheduler = make()
+    want(scheduler, "large", patches=500)
+    prepare_all(scheduler)
+    batch = scheduler.next_batch(0.0, 1)
+    want(scheduler, "guess", "a", patches=10, demanded=False)
+    want(scheduler, "lower", "b", patches=10, priority=-1)
+    prepare_all(scheduler)
+    assert scheduler.next_overtaking(batch, 0.0, 250) == []
+    want(scheduler, "small", "c")
+    prepare_all(scheduler)
+    assert scheduler.next_overtaking(batch, 0.0, PATCHES - 1) == []
+    small = scheduler.next_overtaking(batch, 0.0, PATCHES)
+    assert names(small) == ["small"]
+    assert scheduler.next_overtaking(batch, 0.0, 250) == []
+    scheduler.done(small, 0.1)
+    scheduler.done(batch, 0.5)
+    assert encode_order(scheduler) == ["lower", "guess"]
+    assert is_empty(scheduler)
+
+
+def test_prepared_guesses_do_not_keep_a_demand_from_being_prepared():
+    scheduler = make(ahead_patches=3 * PATCHES)
+    for number in range(10):
+        want(scheduler, f"guess{number}", "b", demanded=False)
+    prepare_all(scheduler)
+    want(scheduler, "demand", "a")
+    assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["demand"]
+
+
+def test_what_is_decoded_ahead_for_one_does_not_keep_what_is_next_in_the_vit_from_being_decoded():
+    scheduler = make(ahead_patches=3 * PATCHES)
+    for number in range(10):
+        want(scheduler, f"bulk{number}", "bulk")
+    prepare_all(scheduler)
+    want(scheduler, "small", "small", patches=1)
+    assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["small"]
+    assert scheduler.next_to_prepare(0.0, 10**9, 10) == []
+
+
+def test_what_lies_ahead_stays_bounded_when_demands_turn_into_guesses():
+    scheduler = make(ahead_patches=3 * PATCHES)
+    for turn in range(5):
+        for number in range(4):
+            want(scheduler, f"{turn}.{number}", "a", demanded=False)
+        prepare_all(scheduler)
+        demands = [want(scheduler, f"{turn}.{number}.d", "b") for number in range(4)]
+        for number in range(4):
+            want(scheduler, f"{turn}.{number}.d", "a", demanded=False)
+        prepare_all(scheduler)
+        for claim in demands:
+            scheduler.withdraw(claim)
+    ahead = scheduler.snapshot().images
+    assert ahead[State.PREPARED, True] + ahead[State.PREPARED, False] == 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40), st.data())
+def test_a_failed_batch_is_split_until_exactly_the_culprits_fail(count, data):
+    culprits = {str(n) for n in data.draw(st.sets(st.integers(0, count - 1), max_size=3))}
+    scheduler = make()
+    for number in range(count):
+        want(scheduler, str(number))
+    prepare_all(scheduler)
+    failed, encoded, runs = [], [], 0
+    while batch := scheduler.next_batch(0.0, 10**9):
+        runs += 1
+        if culprits & set(names(batch)):
+            failed += names(scheduler.failed(batch))
+        else:
+            encoded += names(batch)
+            scheduler.done(batch, 0.1)
+    assert set(failed) == culprits
+    assert sorted(failed + encoded) == sorted(map(str, range(count)))
+    assert runs <= max(1, 2 * count - 1)
+    assert is_empty(scheduler)
+
+
+def test_who_leaves_after_the_batch_failed_is_not_tried_again():
+    scheduler = make()
+    claims = [want(scheduler, str(number), chunk=number) for number in range(4)]
+    prepare_all(scheduler)
+    scheduler.failed(scheduler.next_batch(0.0, 10**9))
+    assert names([scheduler.withdraw(claims[0])]) == ["0"]
+    assert names(scheduler.next_batch(0.0, 10**9)) == ["1"]

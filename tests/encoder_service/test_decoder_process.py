@@ -1,0 +1,70 @@
+"""A server whose decoders are attacked from outside: images fail one by one or not at all, and the server goes on."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prefill_client import EncoderClient, EncoderError, RowRequest
+from testing.photos import photo
+from testing.server_process import ServerProcess
+from tests.processes import running
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[ServerProcess]:
+    with running(checkpoint, decoder_process="auto", decode_threads=1) as server:
+        yield server
+
+
+def decoders(server: ServerProcess) -> list[psutil.Process]:
+    """The processes that decode for it."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    return [each for each in below if each.name() == "decoder"]
+
+
+async def outcomes(client: EncoderClient, images: list[bytes]) -> list[EncoderError | None]:
+    """What became of each: None for rows."""
+    found: dict[bytes, EncoderError | None] = {}
+    submitted = await client.submit(images)
+    async with client.fetch([RowRequest(each.digest) for each in submitted], timeout_s=60) as stream:
+        async for rows in stream:
+            found[rows.digest] = rows.error
+    return [found[each.digest] for each in submitted]
+
+
+async def test_decoders_that_are_killed_again_and_again_cost_no_image_that_is_tried_again(
+    server: ServerProcess,
+) -> None:
+    async with await EncoderClient.connect(server.endpoint) as client:
+        assert await outcomes(client, [photo(64, 48, 1), photo(64, 48, 2, "PNG")]) == [None, None]
+        for seed in range(3, 6):
+            for each in decoders(server):
+                os.kill(each.pid, signal.SIGKILL)
+            assert await outcomes(client, [photo(64, 48, seed), photo(64, 48, seed, "PNG")]) == [None, None]
+    assert server.metrics().total("decoder_restarts_total", reason="killed") >= 3
+    assert server.process.poll() is None
+    assert not [each for each in decoders(server) if each.status() == psutil.STATUS_ZOMBIE]
+
+
+async def test_a_server_says_what_confines_its_decoders_and_ends_them_when_it_ends(checkpoint: Path) -> None:
+    with running(checkpoint, decoder_process="auto", decode_threads=1) as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            assert await outcomes(client, [photo(64, 48, 1, "PNG")]) == [None]
+        assert any("in processes of their own" in line for line in server.lines)
+        below = psutil.Process(server.process.pid).children(recursive=True)
+        assert decoders(server)
+        server.process.kill()  # which nothing can clean up after
+        gone, alive = psutil.wait_procs(below, timeout=60)
+        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], gone
+
+
+async def test_decoding_stays_in_the_server_where_it_is_told_to(checkpoint: Path) -> None:
+    with running(checkpoint, decoder_process="no", decode_threads=1) as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            assert await outcomes(client, [photo(64, 48, 1), photo(64, 48, 2, "PNG")]) == [None, None]
+        assert psutil.Process(server.process.pid).children(recursive=True) == []
+        assert server.metrics().total("decoder_restarts_total") == 0

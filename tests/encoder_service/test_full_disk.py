@@ -1,0 +1,67 @@
+"""Full disks and a full /dev/shm: told at start by the flag to change, and no reason not to serve afterwards."""
+
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from prefill_client import EncoderClient, RowRequest
+from testing.photos import photo
+from tests.full_folder import in_full_folder
+from tests.processes import SCRIPTS
+
+
+def serve(checkpoint: Path, folder: Path, listen: str, store_gib: float) -> list[str]:
+    flags = ["--model", checkpoint, "--listen", listen, "--store-segment-dir", folder, "--device", "cpu"]
+    flags += ["--store-host-gib", store_gib, "--store-prefault", "no", "--torch-threads", "1"]
+    return [str(word) for word in (SCRIPTS / "encoder-service", "serve", *flags)]
+
+
+def test_a_segment_that_finds_its_folder_full_is_told_by_the_flag_to_change(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    command = serve(checkpoint, tmp_path, "127.0.0.1:0", store_gib=16 / 1024)
+    result = subprocess.run(
+        in_full_folder(tmp_path, 32, 15, command), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2, result.stderr
+    assert (
+        f"does not fit {tmp_path}, which has 0.01 GiB free of 0.03 GiB: lower --store-host-gib"
+        in result.stderr
+    )
+    assert "Traceback" not in result.stderr
+
+
+async def test_a_server_goes_on_whose_folder_is_full_and_whose_log_cannot_be_written(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder, listen = tmp_path / "segments", f"unix:{tmp_path}/encoder.sock"
+    folder.mkdir()
+    command = in_full_folder(folder, 32, 18, serve(checkpoint, folder, listen, store_gib=16 / 1024))
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        async with await EncoderClient.connect(listen, timeout_s=110) as client:
+            _fill(process, folder)
+            assert shutil.disk_usage(_seen(process, folder)).free == 0
+            for seed in range(3):
+                [submitted] = await client.submit([photo(256, 256, seed)], timeout_s=60)
+                async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
+                    assert [rows.error async for rows in stream] == [None]
+            [damaged] = await client.submit([b"\xff\xd8\xff no image"], timeout_s=60)  # what is worth a line
+            assert damaged.error is not None
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def _fill(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Take what is free in the folder."""
+    with open(_seen(process, folder) / "of others", "ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def _seen(process: subprocess.Popen[bytes], folder: Path) -> Path:
+    """Return the folder as the process sees it."""
+    return Path(f"/proc/{process.pid}/root") / folder.relative_to("/")

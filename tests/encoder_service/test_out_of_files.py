@@ -1,0 +1,58 @@
+"""A server that may open no more files: callers that are connected are served, and everybody is once there is room."""
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+from prefill_client import EncoderClient, RowRequest
+from testing.photos import photo
+from tests.processes import running
+from tests.waiting import soon
+
+SPARE = 12  # files that the server may open beside those it has
+
+
+@contextmanager
+def crowding(endpoint: str, connections: int) -> Iterator[None]:
+    """Hold so many connections to a port; those beyond the server's backlog may be refused."""
+    host, _, port = endpoint.rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(connections):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex((host, int(port)))
+        yield
+
+
+async def rows_of(client: EncoderClient, image: bytes) -> bytes:
+    """Submit an image and return the bytes of its rows."""
+    [submitted] = await client.submit([image], timeout_s=60)
+    async with client.fetch([RowRequest(submitted.digest)], timeout_s=60, transports=["inline"]) as stream:
+        async for rows in stream:
+            assert rows.error is None
+            return rows.array.tobytes()
+    raise AssertionError("no rows")
+
+
+async def test_a_server_without_files_left_serves_who_is_connected_and_everybody_later(
+    checkpoint: Path,
+) -> None:
+    with running(checkpoint) as server:
+        process = psutil.Process(server.process.pid)
+        async with await EncoderClient.connect(server.endpoint, timeout_s=60) as client:
+            before = await rows_of(client, photo(64, 64, 1))
+            most = process.num_fds() + SPARE
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
+            http = server.metrics_url.removeprefix("http://").partition("/")[0]
+            with crowding(server.endpoint, 4 * SPARE), crowding(http, 4 * SPARE):
+                await soon(lambda: bool(process.num_fds() >= most))
+                assert await rows_of(client, photo(64, 64, 1)) == before
+                assert len(await rows_of(client, photo(96, 64, 2))) > 0
+        async with await EncoderClient.connect(server.endpoint, timeout_s=60) as newcomer:
+            assert await rows_of(newcomer, photo(64, 64, 1)) == before
+        assert server.metrics().total("store_pins") == 0
+        assert server.terminate() == 0

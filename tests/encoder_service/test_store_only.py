@@ -1,0 +1,120 @@
+"""A server without a tower: it needs no weights, keeps what is put and what peers hold, and says no to Submit."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from encoder_contract.errors import ModelMismatchError, UnknownImageError
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine.model import Model, load_model
+from prefill_client import EncoderClient, RowRequest
+from testing.photos import photo
+from tests.cluster_replica import PROMPTLY, starting
+from tests.processes import running
+from tests.put_calls import PRODUCER, fetch_put, new_image, rows_for
+from tests.waiting import soon
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """The configuration of the checkpoint, without its weights."""
+    for file in checkpoint.glob("*.json"):
+        if "safetensors" not in file.name:
+            shutil.copy(file, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    return tmp_path
+
+
+@pytest.fixture
+def stores(config: Config, model: Model, folder: Path) -> Config:
+    """Settings of a server that only stores, in the fleet of the model."""
+    return replace(
+        config,
+        model=folder,
+        store_only="yes",
+        accept_put="yes",
+        model_fingerprint=model.recipe.model.hex(),
+    )
+
+
+async def test_a_server_without_weights_serves_what_is_put_and_refuses_images_in_clear_words(
+    folder: Path, model: Model
+) -> None:
+    with running(folder, store_only="yes", accept_put="yes") as server:
+        assert any("stores only" in line for line in server.lines)
+        async with await EncoderClient.connect(server.endpoint) as client:
+            ours = client.description
+            assert (ours.width, ours.dtype) == (model.tower.spec.width, model.recipe.dtype)
+            assert ours.geometry == model.processor.geometry
+            assert ours.processor_fingerprint == model.recipe.processor
+            assert ours.model_fingerprint != model.recipe.model, "it has no weights to tell"
+            image, rows = new_image(), rows_for(client, 1)
+            async with client.put(PRODUCER) as session:
+                assert (await session.put((await session.name([image]))[0], rows)).state == "held"
+            assert np.array_equal((await fetch_put(client, image)).array, rows)
+            (submitted,) = await client.submit([photo(64, 64, 1)])
+            assert isinstance(submitted.error, ModelMismatchError)
+            assert "--store-only" in str(submitted.error)
+
+
+def test_what_it_is_told_of_the_model_has_to_be_a_fingerprint_and_is_for_it_alone(stores: Config) -> None:
+    assert load_model(stores).recipe.model.hex() == stores.model_fingerprint
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+        replace(stores, model_fingerprint="abc")
+    with pytest.raises(ConfigError, match="--store-only"):
+        replace(stores, store_only="no")
+    with pytest.raises(ConfigError, match="--store-device-gib"):
+        replace(stores, store_device_gib=1.0)
+    with pytest.raises(ConfigError, match="neither"):
+        load_model(replace(stores, store_only="no", model_fingerprint=""))
+
+
+async def test_in_a_mixed_fleet_each_serves_what_the_other_holds(
+    config: Config, model: Model, stores: Config, redis_url: str
+) -> None:
+    only = {"store_only": "yes", "model": stores.model, "model_fingerprint": stores.model_fingerprint}
+    async with starting(replace(config, accept_put="yes", put_lease_s=60.0), model, redis_url) as start:
+        encoder, store = await start(), await start(load_model(stores), **only)
+        await soon(lambda: len(store.index.peers()) == len(encoder.index.peers()) == 1)
+        image, rows = new_image(), rows_for(store.client, 2)
+        async with store.client.put(PRODUCER) as ours, encoder.client.put(PRODUCER) as theirs:
+            (mine,) = await ours.name([image])
+            assert [answer.state for answer in await theirs.name([image])] == ["wait"]
+            assert (await ours.put(mine, rows)).state == "held"
+        brought = await fetch_put(encoder.client, image, grace_ms=30_000)
+        assert (brought.error, brought.source) == (None, "peer")
+        assert np.array_equal(brought.array, rows)
+
+        (submitted,) = await encoder.client.submit([photo(300, 200, 71)])
+        made = await encoder.fetch(submitted.digest)
+        kept = await store.fetch(submitted.digest, grace_ms=30_000)
+        assert (kept.error, kept.source) == (None, "peer")
+        assert kept.array.tobytes() == made.array.tobytes()
+        assert await encoder.encodes() == 1
+
+
+async def test_an_image_that_only_a_dead_replica_could_encode_is_unknown_here_after_the_grace(
+    config: Config, model: Model, stores: Config, redis_url: str
+) -> None:
+    only = {"store_only": "yes", "model": stores.model, "model_fingerprint": stores.model_fingerprint}
+    async with starting(config, model, redis_url) as start:
+        encoder = await start(patience=PROMPTLY)
+        store = await start(load_model(stores), patience=PROMPTLY, **only)
+        await soon(lambda: len(store.index.peers()) == 1)
+        file = photo(300, 200, 72)
+        with encoder.gate.closed():
+            (submitted,) = await encoder.client.submit([file])
+            key = encoder.server._model.recipe.key(submitted.digest)
+
+            async def is_shared() -> bool:
+                return bool(await store.index.sources.existing([key.source_key]))
+
+            await soon(is_shared)
+            await encoder.die()
+        request = RowRequest(submitted.digest)
+        async with store.client.fetch([request], grace_ms=500, timeout_s=60) as stream:
+            outcome = await anext(aiter(stream))
+        assert isinstance(outcome.error, UnknownImageError)

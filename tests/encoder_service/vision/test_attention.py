@@ -1,0 +1,162 @@
+"""Attention: right over packed segments, and no backend is used that is wrong, slow or cannot be replayed."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from encoder_service.vision import attention_trial
+from encoder_service.vision.attention import BACKENDS, PACKED, make_attention, why_not
+from encoder_service.vision.attention_backends import FixedAndPacked, FlashAttention, SegmentAttention
+from encoder_service.vision.segments import Segments
+
+CPU = torch.device("cpu")
+HEAD_SIZES = [72, 80]
+
+
+def test_attention_by_segments_equals_a_masked_product():
+    lengths = [5, 5, 3, 0, 7]
+    query, key, value = torch.randn(3, 20, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    segments = Segments.of(lengths, CPU)
+    assert segments.bounds.tolist() == [0, 5, 10, 13, 13, 20]
+    mixed = SegmentAttention()(query, key, value, segments, 0.3)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+    weights = scores.masked_fill(owner[:, None] != owner, float("-inf")).softmax(-1)
+    torch.testing.assert_close(mixed, torch.einsum("hqk,khd->qhd", weights, value))
+
+
+class Backend:
+    """A foreign kernel: right, but for what a subclass gets wrong."""
+
+    name, graphs = "foreign", True
+
+    def __call__(self, query, key, value, segments, scale):
+        return SegmentAttention()(query, key, value, segments, scale)
+
+
+class Mixing(Backend):
+    def __call__(self, query, key, value, segments, scale):
+        return super().__call__(query, key, value, Segments.of([len(query)], CPU), scale)
+
+
+class BlindToStrides(Backend):
+    def __call__(self, *tensors_segments_scale):
+        *tensors, segments, scale = tensors_segments_scale
+        dense = torch.empty(tensors[0].shape).stride()
+        query, key, value = (torch.as_strided(each, each.shape, dense) for each in tensors)
+        return super().__call__(query, key, value, segments, scale)
+
+
+class LosingTheScale(Backend):
+    def __call__(self, query, key, value, segments, scale):
+        return super().__call__(query, key, value, segments, 1.0)
+
+
+class NotANumberInShortSegments(Backend):
+    def __call__(self, query, key, value, segments, scale):
+        mixed = super().__call__(query, key, value, segments, scale)
+        mixed[-1] = float("nan")
+        return mixed
+
+
+class Raising(Backend):
+    def __call__(self, query, key, value, segments, scale):
+        raise KeyError("sm_90")  # of no family of errors that one would think of
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_backend_that_is_right_passes_its_trial(head_size, dtype, fixed):
+    assert attention_trial.failure(Backend(), CPU, dtype, head_size, fixed=fixed) == ""
+
+
+@pytest.mark.parametrize("wrong", [Mixing, BlindToStrides, LosingTheScale, NotANumberInShortSegments])
+def test_a_backend_that_is_wrong_on_odd_segments_of_strided_rows_is_refused(wrong):
+    assert "its rows are off by" in attention_trial.failure(wrong(), CPU, torch.bfloat16, 72)
+
+
+def test_a_backend_that_raises_anything_is_refused_with_what_it_says():
+    assert attention_trial.failure(Raising(), CPU, torch.bfloat16, 72) == "KeyError: 'sm_90'"
+
+
+def test_the_trial_is_of_odd_lengths_in_another_order_for_the_replay():
+    for lengths in (attention_trial.LENGTHS, attention_trial.OTHER_LENGTHS):
+        assert 0 in lengths
+        assert any(length % 16 for length in lengths)
+        assert sum(lengths) == sum(attention_trial.LENGTHS)
+    assert attention_trial.LENGTHS != attention_trial.OTHER_LENGTHS
+    assert 1 in attention_trial.LENGTHS
+
+
+def test_only_segments_of_a_fixed_length_go_to_the_backend_that_plans_for_each():
+    class Named(Backend):
+        def __init__(self, name):
+            self.name, self.calls = name, 0
+
+        def __call__(self, *arguments):
+            self.calls += 1
+            return super().__call__(*arguments)
+
+    fixed, packed = Named("cudnn"), Named("flash3")
+    attend = FixedAndPacked(fixed, packed)
+    assert (attend.name, attend.graphs) == ("flash3+cudnn", True)
+    query, key, value = torch.randn(3, 12, 2, 8).unbind()
+    attend(query, key, value, Segments.of([12], CPU), 1.0)
+    attend(query, key, value, Segments.of([4, 8], CPU), 1.0)
+    assert (fixed.calls, packed.calls) == (0, 2)
+    alone = Segments((12,), torch.tensor([0, 12], dtype=torch.int32), 12, fixed=True)
+    attend(query, key, value, alone, 1.0)
+    assert (fixed.calls, packed.calls) == (1, 2)
+
+
+def test_several_segments_cannot_be_fixed():
+    with pytest.raises(AssertionError):
+        Segments((4, 8), torch.tensor([0, 4, 12], dtype=torch.int32), 8, fixed=True)
+
+
+def test_no_pick_of_auto_for_packs_plans_for_every_length():
+    assert PACKED == ("flash3", "varlen", "flash2", "sdpa")
+    assert "cudnn" in BACKENDS
+
+
+@pytest.mark.parametrize("installed", ["fa3_fwd_interface", "flash_attn_interface"])
+def test_flash_attention_3_is_found_under_either_name_and_never_splits_keys(monkeypatch, installed):
+    for name in ("fa3_fwd_interface", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="none of fa3_fwd_interface, flash_attn_interface is installed"):
+        FlashAttention(3)
+    seen = {}
+
+    def flash_attn_varlen_func(query, key, value, **options):
+        seen.update(options)
+        return query, None
+
+    module = ModuleType(installed)
+    setattr(module, "flash_attn_varlen_func", flash_attn_varlen_func)  # noqa: B010 - no type checker knows of it
+    monkeypatch.setitem(sys.modules, installed, module)
+    query, key, value = torch.randn(3, 12, 2, 8).unbind()
+    assert FlashAttention(3)(query, key, value, Segments.of([12], CPU), 0.5) is query
+    assert seen["num_splits"] == 1
+    assert (seen["softmax_scale"], seen["causal"], seen["max_seqlen_q"]) == (0.5, False, 12)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "sdpa"])
+def test_a_forced_backend_that_cannot_run_is_an_error(name):
+    with pytest.raises(ValueError, match=f"attention '{name}' cannot run here: it needs CUDA"):
+        make_attention(name, CPU, torch.bfloat16, 72)
+
+
+def test_a_backend_whose_library_is_missing_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert "none of flash_attn is installed" in why_not("flash2", torch.device("cuda"), torch.bfloat16)
+
+
+def test_an_unknown_backend_is_refused_with_the_list_and_auto_logs_its_pick(caplog):
+    with pytest.raises(ValueError, match=r"known: auto, flash3, .*sdpa"):
+        make_attention("flash9", CPU, torch.float32, 72)
+    with caplog.at_level("INFO"):
+        assert make_attention("auto", CPU, torch.float32, 72).name == "sdpa"
+    assert "attention: sdpa (auto" in caplog.text

@@ -1,0 +1,175 @@
+"""CUDA graphs without the capture: which batches they take, what padding does, and that one set of inputs is enough."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from encoder_contract.geometry import Grid
+from encoder_service.image.processor import ProcessorSettings
+from encoder_service.vision import load_tower
+from encoder_service.vision.attention_backends import SegmentAttention
+from encoder_service.vision.graphs import Budget, Graphs, StaticInputs, budgets, padded_lengths
+from encoder_service.vision.segments import Segments
+from testing.checkpoints import write_checkpoint
+from testing.reference_tower import random_patches, row_errors
+
+CPU = torch.device("cpu")
+
+
+class ByBounds(SegmentAttention):
+    """Reads `bounds`, as device kernels do, or for a fixed length nothing at all."""
+
+    def __call__(self, query, key, value, segments, scale):
+        lengths = [len(query)] if segments.fixed else segments.bounds.diff().tolist()
+        return super().__call__(query, key, value, Segments.of(lengths, CPU), scale)
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory):
+    towers = {}
+    for kind in ("qwen3_vl", "qwen2_5_vl"):
+        folder = write_checkpoint(tmp_path_factory.mktemp(kind), kind, depth=2)
+        processor = ProcessorSettings.from_folder(folder)
+        towers[kind] = load_tower(folder, device="cpu", dtype="float32", processor=processor)
+    return towers
+
+
+def layout(tower, grids):
+    return dataclasses.replace(tower._layout(grids), attend=ByBounds())
+
+
+def square(patches):
+    """A batch of one image of nearly so many patches, for what `Budget.fits` looks at."""
+    return [Grid(1, 2, patches // 2)]
+
+
+def graphs(tower, largest, capture=lambda run: run):
+    """Graphs whose replay is the same forward over the same inputs, as they then are."""
+    return Graphs(tower._module, tower.spec, layout(tower, [Grid(1, 4, 4)]), largest, capture)
+
+
+def test_padding_fills_a_budget_with_segments_that_are_not_too_long():
+    assert padded_lengths([100, 50], 400, 100, 6) == [100, 50, 100, 100, 50, 0]
+    assert padded_lengths([400], 400, 400, 2) == [400, 0]
+    assert padded_lengths([], 8, 8, 2) == [8, 0]
+
+
+def test_graph_budgets_are_few_and_hold_the_common_resolutions():
+    everything = budgets(1 << 20)
+    assert len(everything) <= 32
+    for patches in (3520, 4800, 8160, 14400):  # 720p, 960×1280, 1080p, 2560×1440
+        assert Budget(patches, 1, patches) in everything
+        assert Budget(patches, 2, patches) in everything
+    assert all(budget.patches <= 2048 for budget in budgets(2048))
+
+
+@pytest.mark.parametrize(
+    ("budget", "patches", "taken"),
+    [
+        (512, 12, True),  # launches are what a small batch waits for
+        (1536, 1228, False),
+        (1536, 1232, True),  # a quarter of the batch
+        (2048, 1640, True),
+        (3072, 2980, False),
+        (3072, 2984, True),  # three hundredths
+        (3520, 3416, False),
+        (3520, 3420, True),
+        (14400, 13976, False),
+        (14400, 13984, True),
+        (3520, 3524, False),
+    ],
+)
+def test_a_large_graph_takes_next_to_no_padding_and_a_small_one_a_quarter(towers, budget, patches, taken):
+    assert Budget(budget, 2, budget).fits(layout(towers["qwen3_vl"], square(patches))) is taken
+
+
+def test_a_graph_without_padding_takes_one_image_of_its_size_alone(towers):
+    exact = Budget(3520, 1, 3520)
+    assert exact.fits(layout(towers["qwen3_vl"], [Grid(1, 44, 80)]))
+    assert not exact.fits(layout(towers["qwen3_vl"], [Grid(1, 44, 40), Grid(1, 44, 40)]))
+    assert not exact.fits(layout(towers["qwen3_vl"], [Grid(1, 44, 78)]))
+
+
+def test_a_batch_that_does_not_fit_a_budget_is_not_taken(towers):
+    budget = Budget(2048, 4, 1024)
+    batches = {
+        "fits": [Grid(1, 32, 32), Grid(1, 32, 32)],
+        "too many patches": [Grid(1, 32, 32)] * 3,
+        "too long": [Grid(1, 34, 34)],
+        "too many segments": [Grid(1, 16, 16)] * 8,
+        "mostly padding": [Grid(1, 16, 16)],
+    }
+    taken = [name for name, grids in batches.items() if budget.fits(layout(towers["qwen3_vl"], grids))]
+    assert taken == ["fits"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_all_graphs_share_one_set_of_inputs_and_each_gives_the_rows_of_its_batch(towers, model_type):
+    """Batch after batch through graphs of several sizes: no image sees padding, or what an earlier batch left."""
+    tower = towers[model_type]
+    with torch.inference_mode():
+        captured = graphs(tower, 1024)
+        addresses = {batch.patches.data_ptr() for batch, _ in captured._captured}
+        assert len(captured._captured) == len(budgets(1024))
+        assert len(addresses) == 1
+        for seed, grids in enumerate(
+            (
+                [Grid(1, 20, 20), Grid(1, 8, 8)],
+                [Grid(1, 16, 16)],
+                [Grid(1, 22, 18)],
+                [Grid(1, 8, 8)] * 5,
+                [Grid(1, 28, 34)],
+                [Grid(1, 2, 2)],
+            )
+        ):
+            patches = random_patches(grids, tower.spec.patch_values, seed)
+            before = captured.padding_patches
+            padded = captured.run(patches, layout(tower, grids))
+            assert padded is not None
+            assert padded.isfinite().all()
+            assert captured.padding_patches > before or grids == [Grid(1, 16, 16)]
+            expected = torch.cat(tower.encode(patches, grids))
+            assert row_errors(padded, expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_graph_of_a_fixed_length_gives_the_rows_of_its_image(towers, model_type):
+    tower, grid = towers[model_type], Grid(1, 16, 24)
+    with torch.inference_mode():
+        inputs = StaticInputs(layout(tower, [Grid(1, 4, 4)]), tower.spec, [Budget(384, 1, 384)])
+        static = inputs.of(Budget(384, 1, 384))
+        assert static.layout.segments.fixed
+        assert static.layout.windows is None or not static.layout.windows.fixed
+        patches = random_patches([grid], tower.spec.patch_values)
+        static.load(patches, layout(tower, [grid]))
+        [rows] = tower._module([static.patches], [static.layout])
+        assert row_errors(rows, tower.encode(patches, [grid])[0]).max() <= 1e-5
+
+
+def test_rows_of_a_graph_survive_the_next_replays(towers):
+    tower, grid = towers["qwen3_vl"], Grid(1, 16, 16)
+    with torch.inference_mode():
+        captured = graphs(tower, 256)
+        rows = captured.run(random_patches([grid], 768, 1), layout(tower, [grid]))
+        kept = rows.clone()
+        captured.run(random_patches([grid], 768, 2), layout(tower, [grid]))
+        assert torch.equal(rows, kept)
+
+
+def test_what_cannot_be_captured_is_logged_and_runs_eagerly(towers, caplog):
+    tower, grid = towers["qwen3_vl"], Grid(1, 16, 16)
+
+    def capture(run):
+        if len(run()) > 64:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run
+
+    with torch.inference_mode():
+        captured = graphs(tower, 512, capture)
+        patches = random_patches([grid], 768)
+        assert captured.run(patches, layout(tower, [grid])) is not None
+        large = Grid(1, 16, 32)
+        assert captured.run(random_patches([large], 768), layout(tower, [large])) is None
+    assert "no CUDA graph of 512 patches: such batches run eagerly" in caplog.text
+    assert "not permitted when stream is capturing" in caplog.text

@@ -1,0 +1,71 @@
+"""The tables of a grid: made once, by whichever thread comes first, and bounded."""
+
+import threading
+
+import torch
+
+from encoder_contract.geometry import Grid
+from encoder_service.vision.tables import MAX_TABLE_PATCHES, GridTables, TableCache
+
+
+def test_equal_grids_share_their_tables_and_the_cache_is_bounded():
+    made = []
+
+    def make(grid):
+        made.append(grid)
+        return GridTables(grid, torch.empty(0))
+
+    cache = TableCache(make, max_patches=100)
+    small, other, large = Grid(1, 6, 6), Grid(1, 8, 8), Grid(1, 20, 20)
+    assert cache.get(small) is cache.get(small)
+    cache.get(other)
+    cache.get(small)
+    cache.get(Grid(1, 2, 2))  # 104 patches: the least recently used goes, which is `other`
+    cache.get(small)
+    assert made == [small, other, Grid(1, 2, 2)]
+    cache.get(large)
+    cache.get(large)
+    assert made.count(large) == 2  # over the bound: never kept
+    assert len(cache) == 2
+
+
+def test_threads_that_come_for_a_grid_at_once_get_the_same_tables_and_count_it_once():
+    both = threading.Barrier(2)
+
+    def make(grid):
+        both.wait()  # neither has put its tables in yet
+        return GridTables(grid, torch.empty(0))
+
+    cache = TableCache(make, max_patches=100)
+    grid, found = Grid(1, 6, 6), []
+    threads = [threading.Thread(target=lambda: found.append(cache.get(grid))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is cache.get(grid)
+    assert cache._patches == grid.patches
+
+
+def test_while_one_thread_makes_tables_another_gets_what_is_there():
+    made, may_end = threading.Event(), threading.Event()
+
+    def make(grid):
+        if grid.w == 8:
+            made.set()
+            assert may_end.wait(60)
+        return GridTables(grid, torch.empty(0))
+
+    cache = TableCache(make, max_patches=1000)
+    known = cache.get(Grid(1, 6, 6))
+    slow = threading.Thread(target=lambda: cache.get(Grid(1, 8, 8)))
+    slow.start()
+    assert made.wait(60)
+    assert cache.get(Grid(1, 6, 6)) is known
+    may_end.set()
+    slow.join()
+    assert len(cache) == 2
+
+
+def test_a_gpu_keeps_a_hundred_and_eighty_grids_of_720p():
+    assert MAX_TABLE_PATCHES["cuda"] // (44 * 80) >= 180

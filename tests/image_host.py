@@ -1,0 +1,67 @@
+"""A web server of images whose next answers a test sets; it counts its requests."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+
+BODY = b"not an image, but whoever loads it does not look"
+
+
+class Host:
+    """A web server whose next answers a test sets; it notes each request's headers."""
+
+    def __init__(self) -> None:
+        self.headers = "Cache-Control: max-age=3600"
+        self.body = BODY
+        self.etag = ""
+        self.moved: dict[str, str] = {}
+        """Paths and where they have moved to; `moved_headers` go with that answer."""
+        self.moved_headers = "Cache-Control: max-age=3600"
+        self.asked: list[bytes] = []
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.ended = asyncio.Event()
+        self.name = ""
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = await reader.readuntil(b"\r\n\r\n")
+            self.asked.append(request)
+            hung_up, answering = (
+                asyncio.ensure_future(each) for each in (reader.read(), self.answering.wait())
+            )
+            await asyncio.wait({hung_up, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if hung_up.done():
+                return
+            hung_up.cancel()
+            if (path := request.split()[1].decode()) in self.moved:
+                head = f"HTTP/1.1 302 Found\r\n{self.moved_headers}\r\nLocation: {self.moved[path]}\r\n\r\n"
+                writer.write(head.encode())
+                await writer.drain()
+                return
+            known = self.etag and f"If-None-Match: {self.etag}".encode() in request
+            etag = f"ETag: {self.etag}\r\n" if self.etag else ""
+            status, body = ("304 Not Modified", b"") if known else ("200 OK", self.body)
+            head = f"HTTP/1.1 {status}\r\n{self.headers}\r\n{etag}Content-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self.ended.set()
+            writer.close()
+
+    def loader(self, **settings: float) -> ImageLoader:
+        return ImageLoader(Destinations([self.name]), max_bytes=1 << 20, timeout_s=30, **settings)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def image_host() -> AsyncIterator[Host]:
+    """Run one."""
+    host = Host()
+    async with await asyncio.start_server(host.answer, "127.0.0.1", 0) as server:
+        host.name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield host

@@ -1,0 +1,149 @@
+"""A server whose device is lost at one stage, or one of whose threads dies: the real command, over a part that fails.
+
+A process of its own, forked by one that has imported torch already: a start takes a second.
+"""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from encoder_service import cli
+from encoder_service.cluster.outbox import Outbox
+from encoder_service.config import Config
+from encoder_service.engine import model as loading
+from encoder_service.engine.cuda_stream import CudaStream
+from encoder_service.engine.device import Device
+from encoder_service.engine.model import Model
+from encoder_service.engine.vit import Vit
+from encoder_service.engine.workers import CopyOut, Prepare
+from encoder_service.image.decode import Decoder
+from encoder_service.store import store as storing
+from encoder_service.store.tier_migrator import TierMigrator
+from encoder_service.vision import Tower
+from tests.engines import Changed
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["encoder_service.app", "tests.lost_device"])
+
+_lost = threading.Event()
+
+
+def lose(*_: Any) -> NoReturn:
+    """Lose the device, as a kernel that writes where it must not does."""
+    _lost.set()
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+class LosableDevice(Device):
+    """The CPU, but once lost it fails every call."""
+
+    def synchronize(self) -> None:
+        if _lost.is_set():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+class LostEvent:
+    """The end of work at which a device was lost."""
+
+    synchronize = staticmethod(lose)
+
+
+class LosingStream(CudaStream):
+    """A stream whose work loses the device."""
+
+    def mark(self) -> Any:
+        return LostEvent()
+
+
+class LosingDevice(LosableDevice):
+    """A device whose streams lose it."""
+
+    def stream(self) -> CudaStream:
+        return LosingStream("cpu")
+
+
+class LosingMemory(Tensor):
+    """A tensor on a device that is lost when it is read: by a copy from it, or by making it contiguous."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        source = (
+            arguments[1] if name == "copy_" else arguments[0] if name in ("contiguous", "permute") else None
+        )
+        if isinstance(source, cls):
+            lose()
+        return super().__torch_function__(function, kinds, arguments, options or {})
+
+
+def _decoder(model: Model, **methods: Callable[..., Any]) -> Model:
+    return replace(model, decoder=cast(Decoder, Changed(model.decoder, **methods)))
+
+
+def _tower(model: Model, encode: Callable[..., Any]) -> Model:
+    return replace(model, tower=cast(Tower, Changed(model.tower, encode=encode)))
+
+
+def _losing(results: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: [each.as_subclass(LosingMemory) for each in results(*given)]
+
+
+def _flat(model: Model) -> Model:
+    """Pixels of a shape that no stage expects: the thread that meets them dies."""
+    return _decoder(model, decode_batch=lambda sources: [torch.empty(1)] * len(sources))
+
+
+# How the model of each stage is made from the real one; that of the store's stages is the real one.
+STAGES: dict[str, Callable[[Model], Model]] = {
+    "decode": lambda model: _decoder(model, decode_batch=lose),
+    "decode apart": lambda model: _decoder(model, batches=lambda _: False, decode_one=lose),
+    "patches": lambda model: _decoder(model, decode_batch=_losing(model.decoder.decode_batch)),
+    "tower": lambda model: _tower(model, lose),
+    "copy-out": lambda model: replace(model, device=LosingDevice("cpu")),
+    "put": lambda model: _tower(model, _losing(model.tower.encode)),
+    "to host": lambda model: model,
+    "mover": lambda model: model,
+    "a dead thread": _flat,
+}
+
+
+# Threads and tasks that die outside of what they guard: the class and method in which each meets its end.
+DEATHS: dict[str, tuple[type, str]] = {
+    "vit dies": (Vit, "_with_room"),
+    "copy-out dies": (CopyOut, "_keep"),
+    "prepare-apart dies": (Prepare, "_prepare_apart"),
+    "tier-migrator dies": (TierMigrator, "_demote"),
+    "cluster-outbox dies": (Outbox, "_send"),
+}
+
+
+def die(*_: Any) -> NoReturn:
+    """Die of what nobody expected."""
+    raise LookupError("a bug of ours")
+
+
+def serve(stage: str, log: Path, flags: list[str]) -> None:
+    """Serve a model that loses its device at a stage, or that dies: the body of a process."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    load_model = loading.load_model
+    tensor_over = storing._tensor_over
+
+    def load(config: Config) -> Model:
+        return STAGES[stage](replace(load_model(config), device=LosableDevice("cpu")))
+
+    if stage in DEATHS:
+        setattr(*DEATHS[stage], die)
+    else:
+        loading.load_model = load
+        storing._tensor_over = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
+    os._exit(cli.main(["serve", *flags]))  # a process that returns here did not end by itself

@@ -1,0 +1,136 @@
+"""Images by URL are fetched once: while somebody asks, and afterwards for as long as their server says."""
+
+import asyncio
+import gzip
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from encoder_contract.errors import ImageLimitError, InvalidImageError, UnavailableError
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from tests.image_host import BODY, Host, image_host
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    async with image_host() as host:
+        yield host
+
+
+async def test_a_url_is_fetched_once_while_it_is_fresh(host: Host) -> None:
+    loader = host.loader()
+    for _ in range(3):
+        assert await loader.load(f"http://{host.name}/a") == BODY
+    assert await loader.load(f"HTTP://{host.name}/a#part") == BODY, "the same resource, written otherwise"
+    assert len(host.asked) == 1
+    await loader.load(f"http://{host.name}/a?other")
+    assert len(host.asked) == 2
+
+
+async def test_many_who_ask_at_once_share_one_download(host: Host) -> None:
+    host.headers, loader = "Cache-Control: no-store", host.loader()
+    host.answering.clear()
+    asking = [asyncio.create_task(loader.load(f"http://{host.name}/a")) for _ in range(50)]
+    while not host.asked:
+        await asyncio.sleep(0.01)
+    for task in asking[::2]:
+        task.cancel()
+    await asyncio.sleep(0)
+    host.answering.set()
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    assert found[1::2] == [BODY] * 25
+    assert len(host.asked) == 1
+    assert await loader.load(f"http://{host.name}/a") == BODY
+    assert len(host.asked) == 2, "what may not be kept is not"
+
+
+async def test_a_download_that_nobody_waits_for_any_more_ends(host: Host) -> None:
+    loader = host.loader()
+    host.answering.clear()
+    asking = asyncio.create_task(loader.load(f"http://{host.name}/a"))
+    while not host.asked:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.wait_for(host.ended.wait(), 30)
+    host.answering.set()
+    assert await loader.load(f"http://{host.name}/a") == BODY
+
+
+async def test_a_stale_image_is_asked_about_and_not_sent_again(host: Host) -> None:
+    host.headers, host.etag, loader = "Cache-Control: no-cache", '"1"', host.loader()
+    for _ in range(3):
+        assert await loader.load(f"http://{host.name}/a") == BODY
+    assert [b"If-None-Match" in request for request in host.asked] == [False, True, True]
+    host.etag, host.body = '"2"', b"another"
+    assert await loader.load(f"http://{host.name}/a") == b"another"
+
+
+async def test_what_says_nothing_is_fresh_for_the_time_set(host: Host) -> None:
+    host.headers = "X-Says: nothing"
+    for seconds, requests in ((3600.0, 1), (0.0, 3)):
+        host.asked.clear()
+        loader = host.loader(unsaid_fresh_s=seconds)
+        for _ in range(2):
+            await loader.load(f"http://{host.name}/a")
+        assert len(host.asked) == min(requests, 2)
+
+
+async def test_memory_for_images_is_bounded(host: Host) -> None:
+    host.body = bytes(1000)
+    loader = host.loader(cache_bytes=2500)
+    for number in (1, 2, 3, 1, 3):
+        assert await loader.load(f"http://{host.name}/{number}") == host.body
+    assert len(host.asked) == 4, "the third took the place of the first"
+    host.body = bytes(3000)
+    assert len(await loader.load(f"http://{host.name}/larger-than-all")) == 3000
+
+
+@pytest.mark.parametrize(("forbids", "requests"), [("max-age=3600", 2), ("no-store", 4), ("private", 4)])
+async def test_what_was_reached_over_a_redirect_is_kept_only_if_that_may_be(
+    host: Host, forbids: str, requests: int
+) -> None:
+    host.moved["/a"], host.moved_headers = "/b", f"Cache-Control: {forbids}"
+    loader = host.loader()
+    for _ in range(2):
+        assert await loader.load(f"http://{host.name}/a") == BODY
+    assert len(host.asked) == requests
+
+
+async def test_a_failure_is_not_kept(host: Host) -> None:
+    loader = host.loader()
+    host.body, good = bytes(2 << 20), host.body
+    with pytest.raises(ImageLimitError):
+        await loader.load(f"http://{host.name}/a")
+    host.body = good
+    assert await loader.load(f"http://{host.name}/a") == BODY
+
+
+async def test_a_compressed_body_is_not_unpacked(host: Host) -> None:
+    host.body = gzip.compress(bytes(50 << 20))
+    host.headers = "Content-Encoding: gzip"
+    with pytest.raises(InvalidImageError, match="compressed"):
+        await host.loader().load(f"http://{host.name}/a")
+
+
+async def test_a_certificate_is_checked(tmp_path: Path) -> None:
+    authority, host = trustme.CA(), Host()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+    async with await asyncio.start_server(host.answer, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        rules = Destinations([f"localhost:{port}", "127.0.0.0/8"])
+        trusting = ssl.create_default_context()
+        authority.configure_trust(trusting)
+
+        async def resolve(_host: str, _port: int) -> list[str]:
+            return ["127.0.0.1"]
+
+        ours = ImageLoader(rules, max_bytes=1 << 20, timeout_s=30, tls=trusting, resolve=resolve)
+        assert await ours.load(f"https://localhost:{port}/a") == BODY
+        strangers = ImageLoader(rules, max_bytes=1 << 20, timeout_s=30, resolve=resolve)
+        with pytest.raises(UnavailableError, match="certificate"):
+            await strangers.load(f"https://localhost:{port}/a")

@@ -1,0 +1,292 @@
+"""Attacks by URL: whatever a URL, a resolver or a redirect says, no connection reaches an inside address."""
+
+import asyncio
+import ipaddress
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from encoder_contract.errors import ForbiddenError, InvalidImageError
+from prefill_client.media.destinations import Destinations, is_public
+from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
+from testing.photos import photo
+
+PHOTO = photo(64, 48, 1)
+
+
+class Inside:
+    """A service of the operator's own on loopback, of both families: it counts who gets through to it."""
+
+    def __init__(self) -> None:
+        self.reached: list[str] = []
+        self.port = 0
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Inside"]:
+        async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.reached.append(str(writer.get_extra_info("sockname")))
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret")
+            writer.close()
+
+        async with await asyncio.start_server(note, "0.0.0.0", 0) as server:
+            self.port = server.sockets[0].getsockname()[1]
+            yield self
+
+
+@pytest.fixture
+async def inside() -> AsyncIterator[Inside]:
+    async with Inside().listening() as service:
+        yield service
+
+
+# Ways to write an inside address, or a name that has one. {port} is the inside service's.
+WRITTEN = [
+    "http://127.0.0.1:{port}/",
+    "http://localhost:{port}/",
+    "http://LOCALHOST:{port}/",
+    "http://localhost.:{port}/",
+    "http://127.1:{port}/",
+    "http://127.0.1:{port}/",
+    "http://2130706433:{port}/",
+    "http://0x7f000001:{port}/",
+    "http://0x7f.0.0.1:{port}/",
+    "http://0177.0.0.1:{port}/",
+    "http://017700000001:{port}/",
+    "http://0:{port}/",
+    "http://0.0.0.0:{port}/",
+    "http://127.127.127.127:{port}/",
+    "http://127.0.0.1.:{port}/",
+    "http://[::1]:{port}/",
+    "http://[::]:{port}/",
+    "http://[0:0:0:0:0:0:0:1]:{port}/",
+    "http://[::127.0.0.1]:{port}/",
+    "http://[::ffff:127.0.0.1]:{port}/",
+    "http://[::ffff:7f00:1]:{port}/",
+    "http://[0:0:0:0:0:ffff:7f00:1]:{port}/",
+    "http://[64:ff9b::7f00:1]:{port}/",
+    "http://[64:ff9b:1::7f00:1]:{port}/",
+    "http://[2002:7f00:1::]:{port}/",
+    "http://[fe80::1%25lo]:{port}/",
+    "http://[::1%25lo]:{port}/",
+    "http://[::1%lo]:{port}/",
+    "http://①②⑦.⓪.⓪.①:{port}/",
+    "http://127。0。0。1:{port}/",
+    "http://ⓛocalhost:{port}/",
+    "http://%31%32%37.0.0.1:{port}/",
+    "http://127.0.0.1%2e:{port}/",
+    "http://127.0.0.1%00.example.org:{port}/",
+    "http://allowed.example@127.0.0.1:{port}/",
+    "http://127.0.0.1:{port}@allowed.example/",
+    "http://allowed.example:80@127.0.0.1:{port}/",
+    "http://allowed.example%40127.0.0.1:{port}/",
+    "http://allowed.example\\@127.0.0.1:{port}/",
+    "http://127.0.0.1:{port}\\@allowed.example/",
+    "http:///127.0.0.1:{port}/",
+    "http:127.0.0.1:{port}/",
+    "//127.0.0.1:{port}/",
+    "http:\\\\127.0.0.1:{port}/",
+    "http://127.0.0.1:{port}#@allowed.example/",
+    "http://127.0.0.1:{port}?@allowed.example/",
+    "http://allowed.example#@127.0.0.1:{port}/",
+    "ht\ntp://127.0.0.1:{port}/",
+    "http://127.0.0\t.1:{port}/",
+    " http://127.0.0.1:{port}/",
+    "http://127.0.0.1 :{port}/",
+    "http://127.0.0.1:{port}/\r\nHost: allowed.example",
+    "file:///etc/passwd",
+    "gopher://127.0.0.1:{port}/_",
+    "ftp://127.0.0.1:{port}/",
+    "unix:///run/inside.sock",
+    "http://169.254.169.254/latest/meta-data/",
+    "http://[fd00:ec2::254]/",
+    "http://100.100.100.200/",
+    "http://168.63.129.16/",
+    "http://10.0.0.1/",
+    "http://192.168.0.1/",
+    "http://172.16.0.1/",
+    "http://[fec0::1]/",
+    "http://255.255.255.255/",
+    "http://224.0.0.1/",
+    "http://[ff02::1]/",
+    "http://localhost:0/",
+    "http://:{port}/",
+]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+async def test_an_inside_address_is_refused_however_it_is_written(written: str, inside: Inside) -> None:
+    """Also by rules that let every host through: `public`, and any port of the inside host's."""
+    url = written.format(port=inside.port)
+    asked: list[str] = []
+
+    async def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        if host == "allowed.example":
+            raise OSError("no such host")  # what is read as this host goes nowhere
+        return await ImageLoader._look_up(loader, host, port)
+
+    for rules in (["public"], ["*.example", "localhost", f"localhost:{inside.port}", f"127.1:{inside.port}"]):
+        loader = ImageLoader(Destinations(rules), max_bytes=1 << 20, timeout_s=20, resolve=resolve)
+        with pytest.raises(Exception) as caught:
+            await loader.load(url)
+        refused = isinstance(caught.value, ForbiddenError | InvalidImageError)
+        assert refused or asked[-1:] == ["allowed.example"], caught.value
+    assert inside.reached == []
+
+
+# What a name may be said to have for an address.
+INSIDE_ADDRESSES = [
+    "127.0.0.1",
+    "127.255.255.254",
+    "0.0.0.0",
+    "10.1.2.3",
+    "172.31.255.255",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "192.0.0.192",
+    "198.18.0.1",
+    "224.0.0.251",
+    "240.0.0.1",
+    "255.255.255.255",
+    "168.63.129.16",
+    "::",
+    "::1",
+    "::127.0.0.1",
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "::ffff:0:127.0.0.1",
+    "fe80::1",
+    "fe80::1%lo",
+    "fc00::1",
+    "fd00:ec2::254",
+    "fec0::1",
+    "ff02::1",
+    "64:ff9b::7f00:1",
+    "64:ff9b:1::a00:1",
+    "2001::1",
+    "2002:7f00:1::",
+    "2001:db8::1",
+    "100::1",
+]
+
+
+@pytest.mark.parametrize("address", INSIDE_ADDRESSES)
+async def test_a_name_with_an_inside_address_is_refused(address: str) -> None:
+    async def resolve(_host: str, _port: int) -> list[str]:
+        return [address]
+
+    for rules in (["public"], ["rebinds.example"]):
+        loader = ImageLoader(Destinations(rules), max_bytes=1 << 20, timeout_s=20, resolve=resolve)
+        with pytest.raises(ForbiddenError):
+            await loader.load("http://rebinds.example/a.jpg")
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "93.184.215.14", "2606:4700::6810:85e5", "2a00:1450:4001::200e"]
+)
+def test_hosts_of_the_internet_are_public(address: str) -> None:
+    assert is_public(ipaddress.ip_address(address))
+
+
+class Outside(BaseHTTPRequestHandler):
+    """An allowed host that sends its callers elsewhere: the path says where."""
+
+    def do_GET(self) -> None:
+        if self.path == "/photo":
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(PHOTO)))
+            self.end_headers()
+            self.wfile.write(PHOTO)
+            return
+        status, _, location = self.path[1:].partition("/")
+        self.send_response(int(status))
+        self.send_header("Location", location)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def outside() -> Iterator[str]:
+    """On an address that the rules name; the inside service is on others."""
+    with ThreadingHTTPServer(("127.0.0.2", 0), Outside) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"127.0.0.2:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+REDIRECTS = [
+    "http://127.0.0.1:{port}/",
+    "//127.0.0.1:{port}/",
+    "http://localhost:{port}/",
+    "http://[::ffff:127.0.0.1]:{port}/",
+    "http://2130706433:{port}/",
+    "http://127.0.0.3:{port}/",
+    "http://{outside}@127.0.0.1:{port}/",
+    "file:///etc/passwd",
+    "http://169.254.169.254/",
+    "ftp://{outside}/photo",
+    "http://[",
+    "http://0.0.0.0:{port}/",
+]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("location", REDIRECTS)
+async def test_a_redirect_is_checked_as_a_url_is(
+    status: int, location: str, inside: Inside, outside: str
+) -> None:
+    loader = ImageLoader(Destinations([outside, "public"]), max_bytes=1 << 20, timeout_s=20)
+    with pytest.raises((ForbiddenError, InvalidImageError)):
+        await loader.load(f"http://{outside}/{status}/{location.format(port=inside.port, outside=outside)}")
+    assert inside.reached == []
+
+
+async def test_redirects_are_followed_on_allowed_hosts_and_not_for_ever(outside: str) -> None:
+    loader = ImageLoader(Destinations([outside]), max_bytes=1 << 20, timeout_s=20)
+    hops = "302//" * MAX_REDIRECTS
+    assert await loader.load(f"http://{outside}/{hops}photo") == PHOTO
+    with pytest.raises(InvalidImageError, match="redirects"):
+        await loader.load(f"http://{outside}/302//{hops}photo")
+
+
+async def test_a_name_that_changes_between_two_questions_reaches_nothing_inside(
+    inside: Inside, outside: str
+) -> None:
+    """Rebinding: every question is answered anew, and what was answered is what is connected to."""
+    host, _, port = outside.rpartition(":")
+    answers = [[host], ["127.0.0.1"], [host, "127.0.0.1"], ["127.0.0.1", host]]
+    given = iter(answers)
+
+    async def resolve(_host: str, _port: int) -> list[str]:
+        return next(given)
+
+    rules = [f"rebinds.example:{port}", "127.0.0.2/32"]
+    loader = ImageLoader(
+        Destinations(rules), max_bytes=1 << 20, timeout_s=20, resolve=resolve, unsaid_fresh_s=0
+    )
+    for answer in answers:
+        try:
+            assert await loader.load(f"http://rebinds.example:{port}/photo") == PHOTO
+        except ForbiddenError:
+            assert host not in answer
+    assert next(given, None) is None, "each load asked once"
+    assert inside.reached == []
+
+
+async def test_no_proxy_and_no_credentials_of_the_environment_are_used(
+    inside: Inside, outside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{inside.port}")
+    loader = ImageLoader(Destinations([outside]), max_bytes=1 << 20, timeout_s=20)
+    assert await loader.load(f"http://{outside}/photo") == PHOTO
+    assert inside.reached == []

@@ -1,0 +1,110 @@
+"""Putting rows with the client: the example of the page, a server that goes away, and several servers."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from encoder_contract.errors import InvalidRequestError, UnavailableError
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client import EncoderClient, PutImage
+from testing.redis_servers import free_port
+from testing.server_process import ServerProcess
+from tests.processes import running
+from tests.put_calls import GRID, PRODUCER, fetch_put, new_image, rows_for
+from tests.servers import server_of
+from tests.small_store import STORE_GIB
+from tests.waiting import soon
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/shared-store.md").read_text()
+
+
+@pytest.fixture
+async def servers(config: Config, model: Model) -> AsyncIterator[list[Server]]:
+    async with (
+        server_of(config, model, accept_put="yes") as one,
+        server_of(config, model, accept_put="yes") as other,
+    ):
+        yield [one, other]
+
+
+async def test_engines_that_do_as_the_page_says_run_their_towers_once_for_an_image(
+    servers: list[Server],
+) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    given: dict[str, Any] = {}
+    exec(compile(example, "example", "exec"), given)
+    runs: list[bytes] = []
+    async with await EncoderClient.connect(servers[0].endpoint) as client:
+
+        async def run_tower(key: bytes) -> np.ndarray:
+            runs.append(key)
+            await asyncio.sleep(0.2)
+            return rows_for(client, key[0])
+
+        given["tower"] = run_tower
+        engines = [given["rows_of"](client, PRODUCER, key, GRID) for key in (b"1", b"2", b"3") * 4]
+        found = await asyncio.gather(*engines)
+        assert sorted(runs) == [b"1", b"2", b"3"]
+        for number, rows in enumerate(found):
+            assert np.array_equal(rows, rows_for(client, b"123"[number % 3]))
+
+
+async def test_names_go_to_the_server_that_their_fetch_goes_to(servers: list[Server]) -> None:
+    async with await EncoderClient.connect([server.endpoint for server in servers]) as client:
+        images = [new_image(by_digest=number % 2 == 0) for number in range(24)]
+        async with client.put(PRODUCER) as session:
+            answers = await session.name(images)
+            assert {answer.state for answer in answers} == {"yours"}
+            assert {answer.endpoint for answer in answers} == {server.endpoint for server in servers}
+            for number, answer in enumerate(answers):
+                assert (await session.put(answer, rows_for(client, number))).state == "held"
+        for number, image in enumerate(images):
+
+            async def fetched(image: PutImage = image, number: int = number) -> bool:
+                outcome = await fetch_put(client, image)
+                return outcome.error is None and np.array_equal(outcome.array, rows_for(client, number))
+
+            await soon(fetched)  # a server that was not heard of for a moment is passed by
+
+
+async def test_what_is_not_ours_cannot_be_put(servers: list[Server]) -> None:
+    async with await EncoderClient.connect(servers[0].endpoint) as client:
+        image = new_image()
+        async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
+            await ours.name([image])
+            (answer,) = await theirs.name([image])
+            assert answer.state == "wait"
+            failed = await theirs.put(answer, rows_for(client, 1))
+            assert isinstance(failed.error, InvalidRequestError)
+
+
+async def test_a_server_that_goes_away_fails_what_was_under_way_and_is_used_again_when_it_is_back(
+    checkpoint: Path,
+) -> None:
+    with running(checkpoint, accept_put="yes", listen=f"127.0.0.1:{free_port()}") as first:
+        async with await EncoderClient.connect(first.endpoint) as client:
+            session = client.put(PRODUCER, timeout_s=30)
+            (answer,) = await session.name([new_image()])
+            first.kill()
+            failed = await session.put(answer, rows_for(client, 1))
+            assert (failed.state, isinstance(failed.error, UnavailableError)) == ("failed", True)
+            (gone,) = await session.name([new_image()])
+            assert isinstance(gone.error, UnavailableError)
+            again = ServerProcess(
+                checkpoint, listen=first.endpoint, accept_put="yes", store_host_gib=STORE_GIB
+            )
+            try:
+                again.wait_until_it_listens()
+                async with asyncio.timeout(60):
+                    while (await session.name([new_image()]))[0].state != "yours":
+                        await asyncio.sleep(0.1)
+            finally:
+                await session.close()
+                again.kill()

@@ -1,0 +1,146 @@
+"""What an engine that shares its rows says to a store, without the engine: it joins, goes alone, joins again."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from encoder_contract.errors import DeadlineError
+from encoder_contract.geometry import Grid
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client.transport.elements import element_type
+from prefill_client.vllm.host_memory import HostMemory
+from prefill_client.vllm.image_key import image_key, same_image
+from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.store_session import Asked, RowKind, StoreSession
+from testing.redis_servers import free_port
+from tests.put_calls import PRODUCER
+from tests.servers import server_of
+from tests.waiting import soon
+
+GRID, TOKENS = Grid(1, 8, 12), 24
+
+
+@dataclass
+class Field:
+    """What vLLM has of an image under one name."""
+
+    data: torch.Tensor
+
+
+def an_image(value: int) -> dict[str, Field]:
+    return {"pixel_values": Field(torch.full((96, 12), value)), "image_grid_thw": Field(torch.tensor(GRID))}
+
+
+@pytest.fixture
+def kind(model: Model) -> RowKind:
+    """The rows of the server of these tests."""
+    return RowKind(model.tower.spec.width, model.recipe.dtype, model.processor.geometry.merge_size)
+
+
+def session(endpoint: str, kind: RowKind, **settings: Any) -> tuple[StoreSession, HostMemory]:
+    memory = HostMemory(1 << 20)
+    given = Settings((endpoint,), **{"submit_timeout_s": 20.0, **settings})
+    return StoreSession(given, PRODUCER, kind, memory), memory
+
+
+def asked(memory: HostMemory, kind: RowKind, value: int) -> Asked:
+    extents = memory.allocate(TOKENS * kind.width * element_type(kind.dtype).itemsize)
+    assert extents is not None
+    return Asked(an_image(value), "", GRID, TOKENS, extents)
+
+
+async def test_a_server_that_cannot_take_the_rows_is_refused_and_told_why(
+    config: Config, model: Model, kind: RowKind
+) -> None:
+    for accepts, rows, why in (
+        ("no", kind, "--accept-put"),
+        ("yes", replace(kind, width=kind.width + 1), "the engine has"),
+        ("yes", replace(kind, merge=kind.merge + 1), "the engine has"),
+    ):
+        async with server_of(config, model, accept_put=accepts) as server:
+            ours, _ = session(server.endpoint, rows)
+            with pytest.raises(ValueError, match=why):
+                await ours.start()
+            await ours.close()
+
+
+async def test_an_engine_starts_alone_joins_later_and_says_each_once(
+    config: Config, model: Model, kind: RowKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.encoder_service")
+    endpoint = f"127.0.0.1:{free_port()}"  # where nobody is yet
+    ours, memory = session(endpoint, kind)
+    await ours.start()
+    assert ours.alone
+    for value in range(3):
+        found = await ours.find(asked(memory, kind, value))
+        assert (found.outcome, found.lease) == ("ours", None), "nothing is asked of a store that is gone"
+    async with server_of(config, model, accept_put="yes", listen=endpoint):
+        await soon(lambda: not ours.alone)
+        found = await ours.find(asked(memory, kind, 9))
+        assert found.lease is not None
+        await ours.abandon(found.lease)
+        await ours.close()
+    said = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
+    assert ["is gone" in line for line in said] == [True, False], said
+
+
+async def test_what_one_has_put_another_finds_and_a_wait_that_is_given_up_ends(
+    config: Config, model: Model, kind: RowKind
+) -> None:
+    async with server_of(config, model, accept_put="yes") as server:
+        (one, one_memory), (other, memory) = session(server.endpoint, kind), session(server.endpoint, kind)
+        await one.start()
+        await other.start()
+        first = await one.find(asked(one_memory, kind, 1))
+        assert first.lease is not None
+        waiting = asked(memory, kind, 1)
+        task = asyncio.create_task(other.find(waiting))
+        await soon(lambda: waiting.fetching is not None)
+        waiting.give_up()
+        assert (await task).outcome == "given up"
+        rows = memory.read(waiting.extents).copy()
+        rows[:] = 7
+        assert await one.put(first.lease, rows) is None
+        found = asked(memory, kind, 1)
+        assert (await other.find(found)).outcome == "here"
+        assert (memory.read(found.extents) == 7).all()
+        assert not other.alone
+        await one.close()
+        await other.close()
+
+
+async def test_an_engine_that_is_later_than_its_lease_goes_on_sharing(
+    config: Config, model: Model, kind: RowKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server_of(config, model, accept_put="yes", put_lease_s=0.2) as server:
+        ours, memory = session(server.endpoint, kind)
+        await ours.start()
+        image = asked(memory, kind, 1)
+        late = (await ours.find(image)).lease
+        assert late is not None
+        await soon(lambda: not len(server.leases))
+        assert isinstance(await ours.put(late, memory.read(image.extents)), DeadlineError)
+        assert not ours.alone
+        assert not caplog.records, "the store is there"
+        assert (await ours.find(image)).lease is not None
+        await ours.close()
+
+
+def test_a_key_covers_pixels_shapes_types_and_the_salt() -> None:
+    one = an_image(1)
+    assert image_key(one, "a") == image_key(an_image(1), "a")
+    cast = {**one, "pixel_values": Field(one["pixel_values"].data.to(torch.int32))}
+    turned = {**one, "pixel_values": Field(one["pixel_values"].data.reshape(48, 24))}
+    others = [an_image(2), cast, turned]
+    keys = {image_key(each, "a").key for each in (one, *others)} | {image_key(one, "b").key}
+    assert len(keys) == 5
+    assert same_image(one, an_image(1))
+    assert not same_image(one, an_image(2))
+    with pytest.raises(TypeError, match="pixel_values"):
+        image_key({"pixel_values": Field([1])}, "")  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""Rows that stay on a server's device: who gets them there, until when, and what becomes of the others."""
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import torch
+
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from encoder_service.store.tier_migrator import PROMOTE_READERS
+from prefill_client import EncoderClient, RowRequest
+from testing.photos import photo
+from tests.calls import collect, connection, stub
+from tests.servers import server_of
+from tests.waiting import soon
+
+ROOM = 12  # images of 256x256 for which the device tier has room
+
+
+@pytest.fixture
+async def device(config: Config, model: Model) -> AsyncIterator[Server]:
+    """A server with a device tier; a memory file stands in for a GPU's memory."""
+    rows_bytes = (256 // 32) ** 2 * model.tower.spec.width * model.tower.dtype.itemsize
+    async with server_of(config, model, store_device_gib=ROOM * rows_bytes / (1 << 30)) as server:
+        yield server
+
+
+@pytest.fixture
+async def reader(device: Server) -> AsyncIterator[EncoderClient]:
+    """A client of that server."""
+    async with await EncoderClient.connect(device.endpoint) as client:
+        yield client
+
+
+async def test_rows_on_the_device_are_the_same_rows_and_held_until_the_call_ends(
+    reader: EncoderClient, device: Server
+) -> None:
+    (image,) = await reader.submit([photo(160, 128, 1)])
+    async with reader.fetch([RowRequest(image.digest, 2, 17)], transports=["device"]) as stream:
+        outcome = await anext(aiter(stream))
+        assert (outcome.transport, outcome.shape[0]) == ("device", 15)
+        assert device.store.stats().pins == 1
+        with outcome.in_place() as lent:
+            tensor = lent.tensor()
+        kept = outcome.copy()
+    await soon(lambda: device.store.stats().pins == 0)
+    expected = (await collect(reader, [RowRequest(image.digest, 2, 17)], transports=["inline"]))[0]
+    assert torch.equal(tensor, expected.tensor())
+    assert torch.equal(kept.tensor(), expected.tensor())
+    assert np.array_equal(kept.array, expected.array)
+
+
+async def test_rows_that_are_on_the_host_alone_come_by_shared_memory_until_enough_want_them_on_the_device(
+    reader: EncoderClient, device: Server
+) -> None:
+    images = await reader.submit([photo(256, 256, seed) for seed in range(2 * ROOM)])
+    inline = await collect(reader, [RowRequest(image.digest) for image in images], transports=["inline"])
+    on_device = device.store._device.entries
+    index = next(at for at, image in enumerate(images) if image.address not in on_device)
+    request = RowRequest(images[index].digest)
+    for number in range(PROMOTE_READERS):
+        assert device.store.stats().promotions == 0
+        outcome = (await collect(reader, [request], transports=["device"]))[0]
+        assert outcome.transport == "shm", number
+    await soon(lambda: device.store.stats().promotions == 1)
+    outcome = (await collect(reader, [request], transports=["device"]))[0]
+    assert outcome.transport == "device"
+    assert np.array_equal(outcome.array, inline[index].array)
+
+
+async def test_who_does_not_name_the_device_is_answered_from_the_host(reader: EncoderClient) -> None:
+    (image,) = await reader.submit([photo(128, 128, 4)])
+    outcome = (await collect(reader, [RowRequest(image.digest)]))[0]
+    assert outcome.transport == "shm"
+
+
+async def test_a_server_without_a_device_tier_offers_none(client: EncoderClient) -> None:
+    assert "device" not in (await connection(client)).receivers
+    (image,) = await client.submit([photo(128, 128, 5)])
+    outcome = (await collect(client, [RowRequest(image.digest)], transports=["device"]))[0]
+    assert outcome.transport == "shm"
+
+
+async def test_the_device_is_for_callers_who_can_read_the_segment(
+    reader: EncoderClient, device: Server
+) -> None:
+    (image,) = await reader.submit([photo(128, 128, 6)])
+    proof = device.store.segment.segment_id
+    for shown, has_handle in ((proof, True), (bytes(16), False), (b"", False)):
+        request = pb.FetchRequest(
+            images=[pb.FetchImage(digest=image.digest)],
+            transports=[pb.TRANSPORT_DEVICE],
+            grace_ms=30_000,
+            shm_proof=shown,
+        )
+        call = (await stub(reader)).Fetch(request, timeout=60)
+        assert bool((await call.read()).ready.handle.memory) == has_handle, shown
+        call.cancel()

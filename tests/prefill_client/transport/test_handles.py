@@ -1,0 +1,171 @@
+"""Handles: rows that are gone, or were never there, are an error, and never other rows.
+
+Every test of a handle runs for both kinds of memory; a memory file stands in for a device's.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.errors import InternalError, StaleHandleError, UnavailableError
+from encoder_contract.handle import Handle
+from encoder_service.store import entry_table
+from encoder_service.store.tiers import copy_bytes
+from prefill_client import DeviceRows, SharedRows
+from tests.rows_by_handle import (
+    WIDTH,
+    as_bytes,
+    embedding,
+    flat,
+    make_store,
+    scattered,
+    shared_rows,
+)
+
+
+def test_a_handle_whose_rows_were_evicted_is_an_error_and_never_other_rows(store):
+    pin = store.put(b"a", embedding(1), (1, 1, 1))
+    handle = pin.handle()
+    shared = shared_rows(handle)
+    pin.release()
+    assert flat(handle) == as_bytes(embedding(1))
+    assert store.evict(b"a")
+    assert shared.lost
+    for use in (
+        shared.copy,
+        shared.reading().__enter__,
+        shared.own,
+        lambda: shared.tensor("bfloat16"),
+        lambda: shared_rows(handle),
+    ):
+        with pytest.raises(StaleHandleError):
+            use()
+    again = store.put(b"a", embedding(1), (1, 1, 1))
+    assert again.handle().extents == handle.extents
+    with pytest.raises(StaleHandleError):
+        shared.copy()
+    assert issubclass(StaleHandleError, UnavailableError)
+    assert StaleHandleError.retryable
+
+
+def test_no_byte_is_written_where_a_handle_still_says_that_its_rows_lie(store, monkeypatch):
+    """Whatever is written over rows, their generation is gone before, and never comes back."""
+    issued, overwritten = [], []
+    host = store._host.memory.data_ptr() - store.segment.data_offset
+    slots = store.segment.view
+
+    def valid(handle):
+        found = int.from_bytes(slots[handle.generation_offset :][:8], "little")
+        return found == handle.generation
+
+    def overlap(handle, begin, end):
+        base = store._device.memory.data_ptr() if handle.memory else host
+        return any(base + at < end and begin < base + at + size for at, size in handle.extents)
+
+    def watched(targets, sources):
+        targets = list(targets)
+        for piece in targets:
+            begin, end = piece.data_ptr(), piece.data_ptr() + piece.numel()
+            under = [handle for handle in issued if overlap(handle, begin, end)]
+            assert not any(valid(handle) for handle in under)
+            overwritten.extend(under)
+        copy_bytes(targets, sources)
+
+    monkeypatch.setattr(entry_table, "copy_bytes", watched)
+    for n in range(120):
+        with store.put(bytes([n]), embedding(n, 200 + n * 97 % 3000), (1, 1, 1)) as pin:
+            issued.append(pin.handle())
+            assert valid(issued[-1])
+        while store.move_once():
+            pass
+    assert len(overwritten) > 100
+    assert len({(handle.memory, handle.generation) for handle in issued}) == len(issued)
+    assert 0 not in {handle.generation for handle in issued}
+
+
+def test_a_handle_into_a_server_that_has_gone_or_restarted_is_an_error(tmp_path):
+    store = make_store(tmp_path)
+    handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
+    path = Path(handle.segment)
+    with pytest.raises(StaleHandleError, match="restarted"):
+        shared_rows(replace(handle, segment_id=os.urandom(16)))
+    store.close()
+    with pytest.raises(StaleHandleError, match="cannot be opened"):
+        shared_rows(handle)
+    path.symlink_to("/etc/passwd")
+    with pytest.raises(StaleHandleError):
+        shared_rows(handle)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extents": ()},
+        {"extents": ((1 << 40, 10),)},
+        {"extents": ((-8, 100),)},
+        {"extents": ((4096, 0),)},
+        {"generation_offset": 1 << 40},
+        {"generation_offset": 0},
+        {"generation": 0},
+        {"segment": "/dev/null"},
+        {"segment_bytes": 1 << 50},
+        {"segment_bytes": 0},
+    ],
+)
+def test_a_handle_that_makes_no_sense_is_an_error_before_anything_is_read(store, change):
+    handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
+    if "segment_bytes" in change or "segment" in change:
+        other = Path(handle.segment).with_name("other")  # not mapped yet
+        other.write_bytes(Path(handle.segment).read_bytes())
+        handle = replace(handle, segment=str(other))
+    with pytest.raises(InternalError):
+        shared_rows(replace(handle, **change))
+
+
+def test_a_handle_survives_the_wire(store):
+    handle = scattered(store).handle(3, 1900)
+    message = handle.to_message()
+    assert Handle.from_message(type(message).FromString(message.SerializeToString())) == handle
+    assert len(message.SerializeToString()) < 300
+
+
+def test_a_handle_into_the_segment_reaches_nothing_before_its_rows(shm):
+    handle = shm.put(b"a", embedding(1), (1, 1, 1)).handle()
+    with pytest.raises(InternalError, match="reaches outside"):
+        shared_rows(replace(handle, extents=((8, 100),)))
+
+
+def test_rows_are_read_where_they_lie_and_nowhere_else(shm, device):
+    for store, other in ((shm, DeviceRows), (device, SharedRows)):
+        handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
+        with pytest.raises(InternalError, match="other memory"):
+            other(handle, WIDTH, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": b"file:1:0:0"},  # another's, or of another kind
+        {"memory": b"file:no:0:0"},
+        {"memory": b"file:"},
+        {"memory": b"x" * 64},  # of CUDA, which is not here
+        {"memory": b"x" * 63},
+        {"memory_bytes": 1 << 40},
+    ],
+)
+def test_device_memory_that_cannot_be_opened_is_the_loss_of_its_rows(device, change):
+    handle = device.put(b"a", embedding(1), (1, 1, 1)).handle()
+    with pytest.raises(StaleHandleError):
+        shared_rows(replace(handle, **change)).copy()
+
+
+def test_a_file_of_the_same_number_that_is_no_longer_the_device_memory_is_not_read(device, tmp_path):
+    handle = device.put(b"a", embedding(1), (1, 1, 1)).handle()
+    kind, pid, _, inode = handle.memory.split(b":")
+    with (tmp_path / "other").open("w+b") as other:
+        other.truncate(handle.memory_bytes)
+        named = b":".join((kind, pid, str(other.fileno()).encode(), inode))
+        with pytest.raises(StaleHandleError, match="any more"):
+            shared_rows(replace(handle, memory=named)).copy()

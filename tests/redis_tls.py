@@ -1,0 +1,37 @@
+"""A Redis behind TLS with the user whose rights docs/operations.md gives, and no other."""
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from testing.certificates import Issued
+from testing.redis_servers import redis_server
+from tests.pages import ROOT
+from tests.tcp_proxy import TcpProxy
+
+
+def rules() -> list[str]:
+    """The rights that the page gives the user in Redis, for keys and channels that begin with `encoder:`."""
+    page = (ROOT / "docs/operations.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("ACL SETUSER encoder "))
+    return line.split()[3:]
+
+
+@asynccontextmanager
+async def redis_by_tls(issued: Issued) -> AsyncIterator[int]:
+    """Give the port of a Redis that admits the page's user alone, behind what ends TLS: its own build may have none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*issued)
+    with redis_server() as server:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "encoder", *rules())
+            client.execute_command("ACL", "SETUSER", "default", "off")
+        proxy = await TcpProxy(server.port, context).start()
+        yield proxy.port
+        await proxy.stop()
+
+
+def redis_url(port: int, ca: Path) -> str:
+    """Where that user finds it."""
+    return f"rediss://encoder:PASSWORD@127.0.0.1:{port}/0?ssl_ca_certs={ca}"

@@ -1,0 +1,59 @@
+"""Stores whose rows are read by their handles, and what reads them."""
+
+from pathlib import Path
+
+import torch
+
+from encoder_service.store import Store
+from prefill_client import DeviceRows, SharedRows
+
+WIDTH = 64  # bfloat16: 128 bytes a row, 512 rows a page
+PAGE_BYTES = 64 << 10
+
+
+def make_store(folder, pages=16, device_pages=0):
+    return Store(
+        host_bytes=pages * PAGE_BYTES,
+        device_bytes=device_pages * PAGE_BYTES,
+        width=WIDTH,
+        dtype=torch.bfloat16,
+        segment_dir=str(folder),
+        wait_s=0.0,
+    )
+
+
+def embedding(seed, tokens=1000):
+    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def shared_rows(handle):
+    return reader(handle)(handle, WIDTH, "bfloat16")
+
+
+def reader(handle):
+    return DeviceRows if handle.memory else SharedRows
+
+
+def flat(handle):
+    """All bytes of a handle's rows, copied."""
+    return shared_rows(handle).copy().tobytes()
+
+
+def as_bytes(rows):
+    return rows.view(torch.uint8).numpy().tobytes()
+
+
+def mappings_of(path):
+    """The read-only mappings of a file in this process; the store's own is writable."""
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if path in line and " r--s " in line
+    ]
+
+
+def scattered(store):
+    """Put an embedding that no single run can hold; return its pin."""
+    for n in range(16):
+        store.put(bytes([n]), embedding(n, 512), (1, 1, 1)).release()
+    for n in range(0, 16, 2):
+        assert store.evict(bytes([n]))
+    return store.put(b"wide", embedding(99, 2000), (1, 1, 1))

@@ -1,0 +1,44 @@
+"""A scheduler with room for everything, and what is asked of it in a few words."""
+
+from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Limits, Scheduler
+
+PATCHES = 100
+ROOMY = Limits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
+
+
+def make(limits=ROOMY, ahead_patches=10**6, ahead_images=10**6, policy=LEAST_WORK_LEFT) -> Scheduler:
+    return Scheduler(limits, max_ahead_patches=ahead_patches, max_ahead_images=ahead_images, policy=policy)
+
+
+def want(scheduler, address, request="r", *, patches=PATCHES, now=0.0, **claim) -> Claim:
+    wanted = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
+    scheduler.admit(wanted, address.encode(), patches, 1000, now)
+    return wanted
+
+
+def prepare_all(scheduler, now=0.0) -> None:
+    while tasks := scheduler.next_to_prepare(now, 10**9, 10**6):
+        for task in tasks:
+            assert scheduler.prepared(task, now)
+
+
+def names(tasks) -> list[str]:
+    return [task.address.decode() for task in tasks]
+
+
+def encode_order(scheduler, now=0.0) -> list[str]:
+    """Return the addresses in the order in which they are encoded, one image a batch."""
+    out = []
+    while True:
+        prepare_all(scheduler, now)
+        batch = scheduler.next_batch(now, 1)
+        if not batch:
+            return out
+        out += names(batch)
+        scheduler.done(batch, 0.1)
+
+
+def is_empty(scheduler) -> bool:
+    now = scheduler.snapshot()
+    return not (sum(now.images.values()) or sum(now.patches.values()) or now.source_bytes or now.requests
+                or now.claims or now.clients)  # fmt: skip

@@ -1,0 +1,59 @@
+"""The fuzzer: some cases of every target in each run of the tests, and what it finds when there is something."""
+
+import subprocess
+import sys
+
+import pytest
+
+from testing.fuzz import __main__ as fuzz
+from testing.fuzz import parsers
+
+
+@pytest.mark.parametrize("target", parsers.PARSERS)
+def test_some_cases_of_every_parser_find_nothing(target: str) -> None:
+    verdict = fuzz.fuzz([target], 500, seed=7)
+    assert verdict.cases[target] == 500
+    assert verdict.failures == []
+
+
+def test_some_calls_find_nothing_and_leave_nothing_on_a_server() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "testing.fuzz",
+        "--targets",
+        "submit",
+        "fetch",
+        "images",
+        "put",
+        "shared_urls",
+        "--cases",
+        "400",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert '"cases": 400' in ran.stdout
+
+
+def test_a_crash_and_a_hang_are_found_counted_and_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def crash(data: bytes) -> None:
+        seen.append(data)
+        raise KeyError(len(data))
+
+    monkeypatch.setattr(parsers, "read_header", crash)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--targets", "header", "--seed", "42", "--cases", "3"])
+    assert fuzz.main() == 1
+    said = capsys.readouterr().out
+    assert '"crashes": 3' in said
+    assert "--targets header --seed 43 --cases 1" in said
+    seen_before = seen[1]
+    fuzz.fuzz(["header"], 1, seed=43)
+    assert seen[-1] == seen_before, "the same case once more"
+
+    monkeypatch.setattr(parsers, "read_header", lambda _: None)
+    monkeypatch.setattr(parsers, "MAX_CASE_S", -1.0)
+    assert fuzz.fuzz(["header"], 2, seed=0).hangs == 2

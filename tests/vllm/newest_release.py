@@ -1,0 +1,178 @@
+"""The newest release of vLLM without its engine: its renderer, scheduler and both wrappers of a worker's connector.
+
+Its wheel is built for CUDA, and no engine of it runs on a CPU. Its Python files do, in the environment of an older
+build: `python -m tests.vllm.newest_release MODEL ENDPOINT` with those files first on the path. Prints one JSON line.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # how this wheel tells that it runs on one
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized, get_ec_transfer
+from vllm.engine.arg_utils import EngineArgs
+from vllm.renderers import ChatParams, renderer_from_config
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
+from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
+
+from encoder_contract.digest import content_digest
+from prefill_client import BlockingClient, Image, RowRequest, read_images
+from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+from testing.photos import photo
+from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
+
+BLOCKS, BLOCK_TOKENS = 64, 32
+Cache = dict[str, torch.Tensor]
+Wrapper = Callable[[Any], AbstractContextManager[Any]]
+
+
+class Parts:
+    """What an engine's processes have of it, one process for all."""
+
+    def __init__(self, config: VllmConfig, endpoint: str) -> None:
+        self.config = config
+        self.client = BlockingClient.connect(endpoint)
+        self.signer = NameSigner(config.ec_transfer_config.engine_id)
+        self.inputs = InputProcessor(config, renderer_from_config(config))
+        spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK_TOKENS)
+
+    def start(self, request_id: str, content: list[dict[str, Any]]) -> Request:
+        """Render a chat and hand it to the scheduler."""
+        messages: list[Any] = [{"role": "user", "content": content}]
+        _, (rendered,) = self.inputs.renderer.render_chat([messages], ChatParams())
+        sampling = SamplingParams(max_tokens=1, temperature=0)
+        made = self.inputs.process_inputs(request_id, rendered, sampling, ("generate",))
+        hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        request = Request.from_engine_core_request(made, hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
+        """The part that the middleware would make of an image."""
+        (image,) = read_images([data], self.client.description.geometry)
+        assert isinstance(image, Image)
+        name = ImageName(content_digest(data), image.grid, producer_of(self.client.description, ""))
+        embeds = {"image_grid_thw": list(image.grid)}
+        part = {"type": "image_embeds", "image_embeds": embeds, "uuid": self.signer.identifier(name)}
+        return {**part, **changes}
+
+    def step(self, wrapper: Wrapper) -> None:
+        """Plan a step, load its rows as a worker does, and pretend that the model ran."""
+        planned = self.scheduler.schedule()
+        with wrapper(planned) as loaded:
+            pass
+        ids = list(planned.num_scheduled_tokens)
+        ended = [not self.scheduler.requests[each].is_prefill_chunk for each in ids]
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={each: index for index, each in enumerate(ids)},
+            sampled_token_ids=[[7] if end else [] for end in ended],
+            ec_connector_output=loaded,
+        )
+        self.scheduler.update_from_output(planned, output)
+
+    def fetched(self, data: bytes) -> torch.Tensor:
+        """The rows of an image, by another client."""
+        with self.client.fetch([RowRequest(content_digest(data))]) as outcomes:
+            (rows,) = outcomes
+            return torch.from_numpy(rows.array.copy())
+
+
+@contextmanager
+def second_runner(cache: Cache, config: VllmConfig, planned: Any) -> Iterator[Any]:
+    """The wrapper of the V2 model runner."""
+    with ActiveECConnector(config, cache).maybe_get_output(planned) as output:
+        yield output
+
+
+def prefilled(parts: Parts, cache: Cache, wrapper: Wrapper, seed: int) -> dict[str, Any]:
+    """Prefill up to a missing image, submit it, and go on; return what was seen."""
+    first, second = photo(200, 150, seed, "PNG"), photo(190, 160, seed + 1, "PNG")
+    text = {"type": "text", "text": "b" * 300}
+    parts.client.submit([first])
+    request = parts.start(str(seed), [parts.named(first), text, parts.named(second)])
+    begin = request.mm_features[1].mm_position.offset
+    steps_without = 0
+    while request.num_computed_tokens < begin:
+        parts.step(wrapper)
+    while steps_without < 20:
+        parts.step(wrapper)
+        steps_without += 1
+    stopped_at = request.num_computed_tokens
+    parts.client.submit([second])
+    while not request.is_finished():
+        parts.step(wrapper)
+    names = [feature.identifier for feature in request.mm_features]
+    return {
+        "stops_at_the_missing_image": stopped_at == begin,
+        "inside_a_step": begin % CHUNK_TOKENS != 0,
+        "status": request.status.name,
+        "rows_equal": [
+            torch.equal(cache[name], parts.fetched(data))
+            for name, data in zip(names, (first, second), strict=True)
+        ],
+    }
+
+
+def refused(parts: Parts, wrapper: Wrapper) -> str:
+    """Send a part without rows; return how it ended."""
+    part = parts.named(photo(90, 90, 1, "PNG"), uuid="mine")
+    request = parts.start("hostile", [part])
+    while not request.is_finished():
+        parts.step(wrapper)
+    return str(request.status.name)
+
+
+def main() -> None:
+    """Do it with both wrappers."""
+    model, endpoint = sys.argv[1:]
+    extra = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 30.0}
+    config = EngineArgs(
+        model, dtype="float32", max_model_len=2048, max_num_batched_tokens=CHUNK_TOKENS, enforce_eager=True,
+        block_size=BLOCK_TOKENS, limit_mm_per_prompt={"image": 8, "video": 0},
+        ec_transfer_config={**CONNECTOR, "ec_connector_extra_config": extra}, ec_manager_config=MANAGER,
+    ).create_engine_config()  # fmt: skip
+    config.cache_config.num_gpu_blocks = BLOCKS
+    init_none_hash(sha256)
+    parts = Parts(config, endpoint)
+    ensure_ec_transfer_initialized(config)
+    cache: Cache = {}
+
+    def first_runner(planned: Any) -> AbstractContextManager[Any]:
+        return ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(planned, cache)
+
+    told = {
+        "version": vllm.__version__,
+        "from": str(Path(vllm.__file__).parent),
+        "first_runner": prefilled(parts, cache, first_runner, 9000),
+        "second_runner": prefilled(parts, cache, lambda planned: second_runner(cache, config, planned), 9010),
+        "hostile": refused(parts, first_runner),
+        "held": len(parts.scheduler.ec_connector._scheduler.table),
+    }
+    parts.scheduler.shutdown()
+    get_ec_transfer().shutdown()
+    parts.client.close()
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()

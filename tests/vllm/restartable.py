@@ -1,0 +1,33 @@
+"""A server at one address that tests kill, stop and start anew."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from testing.server_process import ServerProcess
+from tests.vllm.service import SERVICE, SETTINGS
+
+
+class Restartable:
+    """A server at one address, of which there may be several in turn."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self._model = model
+        self._settings = {**SETTINGS, **settings}
+        self.endpoint = "127.0.0.1:0"
+        self.server: ServerProcess | None = None
+
+    def start(self) -> None:
+        settings = {**self._settings, "listen": self.endpoint}
+        self.server = ServerProcess(self._model, executable=SERVICE, **settings)
+        self.server.wait_until_it_listens()
+        self.endpoint = self.server.endpoint
+
+    def kill(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.server is not None
+        os.kill(self.server.process.pid, number)

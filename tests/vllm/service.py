@@ -1,0 +1,9 @@
+"""The server's command and the settings of those in these tests."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICE = Path(os.environ.get("ENCODER_SERVICE", ROOT / ".venv/bin/encoder-service"))
+"""The command of the environment that has what the server needs."""
+SETTINGS = {"device": "cpu", "dtype": "float32", "store_host_gib": 0.25}

@@ -1,0 +1,25 @@
+"""An engine as a process of its own whose tower never ends: python -m tests.vllm.stuck_engine MODEL ENDPOINT SEED."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from testing.vllm_sharing import SharingEngine
+from tests.vllm.test_answers import prompt
+
+
+def main(model: str, endpoint: str, seed: str) -> None:
+    """Ask for a prompt, say when the tower is asked, and stay there."""
+    engine = SharingEngine(Path(model), endpoint)
+
+    def stuck(**_: Any) -> None:
+        print("encoding", flush=True)
+        time.sleep(3600)
+
+    engine.model.embed_multimodal = stuck
+    engine.ask(prompt(int(seed), 1), own=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

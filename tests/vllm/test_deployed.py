@@ -1,0 +1,52 @@
+"""What deploy/ and docs/vllm.md give to `vllm` is read by vLLM's own parser, and by ours what vLLM hands on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
+from prefill_client.vllm.connector import EncoderServiceConnector
+from prefill_client.vllm.middleware import EncoderServiceMiddleware
+from prefill_client.vllm.settings import Settings
+from tests.deployed_vllm import SHARING, command_lines
+
+LINES = command_lines()
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """That of `vllm serve`."""
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+@pytest.mark.parametrize("file", LINES)
+def test_arguments_are_vllms_and_name_our_parts(file: str, parser: Any, checkpoint: Path) -> None:
+    command, model, *arguments = LINES[file]
+    assert (command, model) in {("serve", "/model"), ("serve", "FOLDER")}
+    given = parser.parse_args(arguments)
+    assert all(name and "$" not in name for name in given.served_model_name or ())
+    given.model = str(checkpoint)
+    config = EngineArgs.from_cli_args(given).create_engine_config()
+    with_tower = config.model_config.multimodal_config.get_limit_per_prompt("image") > 0
+    assert with_tower == (file in ("vllm.md", SHARING))
+    transfer, manager = config.ec_transfer_config, config.ec_manager_config
+    assert ECConnectorFactory.get_connector_class(transfer) is EncoderServiceConnector
+    assert Settings.from_extra_config(transfer.ec_connector_extra_config).endpoints
+    assert transfer.ec_role == ("ec_both" if file == SHARING else "ec_consumer")
+    if file == SHARING:  # images reach the engine as they are
+        assert not given.middleware
+        return
+    assert [resolve_obj_by_qualname(each) for each in given.middleware] == [EncoderServiceMiddleware]
+    assert resolve_obj_by_qualname(manager.encoder_cache_manager_cls) is EncoderServiceCacheManager
+
+
+def test_a_flag_that_vllm_does_not_know_would_be_noticed(parser: Any) -> None:
+    _, *arguments = LINES["docker-compose.yml"]
+    with pytest.raises(SystemExit):
+        parser.parse_args([*arguments, "--ec-manager=x"])

@@ -1,0 +1,58 @@
+"""The newest release's renderer, scheduler and worker wrappers do with our connector what an engine's do."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.server_process import ServerProcess
+from tests.vllm.test_vllm_names import WHEELS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def told(
+    checkpoint: Path, service: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What `newest_release` saw; its process has the Python files of that wheel, and no library built for CUDA."""
+    wheels = sorted(WHEELS.glob("vllm-*.whl"))
+    if not wheels:
+        pytest.skip("make test-vllm fetches the wheels")
+    files = tmp_path_factory.mktemp("newest")
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        wheel.extractall(files, [name for name in wheel.namelist() if not name.endswith(".so")])
+    paths = [files, ROOT, ROOT / "proto"]
+    command = [sys.executable, "-m", "tests.vllm.newest_release", checkpoint, service.endpoint]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    seen: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    assert seen["from"] == str(files / "vllm")
+    return seen
+
+
+@pytest.mark.parametrize("runner", ["first_runner", "second_runner"])
+def test_prefill_stops_at_a_missing_image_and_rows_arrive_to_the_bit(
+    told: dict[str, Any], runner: str
+) -> None:
+    assert told[runner] == {
+        "stops_at_the_missing_image": True,
+        "inside_a_step": True,
+        "status": "FINISHED_LENGTH_CAPPED",
+        "rows_equal": [True, True],
+    }
+
+
+def test_a_request_without_rows_ends_alone_and_nothing_is_held(told: dict[str, Any]) -> None:
+    assert told["hostile"] == "FINISHED_ERROR"
+    assert told["held"] == 0
+
+
+def test_it_is_the_newest_release_that_pyproject_admits(told: dict[str, Any]) -> None:
+    assert told["version"].startswith("0.33.")

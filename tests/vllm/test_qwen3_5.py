@@ -1,0 +1,144 @@
+"""Qwen3.5 on a real engine, whose kernels for linear attention exist on a CPU in bfloat16 alone.
+
+There two towers round differently, and no answer of the one is exactly that of the other. So its parts are compared:
+the service's rows are near those of the engine's own tower, and in its place they give the same answers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encoder_contract.digest import content_digest
+from prefill_client import RowRequest
+from testing.photos import photo
+from testing.server_process import ServerProcess, running
+from testing.vllm_engine import Answer, Engine, Part
+from tests.vllm.conftest import checkpoint_of
+from tests.vllm.service import SERVICE, SETTINGS
+from tests.vllm.test_answers import TOLERANCE
+from tests.vllm.test_gate import begin_of_second, step_until_parked, two_images
+
+COSINE = 0.999  # of a row of one tower and that of the other, both in bfloat16
+
+
+def prompt(seed: int, images: int) -> list[Part]:
+    """Images with so much text between that no step begins two: the engine encodes no more than fits into a step."""
+    between = [(f"text {seed} " * 9, photo(250 - 9 * n, 250, 100 * seed + n, "PNG")) for n in range(images)]
+    return [part for pair in between for part in pair]
+
+
+PROMPTS = [prompt(900 + images, images) for images in range(1, 9)]
+IMAGES = [part for parts in PROMPTS for part in parts if isinstance(part, bytes)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with three layers of linear attention and one of the other kind."""
+    return checkpoint_of("qwen3_5", tmp_path_factory.mktemp("qwen3_5"))
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[ServerProcess]:
+    """A server of it."""
+    with running(model, executable=SERVICE, **{**SETTINGS, "dtype": "bfloat16"}) as server:
+        yield server
+
+
+def started(model: Path, server: ServerProcess, **options: Any) -> Engine:
+    return Engine(model, server.endpoint, dtype="bfloat16", **options)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, served: ServerProcess) -> Iterator[Engine]:
+    """An engine with its tower."""
+    engine = started(model, served)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def ours(engine: Engine) -> list[Answer]:
+    """What it answers when the service encodes."""
+    return [engine.ask(parts) for parts in PROMPTS]
+
+
+class Tower:
+    """The engine's own tower, whose every image comes out as the rows of the service that are nearest to its own."""
+
+    def __init__(self, encode: Any, rows: list[torch.Tensor]) -> None:
+        self._encode = encode
+        self._rows = rows
+        self.cosines: list[float] = []
+
+    def embed(self, **pixels: Any) -> list[torch.Tensor]:
+        """Take the place of the model's `embed_multimodal`."""
+        return [self._nearest(own) for own in self._encode(**pixels)]
+
+    def _nearest(self, own: torch.Tensor) -> torch.Tensor:
+        cosines = {
+            number: float(torch.cosine_similarity(own.float(), rows.float(), dim=1).min())
+            for number, rows in enumerate(self._rows)
+            if rows.shape == own.shape
+        }
+        nearest = max(cosines, key=cosines.__getitem__)
+        self.cosines.append(cosines[nearest])
+        return self._rows[nearest].to(own)
+
+
+def test_rows_are_near_those_of_the_own_tower_and_in_its_place_give_the_same_answers(
+    engine: Engine, ours: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    with engine.client.fetch([RowRequest(content_digest(image)) for image in IMAGES]) as outcomes:
+        tower = Tower(model.embed_multimodal, [rows.tensor().clone() for rows in outcomes])
+    monkeypatch.setattr(model, "embed_multimodal", tower.embed)
+    for parts, answer in zip(PROMPTS, ours, strict=True):
+        engine.forget()
+        assert answer.reason == "length"
+        assert answer.distance(engine.ask(parts, own=True)) <= TOLERANCE
+    assert len(tower.cosines) == len(IMAGES)
+    assert min(tower.cosines) >= COSINE
+
+
+def test_controls_differ(engine: Engine, ours: list[Answer]) -> None:
+    for parts, answer in zip(PROMPTS, ours, strict=True):
+        others = [photo(250, 250, 99, "PNG") if isinstance(part, bytes) else part for part in parts]
+        assert engine.ask(others).distance(answer) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limit_mm_per_prompt": {"image": 0, "video": 0}}, {"extra": {"shared_memory": False}}],
+    ids=["its tower left out", "rows that come inline"],
+)
+def test_other_engines_answer_alike(
+    model: Path, served: ServerProcess, ours: list[Answer], options: dict[str, Any]
+) -> None:
+    engine = started(model, served, **options)
+    try:
+        distances = [engine.ask(parts).distance(right) for parts, right in zip(PROMPTS, ours, strict=True)]
+        engine.assert_nothing_is_held()
+    finally:
+        engine.close()
+    assert max(distances) <= TOLERANCE
+
+
+def test_prefill_runs_exactly_up_to_a_missing_image(model: Path, served: ServerProcess) -> None:
+    """Though where a step may end is the business of linear attention, too."""
+    engine = started(model, served, exact=True)
+    try:
+        first, second, parts = two_images(520)
+        engine.submit(first)
+        request_id = engine.start(parts)
+        engine.step()
+        begin = begin_of_second(engine)
+        engine.run_until(lambda: engine.computed(request_id) > begin - 200)
+        assert step_until_parked(engine, request_id) == begin
+        engine.submit(second)
+        assert engine.run(request_id)[request_id].reason == "length"
+        engine.assert_nothing_is_held()
+    finally:
+        engine.close()

@@ -1,0 +1,129 @@
+"""What a caller does and what the store does ends no engine that shares it, and poisons nobody."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prefill_client.vllm import store_session
+from testing.photos import photo
+from testing.vllm_engine import Part, raw
+from testing.vllm_sharing import OtherEngine, SharingEngine
+from tests.vllm.restartable import Restartable
+from tests.vllm.test_answers import TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, store: Restartable) -> Iterator[SharingEngine]:
+    """One of that store, without the cache in which vLLM itself takes a `uuid` for what it first stood for."""
+    engine = SharingEngine(checkpoint, store.endpoint, mm_processor_cache_gb=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def other(engine: SharingEngine, store: Restartable) -> Iterator[OtherEngine]:
+    """Another, that ends with the test."""
+    other = OtherEngine(engine, store.endpoint)
+    yield other
+    other.close()
+
+
+def test_a_part_without_pixels_ends_its_request_alone(engine: SharingEngine) -> None:
+    hostile = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, 8]}, "uuid": "x"}
+    request_id = engine.start(["x", hostile])
+    assert engine.run(request_id)[request_id].reason == "error"
+    assert engine.ask(["still there"], own=True).reason == "length"
+
+
+def parked_with(engine: SharingEngine, other: OtherEngine, seed: int, uuid: str) -> tuple[str, bytes]:
+    """Start a request that waits for another engine; of its image with that name, this engine makes the rows."""
+    theirs, named = photo(200, 150, seed, "PNG"), photo(200, 150, seed + 1, "PNG")
+    engine.forget()
+    assert other.name(["a", theirs]).state == "yours"
+    parked = engine.start(["a", raw(theirs), {**raw(named), "uuid": uuid}])
+    engine.run_until(engine.has_lease)
+    return parked, named
+
+
+def test_a_name_that_a_caller_gives_two_images_poisons_nobody(
+    engine: SharingEngine, other: OtherEngine
+) -> None:
+    parked, named = parked_with(engine, other, 8700, "mine")
+    another = photo(200, 150, 8702, "PNG")
+    # The store was asked about the one; the other is encoded under its name.
+    hostile = engine.start([{**raw(another), "uuid": "mine"}, "b"])
+    assert engine.run(hostile)[hostile].reason == "length"
+    engine.abort(parked)
+    engine.assert_nothing_is_held()
+    engine.forget()
+    assert engine.encoded_by(["x", named]) == 1, "no rows were put under its name"
+
+
+def test_a_name_for_images_of_two_sizes_ends_the_request_alone(
+    engine: SharingEngine, other: OtherEngine
+) -> None:
+    parked, _ = parked_with(engine, other, 8800, "two")
+    hostile = engine.start([{**raw(photo(64, 64, 8802, "PNG")), "uuid": "two"}, "b"])
+    assert engine.run(hostile)[hostile].reason == "error"
+    other.close()
+    assert engine.run(parked)[parked].reason == "length"
+    engine.assert_nothing_is_held()
+
+
+def test_without_room_for_its_rows_an_engine_encodes_for_itself(
+    engine: SharingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.side._outgoing, "_free", [])
+    image = photo(200, 150, 8900, "PNG")
+    engine.forget()
+    assert engine.ask(["x", image], own=True).reason == "length"
+    engine.until_all_is_put()
+    monkeypatch.undo()
+    engine.forget()
+    assert engine.encoded_by(["y", image]) == 1, "it was not put, and nobody waits for it"
+
+
+@pytest.mark.parametrize("steps", range(0, 8, 2))
+def test_with_the_store_killed_at_any_step_an_engine_goes_on_alone_and_shares_again(
+    engine: SharingEngine, store: Restartable, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(store_session._log, "warning", lambda text, *values: said.append(text % values))
+    images = [photo(200, 150, 9000 + 10 * steps + number, "PNG") for number in range(4)]
+    engine.forget()
+    before = engine.encoded
+    request_id, ended = engine.start(["x", *images], own=True), {}
+    for _ in range(steps):
+        ended |= engine.step()
+    store.kill()
+    ended = ended or engine.run(request_id)
+    assert ended[request_id].reason == "length"
+    engine.forget()
+    again = engine.ask(["x", *images], own=True)
+    assert again.distance(ended[request_id]) <= TOLERANCE
+    assert engine.encoded == before + 8, "nothing is shared, and nothing waits"
+    assert len([line for line in said if "is gone" in line]) == 1
+    engine.assert_nothing_is_held()
+    store.start()
+    engine.until(lambda: not engine.side.store.alone)
+    engine.forget()
+    fresh = photo(200, 150, 9500 + steps, "PNG")
+    assert engine.encoded_by(["x", fresh]) == 1
+    engine.forget()
+    assert engine.encoded_by(["y", fresh]) == 0
+
+
+def test_an_image_that_nobody_finds_in_time_is_the_engines_own(
+    engine: SharingEngine, other: OtherEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[Part] = ["a", photo(200, 150, 9600, "PNG")]
+    engine.forget()
+    assert other.name(parts).state == "yours"
+    session = engine.side.store._session
+    before = engine.encoded
+    monkeypatch.setattr(session, "_settings", replace(session._settings, timeout_s=0.3))
+    assert engine.ask(parts, own=True).reason == "length"
+    assert engine.encoded == before + 1
+    engine.assert_nothing_is_held()

@@ -1,0 +1,150 @@
+"""Images that the service has cost no step: a prompt is prefilled in as many as with the engine's own tower."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefill_client.vllm import gate
+from prefill_client.vllm.request_parameters import PARAMETERS, STORED
+from testing.photos import photo
+from testing.server_process import ServerProcess
+from testing.vllm_engine import CHUNK_TOKENS, Engine, Part, raw
+from tests.vllm.test_without_middleware_cures import behind_middleware
+
+SPACED: list[Part] = [
+    part for n in range(6) for part in (photo(250, 250, 7000 + n, "PNG"), "text between " * 7)
+]
+"""So much text between images that no step begins two: then the engine encodes no more than it may in one."""
+DENSE: list[Part] = ["a", *(photo(200, 150, 7100 + n, "PNG") for n in range(8))]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["by step", "exact"])
+def engine(checkpoint: Path, service: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine without the cache manager, and one with it."""
+    engine = Engine(checkpoint, service.endpoint, exact=request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine, stored images are waited for."""
+    monkeypatch.setattr(gate, "SOON_S", 1e6)
+
+
+def images_of(parts: list[Part]) -> list[bytes]:
+    return [part for part in parts if isinstance(part, bytes)]
+
+
+def encode(engine: Engine, images: list[bytes]) -> None:
+    """Return when the service has their rows, and has said so."""
+    deadline = time.monotonic() + 60
+    while not all(answer.cached for answer in engine.client.submit(images)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.submit(*images)
+
+
+@contextmanager
+def counting(engine: Engine) -> Iterator[list[int]]:
+    """Note how many tokens each step prefills that prefills any."""
+    schedule, planned = engine.scheduler.schedule, []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        output = schedule(*arguments, **named)
+        planned.extend([output.total_num_scheduled_tokens] if output.total_num_scheduled_tokens else [])
+        return output
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.scheduler, "schedule", counted)
+        yield planned
+
+
+def steps_to_prefill(engine: Engine, parts: list[Part], *, own: bool = False) -> list[int]:
+    """Return the tokens of each step until the first is generated."""
+    with counting(engine) as planned:
+        run(engine, engine.start(parts, own=own, tokens=1))
+    return planned
+
+
+def run(engine: Engine, request_id: str) -> None:
+    """Step to the end of a request; between two steps, rows that have been asked for arrive."""
+    while request_id not in engine.step():
+        settle(engine)
+
+
+def settle(engine: Engine) -> None:
+    deadline = time.monotonic() + 60
+    while engine.side.table.fetching:
+        assert time.monotonic() < deadline
+        engine.side.gate.failed()  # takes in what has arrived
+        time.sleep(0.001)
+
+
+def test_a_prompt_whose_images_are_stored_takes_as_many_steps_as_with_the_own_tower(engine: Engine) -> None:
+    encode(engine, images_of(SPACED))
+    engine.forget()
+    own = steps_to_prefill(engine, SPACED, own=True)
+    engine.forget()
+    ours = steps_to_prefill(engine, SPACED)
+    assert ours == own
+    assert len(ours) == ceil(sum(ours) / CHUNK_TOKENS)
+    assert len(ours) > 6
+
+
+def test_images_close_together_take_no_more_steps_than_with_the_own_tower(engine: Engine) -> None:
+    encode(engine, images_of(DENSE))
+    engine.forget()
+    own = steps_to_prefill(engine, DENSE, own=True)
+    engine.forget()
+    ours = steps_to_prefill(engine, DENSE)
+    assert sum(ours) == sum(own)
+    assert len(ours) <= len(own)
+
+
+def test_a_round_of_a_chat_prefills_what_is_new_alone(engine: Engine) -> None:
+    """With a new image that nobody has encoded, the text before it may take a step, while it is encoded."""
+    engine.forget()
+    parts: list[Part] = []
+    for number in range(4):
+        before = len(parts)
+        parts += [photo(200, 150, 7200 + number, "PNG"), f" round {number} of the chat "]
+        engine.submit(*images_of(parts))
+        first = steps_to_prefill(engine, parts)
+        engine.forget()
+        if before:
+            steps_to_prefill(engine, parts[:before])
+        encode(engine, images_of(parts))
+        again = steps_to_prefill(engine, parts)
+        assert sum(first) == sum(again)
+        assert len(first) <= len(again) + engine.side.gate.exact
+        assert len(again) == ceil(sum(again) / CHUNK_TOKENS)
+
+
+def test_after_a_preemption_images_that_were_prefilled_once_cost_no_step(engine: Engine) -> None:
+    encode(engine, images_of(SPACED))
+    engine._stored.clear()  # as when they were encoded after they had been submitted
+    engine.forget()
+    request_id = engine.start(SPACED, tokens=1)
+    while engine.computed(request_id) < 600:
+        engine.step()
+        settle(engine)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    with counting(engine) as planned:
+        run(engine, request_id)
+    assert len(planned) == ceil(sum(planned) / CHUNK_TOKENS)
+    engine.assert_nothing_is_held()
+
+
+def test_the_middleware_says_which_images_are_stored(engine: Engine) -> None:
+    known, new = photo(160, 120, 7300, "PNG"), photo(160, 120, 7301 + engine.side.gate.exact, "PNG")
+    encode(engine, [known])
+    status, body = behind_middleware(engine, [raw(new), raw(known)])
+    assert status == 200
+    assert body is not None
+    assert body["ec_transfer_params"][PARAMETERS][STORED] == [1]

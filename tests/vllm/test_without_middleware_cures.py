@@ -1,0 +1,67 @@
+"""Controls of the middleware: without its refusals, callers name embeddings, and hear nothing of what was refused."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefill_client.vllm import middleware, request_images
+from testing.vllm_engine import Engine, raw
+
+
+def test_a_middleware_that_does_not_look_for_embeddings_lets_them_through(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
+    assert through_middleware(engine, part) == (403, None)
+    monkeypatch.setattr(request_images, "_KINDS", {"image_url"})
+    assert through_middleware(engine, part) == (200, part)
+
+
+def test_a_refusal_that_the_middleware_keeps_to_itself_is_a_bare_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = raw(b"no image at all")
+    assert through_middleware(engine, part) == (400, None)
+    monkeypatch.setattr(middleware, "_raise_first", lambda _: None)
+    with pytest.raises((AssertionError, IndexError)):  # of which a server makes a 500 without a word
+        through_middleware(engine, part)
+
+
+def through_middleware(engine: Engine, part: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Send a chat with one part through the middleware; return the status and the part that vLLM would be given."""
+    status, body = behind_middleware(engine, [part])
+    return status, body["messages"][0]["content"][0] if body else None
+
+
+def behind_middleware(engine: Engine, parts: list[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
+    """Send a chat through the middleware; return the status and the body that vLLM would have been given."""
+    given: list[dict[str, Any]] = []
+    said: list[dict[str, Any]] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            given.append(json.loads((await receive())["body"]))
+            await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def call() -> None:
+        state = SimpleNamespace(vllm_config=engine.config, args=SimpleNamespace())
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+        ours = middleware.EncoderServiceMiddleware(vllm)
+        try:
+            await ours({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+        finally:
+            await ours({"type": "lifespan"}, receive, send)
+
+    asyncio.run(call())
+    return said[0]["status"], given[0] if given else None

@@ -98,7 +98,7 @@ class Config(Settings):
         "auto", help="image decoder; auto uses DALI if installed"
     )
     decoder_process: Literal["auto", "yes", "no"] = knob(
-        "no",
+        "auto",
         help="decode in processes of their own, without files and network: auto does on the CPU; with yes a GPU gets "
         "pixels that the CPU decoded",
     )

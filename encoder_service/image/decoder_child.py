@@ -50,7 +50,7 @@ class DecoderChild:
         self._memory_bytes = memory_bytes
         self._wall_s = wall_s
         self._forked: Forked | None = None
-        self._memories: list[PixelMemory | None] = []
+        self._memories: list[PixelMemory] = []
         self.sandbox: tuple[str, ...] = ()
 
     def start(self) -> Forked:
@@ -68,8 +68,9 @@ class DecoderChild:
                 raise DecoderStartError("a decoder process does not start; standard error says why")
             self.sandbox = tuple(json.loads(hello)["sandbox"])
             forked.channel.settimeout(self._wall_s)
-            # Two: while the pixels of one request are in use, the next can be answered.
-            self._forked, self._memories = forked, [None, None]
+            # Two: while the pixels of one request are in use, the next can be answered. They cost nothing until they
+            # are used, and all descriptors that a child takes are taken here: a long day takes no more.
+            self._forked, self._memories = forked, [PixelMemory(), PixelMemory()]
         return self._forked
 
     def decode(self, sources: Sequence[Source]) -> list[Pixels | EncoderError | None]:
@@ -79,7 +80,7 @@ class DecoderChild:
         the arrays.
         """
         forked = self.start()
-        number, memory, is_new = self._room(sources)
+        number, memory = self._room(sources)
         places = memory.put(sources)
         files = [
             {"header": asdict(source.header), "begin": begin, "size": len(source.data), "out": out}
@@ -87,12 +88,9 @@ class DecoderChild:
         ]
         request = json.dumps({"memory": number, "size": memory.size, "files": files}).encode()
         try:
-            try:
-                socket.send_fds(forked.channel, [request], [memory.descriptor] if is_new else [])
-                reply = forked.channel.recv(MESSAGE_BYTES)
-            finally:
-                if is_new:
-                    memory.close_descriptor()
+            socket.send_fds(forked.channel, [request], [memory.descriptor] if memory.is_new else [])
+            memory.close_descriptor()
+            reply = forked.channel.recv(MESSAGE_BYTES)
         except TimeoutError:
             raise self._died("stuck", sources) from None
         except ConnectionError:
@@ -112,8 +110,7 @@ class DecoderChild:
             else None
             for each, source, (_, out) in zip(said, sources, places, strict=True)
         ]
-        other = self._memories[1 - number]
-        if other is None or other.is_free:
+        if self._memories[1 - number].is_free:
             return outcomes
         return [each.copy() if isinstance(each, np.ndarray) else each for each in outcomes]
 
@@ -124,14 +121,12 @@ class DecoderChild:
             self._parent.reap(self._forked)
             self._forked = None
 
-    def _room(self, sources: Sequence[Source]) -> tuple[int, PixelMemory, bool]:
-        """Return a memory that nobody uses and that has room, its number, and whether it is new."""
-        number = next(n for n, each in enumerate(self._memories) if each is None or each.is_free)
-        memory, needed = self._memories[number], needed_bytes(sources)
-        if memory is not None and memory.size >= needed:
-            return number, memory, False
-        new = self._memories[number] = PixelMemory(needed)
-        return number, new, True
+    def _room(self, sources: Sequence[Source]) -> tuple[int, PixelMemory]:
+        """Return a memory that nobody uses and that has room, with its number."""
+        number = next(n for n, each in enumerate(self._memories) if each.is_free)
+        if self._memories[number].size < (needed := needed_bytes(sources)):
+            self._memories[number] = PixelMemory(needed)
+        return number, self._memories[number]
 
     def _died(self, reason: str, sources: Sequence[Source]) -> DecoderDiedError:
         """Reap it, fork another, and return what it died of: what its end says unless a reason is given."""

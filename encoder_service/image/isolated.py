@@ -82,8 +82,10 @@ class IsolatedDecoder(Decoder):
         if self._backend == "dali" and not dali:
             raise ValueError("the DALI decoder is not installed")
         self._dali = dali
-        with _taken(self._single_children) as child:
-            child.start()
+        with ExitStack() as stack:
+            # All of them now: no image waits for a fork, and what they take does not grow as the day goes on.
+            for child in self._children(stack, self._single_children, *([self._batch_child] if dali else [])):
+                child.start()
             enforced = ", ".join(child.sandbox)
         if not enforced:
             log.warning(
@@ -114,10 +116,14 @@ class IsolatedDecoder(Decoder):
     def close(self) -> None:
         """End all processes, each once it is done with its request; a further use starts them again."""
         with ExitStack() as stack:
-            for children in (self._batch_child, self._single_children):
-                for _ in range(children.maxsize):
-                    stack.enter_context(_taken(children)).end()
+            for child in self._children(stack, self._single_children, self._batch_child):
+                child.end()
             self._parent.close()
+
+    @staticmethod
+    def _children(stack: ExitStack, *queues: "LifoQueue[DecoderChild]") -> list[DecoderChild]:
+        """Take all of some queues, for as long as the stack is open; each is waited for."""
+        return [stack.enter_context(_taken(queue)) for queue in queues for _ in range(queue.maxsize)]
 
     def _queue_of(self, count: int, *, batches: bool, memory_bytes: int) -> "LifoQueue[DecoderChild]":
         children: LifoQueue[DecoderChild] = LifoQueue(count)

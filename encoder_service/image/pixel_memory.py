@@ -20,9 +20,12 @@ _SMALLEST_BYTES, _ALIGNED = 1 << 20, 64
 
 
 class PixelMemory:
-    """A piece of memory, used for one request at a time."""
+    """A piece of memory, used for one request at a time.
 
-    def __init__(self, size: int) -> None:
+    `descriptor` is open until `close_descriptor`, or until nobody has this memory any more.
+    """
+
+    def __init__(self, size: int = _SMALLEST_BYTES) -> None:
         self.size = size
         descriptor = os.memfd_create("decoder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -33,6 +36,7 @@ class PixelMemory:
             os.close(descriptor)
             raise
         self.descriptor = descriptor
+        self.close_descriptor = weakref.finalize(self, os.close, descriptor)
         self._numbers = count()
         self._lent: set[int] = set()  # one for each array that is in use
 
@@ -41,9 +45,10 @@ class PixelMemory:
         """Whether nobody uses pixels in it."""
         return not self._lent
 
-    def close_descriptor(self) -> None:
-        """Close it: whoever was to map the memory has."""
-        os.close(self.descriptor)
+    @property
+    def is_new(self) -> bool:
+        """Whether nobody else has mapped it yet."""
+        return self.close_descriptor.alive
 
     def put(self, sources: Sequence[Source]) -> list[tuple[int, int]]:
         """Write the files; return for each where it begins, and where its pixels are to go."""

@@ -85,7 +85,7 @@ def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
 def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     for name, text in (
         ("stats", "show what a server's store holds: tiers, hit rate, pins, largest entries"),
-        ("evict", "drop one embedding, unless it is in use; it is made again when asked for"),
+        ("evict", "drop one embedding, unless it is in use"),
         ("flush", "drop every embedding that nobody uses, and the image files kept to make them again"),
     ):
         command = commands.add_parser(

@@ -62,7 +62,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops one embedding from all tiers, unless it is in use. It is made again when someone asks for it.
+        """Drops one embedding from all tiers, unless it is in use. When someone asks for it, it is made again,
+        or, if a client had put it, unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

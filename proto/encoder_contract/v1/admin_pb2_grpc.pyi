@@ -112,7 +112,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatsType, _AdminServiceEvict
     """What the store holds and has done."""
 
     Evict: _AdminServiceEvictType
-    """Drops one embedding from all tiers, unless it is in use. It is made again when someone asks for it."""
+    """Drops one embedding from all tiers, unless it is in use. When someone asks for it, it is made again,
+    or, if a client had put it, unknown.
+    """
 
     Flush: _AdminServiceFlushType
     """Drops every embedding that nobody uses, and the image files kept to make them again."""
@@ -147,7 +149,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: encoder_contract.v1.admin_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> typing.Union[encoder_contract.v1.admin_pb2.EvictResponse, collections.abc.Awaitable[encoder_contract.v1.admin_pb2.EvictResponse]]:
-        """Drops one embedding from all tiers, unless it is in use. It is made again when someone asks for it."""
+        """Drops one embedding from all tiers, unless it is in use. When someone asks for it, it is made again,
+        or, if a client had put it, unknown.
+        """
 
     @abc.abstractmethod
     def Flush(

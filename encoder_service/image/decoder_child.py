@@ -56,6 +56,9 @@ class DecoderChild:
     def start(self) -> Forked:
         """Fork it, unless there is one. Raises `DecoderStartError` if that fails."""
         if self._forked is None:
+            # Two: while the pixels of one request are in use, the next can be answered. They cost nothing until they
+            # are used, and all descriptors that a child takes are taken here: a long day takes no more.
+            memories = [PixelMemory(), PixelMemory()]
             forked = self._parent.fork(batches=self._batches, memory_bytes=self._memory_bytes)
             forked.channel.settimeout(ANSWER_S)
             try:
@@ -68,9 +71,7 @@ class DecoderChild:
                 raise DecoderStartError("a decoder process does not start; standard error says why")
             self.sandbox = tuple(json.loads(hello)["sandbox"])
             forked.channel.settimeout(self._wall_s)
-            # Two: while the pixels of one request are in use, the next can be answered. They cost nothing until they
-            # are used, and all descriptors that a child takes are taken here: a long day takes no more.
-            self._forked, self._memories = forked, [PixelMemory(), PixelMemory()]
+            self._forked, self._memories = forked, memories
         return self._forked
 
     def decode(self, sources: Sequence[Source]) -> list[Pixels | EncoderError | None]:

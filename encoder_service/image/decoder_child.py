@@ -54,7 +54,7 @@ class DecoderChild:
         self.sandbox: tuple[str, ...] = ()
 
     def start(self) -> Forked:
-        """Fork it, unless there is one. Raises `DecoderStartError` if that fails."""
+        """Fork it, unless there is one. Raises `DecoderStartError` if that fails, `OSError` if there is no memory."""
         if self._forked is None:
             # Two: while the pixels of one request are in use, the next can be answered. They cost nothing until they
             # are used, and all descriptors that a child takes are taken here: a long day takes no more.

@@ -202,6 +202,16 @@ def test_pixels_stay_what_they_are_while_others_are_decoded(decoder: IsolatedDec
         assert torch.equal(pixels, expected)
 
 
+def test_all_descriptors_are_taken_at_the_start_and_no_more_however_much_is_decoded() -> None:
+    with decoding(threads=2) as decoder, ThreadPoolExecutor(2) as threads:
+        list(threads.map(str, range(8)))
+        before = psutil.Process().num_fds()
+        for side in (64, 500, 900):  # the last takes more memory than there is at the start
+            files = [source_of(photo(side, side, seed)) for seed in range(6)]
+            assert all(isinstance(each, torch.Tensor) for each in threads.map(decoder.decode_one, files))
+        assert psutil.Process().num_fds() <= before
+
+
 def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
     assert _parsed(b"[true, null]", 2) == [True, None]
     assert _parsed(b'[["bad\\nfile", false]]', 1) == [("bad?file", False)]

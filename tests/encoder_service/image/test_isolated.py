@@ -117,9 +117,9 @@ def test_a_decoder_that_crashes_fails_its_image_which_is_remembered(
 
 def test_a_decoder_that_does_not_answer_is_replaced_while_another_decodes() -> None:
     with decoding(threads=2, cpu_s=1) as decoder:
-        stopped, _ = children(decoder)
+        stopped = children(decoder)[-1]  # the next to be taken
         os.kill(stopped, signal.SIGSTOP)
-        with ThreadPoolExecutor(2) as threads:  # whoever is first takes the one that has started
+        with ThreadPoolExecutor(2) as threads:
             outcomes = list(threads.map(decoder.decode_one, [source_of(PHOTO)] * 2))
         assert sorted(type(outcome).__name__ for outcome in outcomes) == ["OverloadedError", "Tensor"]
         assert deaths(decoder) == {"stuck": 1}

@@ -46,7 +46,10 @@ class TcpProxy:
         self._delay_s = seconds
 
     def answer_nonsense(self, answer: bytes) -> None:
-        """From now on clients get these bytes for whatever the server sends."""
+        """From now on clients get these bytes for every line that the server sends.
+
+        So there is an answer to each command, also where several come in one piece: nobody waits for one.
+        """
         self._nonsense = answer
 
     def mend(self) -> None:
@@ -81,7 +84,7 @@ class TcpProxy:
             while data := await source.read(1 << 16):
                 await asyncio.sleep(self._delay_s + len(data) / self._bytes_per_s)
                 if not self._is_silent:
-                    sink.write(self._nonsense or data if is_answer else data)
+                    sink.write(self._nonsense * data.count(b"\n") if is_answer and self._nonsense else data)
                     await sink.drain()
         if not self._is_silent:
             sink.transport.abort()

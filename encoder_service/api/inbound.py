@@ -44,17 +44,20 @@ class Requests(Generic[Request]):
 
     async def within(self, seconds: float | None) -> Request:
         """Return the next request; raises `TimeoutError`, or `StopAsyncIteration` after the last."""
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(anext(self._raw, None))
-            self._reading.add_done_callback(_heard)
+        reading = self._begun()
         # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
-        await asyncio.wait({self._reading}, timeout=seconds)
-        if not self._reading.done():
+        await asyncio.wait({reading}, timeout=seconds)
+        if not reading.done():
             raise TimeoutError
-        raw, self._reading = self._reading.result(), None
+        raw, self._reading = reading.result(), None
         if raw is None:
             raise StopAsyncIteration
         return self._parse(raw)
+
+    async def begin_next(self) -> None:
+        """Begin to read the next request: gRPC takes it off the wire while the one before is being served."""
+        self._begun()
+        await asyncio.sleep(0)  # a task that has not had its first turn has asked for nothing
 
     async def first(self) -> Request:
         """Return the first request; raises `DeadlineError` if it is late, `InvalidRequestError` if there is none."""
@@ -64,6 +67,12 @@ class Requests(Generic[Request]):
             raise DeadlineError(f"the request did not arrive within {REQUEST_S:g} s") from error
         except StopAsyncIteration as error:
             raise InvalidRequestError("the call ended without a request") from error
+
+    def _begun(self) -> "asyncio.Task[bytes | None]":
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(anext(self._raw, None))
+            self._reading.add_done_callback(_heard)
+        return self._reading
 
 
 class Entrance:

@@ -106,7 +106,7 @@ class PutCall:
                 continue
             except StopAsyncIteration:
                 return
-            for answer in await self._answers_to(request):
+            for answer in await self._answers_to(request, requests):
                 yield answer
 
     def close(self) -> None:
@@ -116,9 +116,12 @@ class PutCall:
         if self._segment is not None:
             os.close(self._segment)
 
-    async def _answers_to(self, request: PutMessage) -> list[pb.PutResponse]:
+    async def _answers_to(self, request: PutMessage, requests: Requests[PutMessage]) -> list[pb.PutResponse]:
         if isinstance(request, tuple):
-            return await self._piece(*request)
+            index, data = request
+            await self._room.turns.take(self._holders[0], 1 + len(data) // TURN_BYTES)
+            await requests.begin_next()  # not before our turn: a call that waits for it has one message here
+            return self._piece(index, data)
         kind = request.WhichOneof("message")
         if kind == "names":
             return await self._names(request.names.names)
@@ -177,8 +180,7 @@ class PutCall:
         self._call.put(answer.holding)
         return self._state(index, answer.holding, image.key.address, round(wait_s * 1000))
 
-    async def _piece(self, index: int, data: memoryview) -> list[pb.PutResponse]:
-        await self._room.turns.take(self._holders[0], 1 + len(data) // TURN_BYTES)
+    def _piece(self, index: int, data: memoryview) -> list[pb.PutResponse]:
         if (expected := self._expected_at(index)) is None:
             return []
         try:

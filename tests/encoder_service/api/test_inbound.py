@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import gzip
+from collections.abc import AsyncIterator
 from time import thread_time
 from typing import Any
 
@@ -17,6 +18,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import messages
+from encoder_service.api.inbound import Requests
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
@@ -212,6 +214,23 @@ async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: C
         assert grown < 160 * (messages.PIECE_BYTES + (64 << 10)) + (32 << 20)
         for connection in connections:
             await connection.close()
+
+
+async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -> None:
+    sent: list[bytes] = []
+
+    async def raw() -> AsyncIterator[bytes]:
+        for number in range(4):
+            sent.append(b"%d" % number)
+            yield sent[-1]
+
+    requests = Requests(raw(), bytes)
+    assert await requests.first() == b"0"
+    assert len(sent) == 1, "nothing is read unless it is asked for"
+    for _ in range(2):  # once is enough
+        await requests.begin_next()
+        assert len(sent) == 2
+    assert [request async for request in requests] == [b"1", b"2", b"3"]
 
 
 async def test_a_drain_step_that_fails_takes_none_of_the_others_with_it(

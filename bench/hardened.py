@@ -10,37 +10,28 @@ Beside the last attacker the server is also told to stop: the victim's own watch
 
 import argparse
 import asyncio
-import itertools
 import json
 import subprocess
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import grpc
-import numpy as np
 import transformers
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.tables import table
-from encoder_contract.digest import content_digest
-from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from prefill_client import EncoderClient, RowRequest
+from bench.harness.victim import Felt, Victim
+from prefill_client import EncoderClient
 from testing.attackers import attacking
 from testing.attacks import ATTACKS, Target
 from testing.checkpoints import write_checkpoint
-from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess
-from testing.traffic import marked
 
 NEIGHBOUR = "neighbour"
 BENCHMARK = Benchmark(
@@ -58,6 +49,11 @@ BENCHMARK = Benchmark(
             "requests failed beside all attackers",
             target="<= 0",
             summary="requests of that client that failed",
+        ),
+        Figure(
+            "victim_throughput_ratio",
+            "requests a second beside the worst attacker / with none",
+            target=">= 0.8",
         ),
         Figure("victim_p99_over_neighbour", "p99 beside the worst attacker / beside an honest neighbour"),
         Figure("calm_p99_ms", "p99 of a request with none", "ms"),
@@ -88,7 +84,6 @@ BENCHMARK = Benchmark(
 
 BUDGET_S = 210.0
 WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
-PATIENCE_S = 5.0  # of a request of the victim's; many times what one takes
 DRAIN_S, HEARD_S = 3, 10.0
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.05,
@@ -102,80 +97,6 @@ SETTINGS: dict[str, Any] = {
 }
 # Images of a quarter of a megapixel cost the tiny tower some milliseconds, whatever size a file claims.
 PREPROCESSOR = {"size": {"shortest_edge": 65536, "longest_edge": 262144}}
-
-
-@dataclass
-class Felt:
-    """What became of requests: seconds of each, and how those that failed did."""
-
-    seconds: list[float] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-
-    def add(self, other: "Felt") -> None:
-        """Count another round."""
-        self.seconds += other.seconds
-        self.failed += other.failed
-
-    @property
-    def p99_ms(self) -> float:
-        """The 99th percentile, milliseconds."""
-        return float(np.percentile(self.seconds, 99)) * 1e3
-
-
-class Victim:
-    """A client that does nothing unusual."""
-
-    def __init__(self, client: EncoderClient, channel: grpc.aio.Channel, health_url: str) -> None:
-        self._client = client
-        self._service = EncoderServiceStub(channel)
-        self._health: Any = health_pb2_grpc.HealthStub(channel)
-        self._health_url = health_url
-        self._photo = photo(320, 240, 1)
-        self._known = photo(320, 240, 2)
-        self._numbers = itertools.count()
-
-    async def until(self, deadline: float) -> Felt:
-        """Make requests one after the other until then."""
-        felt = Felt()
-        while time.monotonic() < deadline:
-            felt.add(await self.request())
-        return felt
-
-    async def request(self) -> Felt:
-        """Make one request."""
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await self._ask()
-        except TimeoutError:
-            return Felt([PATIENCE_S], ["it took too long"])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the request failed
-            return Felt(
-                [max(PATIENCE_S, time.monotonic() - began)], [f"{type(error).__name__}: {error}"[:200]]
-            )
-        return Felt([time.monotonic() - began])
-
-    async def _ask(self) -> None:
-        await self._service.Describe(pb.DescribeRequest())
-        await self._health.Check(health_pb2.HealthCheckRequest())
-        await asyncio.to_thread(lambda: urllib.request.urlopen(self._health_url, timeout=PATIENCE_S).read())
-        photos = [self._known, marked(self._photo, next(self._numbers))]
-        for submitted in await self._client.submit(photos, timeout_s=PATIENCE_S):
-            if submitted.error is not None:
-                raise submitted.error
-        requests = [RowRequest(content_digest(file)) for file in photos]
-        async with self._client.fetch(requests, timeout_s=PATIENCE_S) as stream:
-            async for rows in stream:
-                if rows.error is not None:
-                    raise rows.error
-
-    async def hear_of_the_end(self) -> None:
-        """Watch the server's health until it serves no more."""
-        with suppress(grpc.aio.AioRpcError):
-            async for answer in self._health.Watch(health_pb2.HealthCheckRequest()):
-                if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-                    return
-        raise AssertionError("its watch ended without a word")
 
 
 @dataclass
@@ -251,16 +172,18 @@ def report(found: dict[str, Beside], left_out: Sequence[str]) -> dict[str, Any]:
         calm.add(each.calm)
     rows: list[list[str | float]] = [_row("no attacker", calm, calm)]
     rows += [_row(name, each.attacked, calm) for name, each in found.items()]
-    rows += [[name, "left out: no time", "", "", "", ""] for name in left_out]
-    heads = ["attack", "requests", "failed", "p50 ms", "p99 ms", "p99 / calm"]
+    rows += [[name, "left out: no time", "", "", "", "", ""] for name in left_out]
+    heads = ["attack", "requests", "failed", "p50 ms", "p99 ms", "p99 / calm", "per s / calm"]
     shown = table("One well-behaved client beside each attacker", heads, rows)
     for name, each in found.items():
         for complaint, times in Counter(each.attacked.failed).most_common(3):
             print(f"{name}: {times} times: {complaint}")
     ratios = {name: each.attacked.p99_ms / calm.p99_ms for name, each in found.items()}
     worst = max(ratio for name, ratio in ratios.items() if name != NEIGHBOUR)
+    speeds = [each.attacked.per_s / calm.per_s for name, each in found.items() if name != NEIGHBOUR]
     return {
         "victim_p99_ratio": worst,
+        "victim_throughput_ratio": min(speeds),
         "victim_p99_over_neighbour": worst / ratios[NEIGHBOUR],
         "victim_failed": sum(len(each.attacked.failed) for each in found.values()),
         "calm_failed": len(calm.failed),
@@ -275,7 +198,8 @@ def report(found: dict[str, Beside], left_out: Sequence[str]) -> dict[str, Any]:
 
 def _row(name: str, felt: Felt, calm: Felt) -> list[str | float]:
     counts = [str(len(felt.seconds)), str(len(felt.failed))]
-    return [name, *counts, median(felt.seconds) * 1e3, felt.p99_ms, felt.p99_ms / calm.p99_ms]
+    ratios = [felt.p99_ms / calm.p99_ms, felt.per_s / calm.per_s]
+    return [name, *counts, median(felt.seconds) * 1e3, felt.p99_ms, *ratios]
 
 
 def main() -> None:

@@ -39,14 +39,11 @@ def test_a_benchmark_that_works_gives_its_figures_versions_and_command() -> None
     assert all(looked_up(figure.key, result.figures) is not None for figure in SIZING.figures)
 
 
-def test_all_of_them_take_under_twenty_minutes_whatever_one_does() -> None:
+def test_a_run_takes_under_twenty_minutes_whatever_one_does_and_none_takes_ten() -> None:
     """A benchmark's limit ends it when it hangs; the limit of the whole run ends all, and the last are left out."""
     assert LIMIT_S + END_S < 20 * 60
     assert _run(SIZING, "a machine", quick=False, left_s=WORTH_STARTING_S - 1).status == NOT_RUN
-    seconds: dict[str, float] = {}
-    for result in newest():
-        seconds[result.hardware] = seconds.get(result.hardware, 0.0) + result.seconds
-    assert max(seconds.values()) < LIMIT_S, "the newest results of a machine could not come from one run"
+    assert max(result.seconds for result in newest()) < 10 * 60
 
 
 def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path: Path) -> None:

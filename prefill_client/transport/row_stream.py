@@ -164,8 +164,8 @@ def from_message(error: pb.ImageError) -> EncoderError:
 
 def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
     """Return the error of a whole call, naming the endpoint it came from."""
-    if error.details() == LOCAL_FAILURE:
-        return UnavailableError(f"{endpoint}: the connection failed under a write")
+    if (cut := _cut(error.code(), error.details(), endpoint)) is not None:
+        return cut
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
     why = error.details() or ""
@@ -180,6 +180,14 @@ async def ended_early(call: Any, endpoint: str) -> EncoderError:
     if code is grpc.StatusCode.OK:
         return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
     details = await call.details()
+    return _cut(code, details, endpoint) or from_status(code.value[0], f"{endpoint}: {details}")
+
+
+def _cut(code: grpc.StatusCode, details: str | None, endpoint: str) -> UnavailableError | None:
+    """Return the error of a call that was cut off, None if it ended otherwise."""
     if details == LOCAL_FAILURE:
         return UnavailableError(f"{endpoint}: the connection failed under a write")
-    return from_status(code.value[0], f"{endpoint}: {details}")
+    # Not by us, who then ask for no reason: gRPC cancels the calls that reach a server while it stops.
+    if code is grpc.StatusCode.CANCELLED:
+        return UnavailableError(f"{endpoint}: the server stopped before it took the call")
+    return None

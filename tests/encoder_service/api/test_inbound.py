@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.api import messages
+from encoder_service.api import inbound, messages
 from encoder_service.api.inbound import Requests
 from encoder_service.app import Server
 from encoder_service.config import Config
@@ -161,8 +161,9 @@ async def test_reflection_names_the_services(server: Server) -> None:
 
 
 async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
-    config: Config, model: Model
+    config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(inbound, "REQUEST_S", 600.0)  # or a busy machine ends those that send nothing too soon
     async with server_of(config, model, max_calls=8) as server:
         raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
         # Three quarters of the places, for one host.

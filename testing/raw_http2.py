@@ -8,6 +8,7 @@ from typing import Self
 import h2.config
 import h2.connection
 import h2.events
+import h2.exceptions
 import h2.settings
 
 # A window that stays closed for a second may be meant to; one that a whole message needs opens, on any machine.
@@ -103,7 +104,8 @@ class RawConnection:
             await self._writer.wait_closed()
 
     async def _listen(self) -> None:
-        with suppress(OSError):
+        # A server that has said goodbye may still send pings, which h2 takes for a breach of the protocol.
+        with suppress(OSError, h2.exceptions.ProtocolError):
             while data := await self._reader.read(1 << 16):
                 for event in self._h2.receive_data(data):
                     self._note(event)

@@ -163,7 +163,8 @@ async def test_reflection_names_the_services(server: Server) -> None:
 async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbound, "REQUEST_S", 600.0)  # or a busy machine ends those that send nothing too soon
+    # Calls that send nothing have ten seconds, which may be too few on a busy machine.
+    monkeypatch.setattr(inbound, "REQUEST_S", 600.0)
     async with server_of(config, model, max_calls=8) as server:
         raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
         # Three quarters of the places, for one host.

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -41,7 +42,8 @@ def main(control_fd: int, *, dali: bool, threads: int, cpu_s: float) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with socket.socket(fileno=control_fd) as control:
+    # A server that was stopped while it starts, or between two commands, may have gone before it is answered.
+    with socket.socket(fileno=control_fd) as control, suppress(ConnectionError):
         version = _load(dali=dali)
         gc.freeze()  # what is loaded is no garbage, and stays memory that all children share
         control.send(json.dumps({"dali": version}).encode())
@@ -92,6 +94,8 @@ def _run_child(descriptor: int, parent: int, dali_threads: int, memory_bytes: in
             server.send(json.dumps({"sandbox": sandbox.enter()}).encode())
             _Child(server, jpegs, cpu_s).run()
         code = 0
+    except ConnectionError:  # the server has gone before its answer
+        pass
     except BaseException:  # noqa: BLE001 - a child must never go on as its parent
         sys.excepthook(*sys.exc_info())
     finally:

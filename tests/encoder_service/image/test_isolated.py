@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +26,7 @@ from encoder_service.image.decoder_child import _parsed
 from encoder_service.image.isolated import IsolatedDecoder
 from encoder_service.image.source import Source
 from testing.photos import damaged, encoded, photo
+from tests.waiting import START_S
 
 PHOTO = photo(120, 80, 1)
 
@@ -200,6 +204,19 @@ def test_pixels_stay_what_they_are_while_others_are_decoded(decoder: IsolatedDec
         assert isinstance(expected, torch.Tensor)
         assert isinstance(pixels, torch.Tensor)
         assert torch.equal(pixels, expected)
+
+
+def test_a_parent_whose_server_ended_while_it_was_loading_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = (
+        "from encoder_service.image.decoder_process import main; "
+        f"main({theirs.fileno()}, dali=False, threads=1, cpu_s=1.0)"
+    )
+    command = [sys.executable, "-c", program]
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
+        ours.close()
+        assert process.communicate(timeout=START_S)[1] == b""
+    assert process.returncode == 0
 
 
 def test_all_descriptors_are_taken_at_the_start_and_no_more_however_much_is_decoded() -> None:

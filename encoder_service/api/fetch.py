@@ -16,7 +16,7 @@ from encoder_service.api.call_log import Call
 from encoder_service.api.pin_budget import Holds, PinRoom
 from encoder_service.engine.row_finder import FetchResult, RowFinder
 from encoder_service.scheduler import Claim
-from encoder_service.scheduler.turns import TURN_BYTES, Turns
+from encoder_service.scheduler.turns import TURN_BYTES, Turns, name_turns
 from encoder_service.store import Pin
 from encoder_service.transport import Sender
 
@@ -85,10 +85,12 @@ class _Outcome:
         )
 
 
-def row_requests(
+async def row_requests(
     images: Collection[pb.FetchImage],
     key_of: Callable[[pb.FetchImage], ImageKey],
     claim: Callable[[int, float], Claim],
+    turns: Turns,
+    client_id: str,
 ) -> list[RowRequest]:
     """Return what a call asks for, by image, with the windows and the first need of each.
 
@@ -103,14 +105,20 @@ def row_requests(
         engine_key = image.engine_key.SerializeToString() if image.HasField("engine_key") else None
         name = image.digest, image.variant.min_pixels, image.variant.max_pixels, engine_key
         named.setdefault(name, []).append(image)
-    return [
-        RowRequest(
-            key_of(same[0]),
-            claim(min(image.chunk for image in same), now + min(image.needed_in_ms for image in same) / 1000),
-            [RowWindow(image.index, image.row_begin, image.row_end) for image in same],
-        )
-        for same in named.values()
-    ]
+    wanted: list[RowRequest] = []
+    for some, pieces in name_turns(list(named.values())):
+        await turns.take(client_id, pieces)
+        wanted += [
+            RowRequest(
+                key_of(same[0]),
+                claim(
+                    min(image.chunk for image in same), now + min(image.needed_in_ms for image in same) / 1000
+                ),
+                [RowWindow(image.index, image.row_begin, image.row_end) for image in same],
+            )
+            for same in some
+        ]
+    return wanted
 
 
 async def rows_anywhere(finder: RowFinder, images: Sequence[RowRequest], grace_s: float) -> RowsOf:
@@ -170,8 +178,11 @@ class FetchCall:
         what is about to be sent is pinned, however slowly the caller reads. Whatever ends the call releases every pin
         and withdraws every claim.
         """
-        tasks = {asyncio.create_task(self._resolve(wanted)) for wanted in self._images}
+        tasks: set[asyncio.Task[_Outcome]] = set()
         try:
+            for some, pieces in name_turns(self._images):
+                await self._turns.take(self._client_id, pieces)
+                tasks |= {asyncio.create_task(self._resolve(wanted)) for wanted in some}
             for resolved in asyncio.as_completed(tasks):
                 outcome = await resolved
                 is_read = False
@@ -235,11 +246,15 @@ class FetchCall:
 
     async def _end(self, tasks: "set[asyncio.Task[_Outcome]]") -> None:
         running = [task for task in tasks if not task.done()]
-        for task in running:
-            task.cancel()
         try:
-            await asyncio.gather(*running, return_exceptions=True)
+            for some, pieces in name_turns(running):
+                await self._turns.take(self._client_id, pieces)
+                for task in some:
+                    task.cancel()
+                await asyncio.gather(*some, return_exceptions=True)
         finally:  # being cancelled once more while they end leaves no rows pinned
+            for task in running:
+                task.cancel()
             self._holds.close()
 
 

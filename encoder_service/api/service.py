@@ -1,6 +1,6 @@
 """The gRPC service: Describe, Submit, Fetch and Put; and the calls about URLs. Nothing here blocks the event loop."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from time import monotonic
@@ -36,9 +36,6 @@ from encoder_service.scheduler import Claim
 from encoder_service.scheduler.shares import Shares
 from encoder_service.scheduler.turns import Turns
 from encoder_service.store import Store
-
-# Parsing so many images of a Fetch costs the event loop as much as finding the rows of one.
-TURN_IMAGES = 4
 
 SERVICE = "encoder_contract.v1.EncoderService"
 
@@ -103,8 +100,8 @@ class EncoderService:
         try:
             async with messages.Border(context, call.failed):
                 caller = await self._opened(requests, context)
-                _made_by(caller, context, call)
-                submitting = self._submitting(caller, call, context)
+                client = _made_by(caller, context, call)
+                submitting = self._submitting(caller, call, client, context)
                 async for answer in submitting.answers(requests):
                     yield answer
                 # The requests of a cancelled call end just as those of a complete one, a moment before the cancellation
@@ -132,9 +129,9 @@ class EncoderService:
                 self._admit(caller)
                 self._fetch_room.take((client,), len(request.images))
                 held = len(request.images)
-                await self._turns.take(client, 1 + held // TURN_IMAGES)
+                wanted = await self._wanted(request, client, context)
                 # When the caller leaves, its pins are released now, not at garbage collection.
-                fetching = await self._fetching(request, call, context, is_peer=is_peer)
+                fetching = await self._fetching(request, wanted, call, context, is_peer=is_peer)
                 async with aclosing(fetching.answers()) as answers:
                     async for message in answers:
                         yield message
@@ -182,7 +179,7 @@ class EncoderService:
             segment=segment,
         )
 
-    def _submitting(self, caller: pb.Caller, call: Call, context: Context) -> SubmitCall:
+    def _submitting(self, caller: pb.Caller, call: Call, client: str, context: Context) -> SubmitCall:
         if not self._info.encodes:
             raise ModelMismatchError(
                 "this server has no tower (--store-only): submit images to one that encodes, or put their rows"
@@ -192,6 +189,8 @@ class EncoderService:
             self._encoder,
             self._uploads(caller, context),
             call,
+            turns=self._turns,
+            client_id=client,
             new_claim=partial(_claim, caller, uuid4().hex, context),
             new_key=partial(self._key, caller),
             tokens=self._info.geometry.tokens,
@@ -199,9 +198,14 @@ class EncoderService:
         )
 
     async def _fetching(
-        self, request: pb.FetchRequest, call: Call, context: Context, *, is_peer: bool
+        self,
+        request: pb.FetchRequest,
+        wanted: Sequence[RowRequest],
+        call: Call,
+        context: Context,
+        *,
+        is_peer: bool,
     ) -> FetchCall:
-        wanted = self._wanted(request, context)
         grace_ms = min(request.grace_ms, self._info.description.limits.max_grace_ms)
         rows_of = (
             rows_of_this_replica(self._finder)
@@ -241,7 +245,7 @@ class EncoderService:
             raise UnavailableError("the server is draining: use another one")
         self._info.check_model(caller)
 
-    def _wanted(self, request: pb.FetchRequest, context: Context) -> list[RowRequest]:
+    async def _wanted(self, request: pb.FetchRequest, client: str, context: Context) -> list[RowRequest]:
         most = self._info.description.limits.max_images_per_call
         if not 0 < len(request.images) <= most:
             raise InvalidRequestError(f"a Fetch call names 1 to {most} images, got {len(request.images)}")
@@ -250,7 +254,8 @@ class EncoderService:
             key_of = partial(messages.put_image_key, by, salt=request.caller.tenant_salt)
         else:
             key_of = partial(self._key, request.caller)
-        return row_requests(request.images, key_of, partial(_claim, request.caller, uuid4().hex, context))
+        claim = partial(_claim, request.caller, uuid4().hex, context)
+        return await row_requests(request.images, key_of, claim, self._turns, client)
 
     def _key(self, caller: pb.Caller, image: pb.ImageName | pb.FetchImage) -> ImageKey:
         return messages.image_key(self._info.recipe, image.digest, image.variant, caller.tenant_salt)

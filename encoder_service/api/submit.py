@@ -14,6 +14,7 @@ from encoder_service.api.upload_budget import Uploads
 from encoder_service.encoder import Encoder, LookupResult, SubmittedImage
 from encoder_service.observability.incidents import known_error
 from encoder_service.scheduler import Claim
+from encoder_service.scheduler.turns import Turns, name_turns
 
 
 class SubmitCall:
@@ -25,14 +26,19 @@ class SubmitCall:
         uploads: Uploads,
         call: Call,
         *,
+        turns: Turns,
+        client_id: str,
         new_claim: Callable[[], Claim],
         new_key: Callable[[pb.ImageName], ImageKey],
         tokens: Callable[[Grid], int],
         max_images: int,
     ) -> None:
+        """`turns` keeps a call of hundreds of names, which is the client's, from delaying those of others."""
         self._encoder = encoder
         self._uploads = uploads
         self._call = call
+        self._turns = turns
+        self._client_id = client_id
         self._new_claim = new_claim
         self._new_key = new_key
         self._tokens = tokens
@@ -54,7 +60,7 @@ class SubmitCall:
                 break
             kind = request.WhichOneof("message")
             if kind == "names":
-                for answer in await self._names(request.names.names):
+                async for answer in self._names(request.names.names):
                     yield answer
             elif kind == "bytes":
                 outcome = await self._bytes(request.bytes)
@@ -97,7 +103,13 @@ class SubmitCall:
         self._uploads.drop(index)
         self._encoder.forget(self._expected.pop(index).key)
 
-    async def _names(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
+    async def _names(self, names: Sequence[pb.ImageName]) -> AsyncIterator[pb.SubmitResponse]:
+        for some, pieces in name_turns(names):
+            await self._turns.take(self._client_id, pieces)
+            for answer in await self._answers_to(some):
+                yield answer
+
+    async def _answers_to(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
         answers: list[pb.SubmitResponse] = []
         images: dict[int, SubmittedImage] = {}
         by_index = {name.index: name for name in names}

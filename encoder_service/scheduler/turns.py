@@ -2,12 +2,27 @@
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 # Pieces of work between two polls of the sockets, of about 0.1 ms each. A call takes tens of passes of the loop, most
 # for gRPC's own events, and waits in each for the work of others that fits into it. One piece gains nothing over two.
 AT_A_TIME = 2
 # Taking or sending so many bytes costs the event loop as much as one such piece of work.
 TURN_BYTES = 128 << 10
+# Reading so many names of images costs as much, too.
+TURN_NAMES = 4
+# Names that are read at a time, of a call of thousands: some 2 ms of work, and one question to the cluster.
+NAMES_AT_A_TIME = 64
+
+T = TypeVar("T")
+
+
+def name_turns(names: Sequence[T]) -> Iterator[tuple[Sequence[T], int]]:
+    """Yield the names of a call, a few at a time, each time with the pieces of work that they are."""
+    for begin in range(0, len(names), NAMES_AT_A_TIME):
+        some = names[begin : begin + NAMES_AT_A_TIME]
+        yield some, 1 + len(some) // TURN_NAMES
 
 
 class Turns:

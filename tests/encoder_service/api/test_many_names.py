@@ -1,0 +1,62 @@
+"""Calls of hundreds of names: the event loop reads a few, and polls its sockets before the next."""
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.address import ImageKey
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from encoder_service.scheduler.turns import NAMES_AT_A_TIME
+from prefill_client import EncoderClient
+from tests.calls import stub
+from tests.servers import server_of
+
+
+async def read(call: Any, count: int) -> None:
+    for _ in range(count):
+        await call.read()
+
+
+async def test_a_call_of_hundreds_of_names_leaves_the_loop_to_others_after_every_few(
+    config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+        digests = [content_digest(n.to_bytes(4, "big")) for n in range(512)]
+        named, tasks = 0, [len(asyncio.all_tasks())]
+        key = server.service._key
+
+        def counted(*names: Any) -> ImageKey:
+            nonlocal named
+            named += 1
+            return key(*names)
+
+        async def passes(call: Any) -> list[int]:
+            """Return how many names were read in each pass of the loop while a call ran."""
+            each, before = [], named
+            while not call.done():
+                await asyncio.sleep(0)
+                each.append(named - before)
+                tasks.append(len(asyncio.all_tasks()))
+                before = named
+            return each
+
+        monkeypatch.setattr(server.service, "_key", counted)
+        submit = (await stub(client)).Submit(timeout=60)
+        await submit.write(pb.SubmitRequest(open=pb.Caller()))
+        names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(digests)]
+        await submit.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
+        answers = asyncio.create_task(read(submit, 512))
+        assert max(await passes(answers)) <= NAMES_AT_A_TIME
+        submit.cancel()
+
+        images = [pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)]
+        fetch = (await stub(client)).Fetch(pb.FetchRequest(images=images, grace_ms=500), timeout=60)
+        assert max(await passes(asyncio.create_task(read(fetch, 512)))) <= NAMES_AT_A_TIME
+        assert named == 1024
+        assert max(tasks) > 512, "an image that nobody has is waited for by a task"
+        assert max(now - before for before, now in pairwise(tasks)) <= NAMES_AT_A_TIME + 16

@@ -95,7 +95,8 @@ class FetchStream:
             return
         names = [self._requests[index].routed_by for index in indexes]
         groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for index, endpoint in zip(indexes, self._pool.router.place(names, self._route), strict=True):
+        placed = self._pool.router.place(names, self._route, bounded=self._producer is None)
+        for index, endpoint in zip(indexes, placed, strict=True):
             # What we sent ourselves we do not wait for: whoever does not know it has lost it, and is sent it again.
             grace_ms = self._grace_ms if self._sent(index) is None else 0
             groups[endpoint, grace_ms].append(index)

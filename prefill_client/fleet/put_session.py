@@ -57,7 +57,7 @@ class PutSession:
         grace of `lease_s`, and name the image again after `UnknownImageError`. `held`: fetch them.
         """
         try:
-            placed = self._pool.router.place([image.routed_by for image in images])
+            placed = self._pool.router.place([image.routed_by for image in images], bounded=False)
         except EncoderError as error:
             return [PutAnswer(image, "failed", error=error) for image in images]
         groups: defaultdict[str, list[int]] = defaultdict(list)

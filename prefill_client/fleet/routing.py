@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from time import monotonic
 
 from xxhash import xxh3_64_intdigest
@@ -71,17 +71,21 @@ class Router:
         return self._order(digest, self.bound())
 
     def place(
-        self, digests: Sequence[bytes], sent_to: Callable[[bytes], str | None] = lambda _: None
+        self,
+        digests: Sequence[bytes],
+        sent_to: Callable[[bytes], str | None] = lambda _: None,
+        *,
+        bounded: bool = True,
     ) -> list[str]:
         """Return where each image of one call goes, and count it as under way there until `end`.
 
         An image goes where `sent_to` says, if that is up and below the bound, else to the first in its order; one that
-        comes twice, where it went before. The bound is that of all of them together. Raises `UnavailableError` when no
-        endpoint is known.
+        comes twice, where it went before. The bound is that of all of them together; without one, load moves no image:
+        rows that callers put are only where they were put. Raises `UnavailableError` when no endpoint is known.
         """
         if not self._endpoints:
             raise UnavailableError("no encoder endpoint is known")
-        bound = self.bound(len(digests))
+        bound = self.bound(len(digests)) if bounded else inf
         placed: dict[bytes, str] = {}
         for digest in digests:
             if digest not in placed:
@@ -138,7 +142,7 @@ class Router:
             known.failures, known.relapses, known.said_to_serve = 0, 0, True
             known.down_until = float("-inf")
 
-    def _order(self, digest: bytes, bound: int) -> list[str]:
+    def _order(self, digest: bytes, bound: float) -> list[str]:
         now = self._clock()
         ranked = sorted(
             self._endpoints.items(), key=lambda item: (_hash(digest, item[1].seed), item[0]), reverse=True

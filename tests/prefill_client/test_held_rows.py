@@ -181,6 +181,7 @@ async def test_a_session_reads_the_right_rows_whenever_its_calls_end(small: Serv
         async with PrefetchSession(fetch, chunks, [r for r, _ in wanted], row_bytes=1) as session:
             async for ready in session:
                 if ready.chunk.index == 1:  # the third chunk's rows are here too
+                    await soon(session._held[2].rows.done)
                     await soon(lambda: small.store.stats().pins == 2)
                     streams[1].close()
                     await lose(small, streams[2])

@@ -14,6 +14,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, PutImage
+from prefill_client.fleet.routing import IDLE_IMAGES, Router
 from testing.redis_servers import free_port
 from testing.server_process import ServerProcess
 from tests.processes import running
@@ -56,9 +57,21 @@ async def test_engines_that_do_as_the_page_says_run_their_towers_once_for_an_ima
             assert np.array_equal(rows, rows_for(client, b"123"[number % 3]))
 
 
+def preferring(endpoint: str, endpoints: list[str], count: int) -> list[PutImage]:
+    """Return new images, every other one named by its digest, that go to one server while all are up."""
+    found: list[PutImage] = []
+    while len(found) < count:
+        image = new_image(by_digest=len(found) % 2 == 0)
+        if Router(endpoints).order(image.routed_by)[0] == endpoint:
+            found.append(image)
+    return found
+
+
 async def test_names_go_to_the_server_that_their_fetch_goes_to(servers: list[Server]) -> None:
-    async with await EncoderClient.connect([server.endpoint for server in servers]) as client:
-        images = [new_image(by_digest=number % 2 == 0) for number in range(24)]
+    endpoints = [server.endpoint for server in servers]
+    # Most prefer one of them, more than what is under way at a server would otherwise bound.
+    images = preferring(endpoints[0], endpoints, IDLE_IMAGES + 8) + preferring(endpoints[1], endpoints, 4)
+    async with await EncoderClient.connect(endpoints) as client:
         async with client.put(PRODUCER) as session:
             answers = await session.name(images)
             assert {answer.state for answer in answers} == {"yours"}

@@ -166,23 +166,18 @@ async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
     # Calls that send nothing have ten seconds, which may be too few on a busy machine.
     monkeypatch.setattr(inbound, "REQUEST_S", 600.0)
     async with server_of(config, model, max_calls=8) as server:
+        places = server._listener._entrance._places
         raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
         # Three quarters of the places, for one host.
         held = [await raw.call(OURS + "Submit") for _ in range(6)]
-
-        async def refused() -> bool:
-            return await status(other, await other.call(OURS + "Describe", b"")) == RESOURCE_EXHAUSTED
-
-        await soon(refused)
+        await soon(lambda: places.held == 6)
+        assert await status(other, await other.call(OURS + "Describe", b"")) == RESOURCE_EXHAUSTED
         health = await other.call("/grpc.health.v1.Health/Check", b"")
         assert await status(other, health) == "0"
         for stream in held:
             raw.reset_stream(stream)
-
-        async def let_in() -> bool:
-            return await status(other, await other.call(OURS + "Describe", b"")) == "0"
-
-        await soon(let_in)
+        await soon(lambda: places.held == 0)
+        assert await status(other, await other.call(OURS + "Describe", b"")) == "0"
         await raw.close()
         await other.close()
 

@@ -112,6 +112,14 @@ def test_one_hot_image_stays_at_home_while_that_is_idle_and_then_spreads_in_its_
     assert router.order(DIGESTS[0]) == preferred
 
 
+def test_without_a_bound_an_image_stays_at_home_however_much_is_under_way_there() -> None:
+    router = Router(ENDPOINTS)
+    home = router.order(DIGESTS[0])[0]
+    for _ in range(200):
+        assert router.place([DIGESTS[0]], bounded=False) == [home]
+    assert router.place([DIGESTS[0]]) != [home]
+
+
 def test_what_is_down_comes_last_and_returns_to_its_place() -> None:
     now = 0.0
     router = Router(ENDPOINTS, clock=lambda: now)

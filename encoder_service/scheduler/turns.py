@@ -12,7 +12,7 @@ AT_A_TIME = 2
 TURN_BYTES = 128 << 10
 # Reading so many names of images costs as much, too.
 TURN_NAMES = 4
-# Names that are read at a time, of a call of thousands: some 2 ms of work, and one question to the cluster.
+# Names that are read at a time, of a call of hundreds: some 2 ms of work, and one question to the cluster.
 NAMES_AT_A_TIME = 64
 
 T = TypeVar("T")

@@ -85,6 +85,7 @@ class DecoderParent:
             try:
                 return int(self._ask_once(self._running, {"reap": child.pid}, [])["status"])
             except OSError:
+                self._end()  # an answer that comes late would be taken for that of the next question
                 return None
 
     def close(self) -> None:

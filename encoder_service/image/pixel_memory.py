@@ -67,9 +67,10 @@ class PixelMemory:
         return pixels
 
     def _returned(self, number: int) -> None:
-        self._lent.discard(number)
-        if not self._lent and self.size > _KEPT_BYTES:
+        # Emptied before it counts as free: from then on another request may be in it.
+        if self._lent == {number} and self.size > _KEPT_BYTES:
             self._bytes.madvise(mmap.MADV_REMOVE)
+        self._lent.discard(number)
 
 
 def layout(sources: Sequence[Source]) -> list[tuple[int, int]]:

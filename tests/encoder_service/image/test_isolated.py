@@ -24,8 +24,10 @@ from encoder_service.image import isolated
 from encoder_service.image.decode import DEATHS, Decoder
 from encoder_service.image.decoder_child import _parsed
 from encoder_service.image.isolated import IsolatedDecoder
+from encoder_service.image.pixel_memory import PixelMemory
 from encoder_service.image.source import Source
 from testing.photos import damaged, encoded, photo
+from tests.engines import Changed
 from tests.waiting import START_S
 
 PHOTO = photo(120, 80, 1)
@@ -250,3 +252,28 @@ def test_every_reason_of_a_death_is_told_to_the_caller_in_its_own_way(decoder: I
     temporary = {reason for reason, error in errors.items() if error.retryable}
     assert temporary == {"killed", "stuck"}
     assert all(isinstance(error, EncoderError) for error in errors.values())
+
+
+def test_a_memory_is_emptied_before_another_request_may_have_it() -> None:
+    memory, was_free = PixelMemory(128 << 20), list[bool]()
+    pixels = [memory.lend(source_of(PHOTO), begin) for begin in (0, 1 << 20)]
+    emptied = Changed(memory._bytes, madvise=lambda _: was_free.append(memory.is_free))
+    memory._bytes = emptied  # type: ignore[assignment]
+    del pixels[0]
+    assert (was_free, memory.is_free) == ([], False)
+    del pixels[0]
+    assert (was_free, memory.is_free) == ([False], True)
+
+
+def test_a_parent_that_answers_too_late_is_replaced_and_its_answer_is_nobodys() -> None:
+    with decoding() as decoder:
+        late = psutil.Process(psutil.Process(children(decoder)[0]).ppid())
+        decoder._parent._running.control.settimeout(0.1)  # type: ignore[union-attr]
+        late.suspend()
+        (child,) = decoder._single_children.queue
+        child.end()
+        if late.is_running():  # it would be, and answer the next question
+            late.resume()
+        for seed in range(3):
+            assert isinstance(decoder.decode_one(source_of(photo(64, 48, seed))), torch.Tensor)
+        assert not late.is_running()

@@ -89,40 +89,47 @@ class EntryTable:
             self._writing.discard(address)
             self._turn.notify_all()
 
-    def reserve_free(self, tier: Tier, address: bytes, tokens: int, grid: Grid) -> Entry | None:
-        """Reserve pages that are free now; None if there are too few."""
+    def reserve_free(
+        self, tier: Tier, address: bytes, tokens: int, grid: Grid, *, promised: bool
+    ) -> Entry | None:
+        """Reserve pages that are free now; None if there are too few. `promised` as in `reserve`."""
         with self._turn:
-            return tier.reserve(address, tokens, grid)
+            has_room = promised or self._with_room([tier.layout.pages(tokens)])
+            return tier.reserve(address, tokens, grid) if has_room else None
 
-    def reserve(self, tier: Tier, address: bytes, tokens: int, grid: Grid, deadline: float) -> Entry:
-        """Reserve pages, evicting the least recently used entries; wait while too much is pinned.
+    def reserve(
+        self, tier: Tier, address: bytes, tokens: int, grid: Grid, deadline: float, *, promised: bool = False
+    ) -> Entry:
+        """Reserve pages, evicting the least recently used entries; wait while too much is pinned or promised to others.
 
-        Raises `OverloadedError` at `deadline` (monotonic).
+        `promised` are pages of the caller's own `promise`. Raises `OverloadedError` at `deadline` (monotonic).
         """
         dropped: list[bytes] = []
         try:
             with self._turn:
                 while True:
                     self._settle()
-                    entry = tier.reserve(address, tokens, grid)
-                    room = tier.make_room(tokens)
-                    while entry is None and (victim := next(room, None)) is not None:
-                        dropped.append(victim)
+                    if promised or self._with_room([tier.layout.pages(tokens)]):
                         entry = tier.reserve(address, tokens, grid)
-                    if entry is not None:
-                        return entry
+                        room = tier.make_room(tokens)
+                        while entry is None and (victim := next(room, None)) is not None:
+                            dropped.append(victim)
+                            entry = tier.reserve(address, tokens, grid)
+                        if entry is not None:
+                            return entry
                     self._wait(deadline)
         finally:
             self.tell_dropped((address, tier.name) for address in dropped)
 
-    def promise(self, pages: Sequence[int], wait_s: float) -> int:
+    def promise(self, pages: Sequence[int], wait_s: float | None) -> int:
         """Reserve pages for embeddings about to be written; return how many of them, from the first on, fit.
 
-        Waits while not even the first fits. Once space of that size has been lacking for `wait_s`, for any caller,
-        raises `OverloadedError`; later callers get it at once.
+        Waits while not even the first fits. Once space of that size has been lacking for `wait_s`, for any caller who
+        waits, raises `OverloadedError`; later callers get it at once. Without `wait_s` it returns 0 instead.
         """
         with self._turn:
-            while not (count := self._with_room(pages)):
+            self._settle()
+            while not (count := self._with_room(pages)) and wait_s is not None:
                 if self._wanting_since is None or pages[0] < self._wanting_pages:
                     self._wanting_since, self._wanting_pages = time.monotonic(), pages[0]
                 self._wait(self._wanting_since + wait_s)
@@ -155,7 +162,7 @@ class EntryTable:
         """Free the pages of a reserved entry whose bytes will not be complete."""
         with self._turn:
             entry.tier.abandon(entry)
-            self._turn.notify_all()
+            self._released()
 
     def copy(self, entry: Entry, tier: Tier, deadline: float) -> Entry:
         """Return a pinned copy of a pinned entry in another tier, made now if there is none."""
@@ -219,7 +226,7 @@ class EntryTable:
             gone = not entry.pins
             if gone:
                 entry.tier.drop(entry)
-            self._turn.notify_all()
+            self._released()
         if gone:
             self.tell_dropped([(entry.address, entry.tier.name)])
         return gone
@@ -281,6 +288,7 @@ class EntryTable:
         while self._forgotten:
             entry = self._forgotten.popleft()
             entry.tier.unpin(entry)
+            self._released()
 
     def _wait(self, deadline: float) -> None:
         """Wait for a release; raises `OverloadedError` at the deadline."""

@@ -97,12 +97,13 @@ class Store:
         """Whether there is a device tier."""
         return self._device is not None
 
-    def put(self, address: bytes, rows: Tensor, grid: Grid) -> Pin:
+    def put(self, address: bytes, rows: Tensor, grid: Grid, *, is_set_aside: bool = False) -> Pin:
         """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
 
         First writer wins: if the address is held, or another thread is writing it, `rows` are discarded.
-        With a device tier, rows go there while it has space. Raises `OverloadedError` if everything stays
-        pinned for `wait_s`, `ImageLimitError` for an embedding larger than the host tier.
+        With a device tier, rows go there while it has space. `is_set_aside`: into the caller's own `set_aside`.
+        Raises `OverloadedError` if everything stays pinned, or set aside for others, for `wait_s`, and
+        `ImageLimitError` for an embedding larger than the host tier.
         """
         assert rows.ndim == 2, rows.shape
         assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
@@ -116,9 +117,9 @@ class Store:
         try:
             source = rows.contiguous().view(torch.uint8).view(-1)
             if self._device is not None:
-                entry = table.reserve_free(self._device, address, tokens, grid)
+                entry = table.reserve_free(self._device, address, tokens, grid, promised=is_set_aside)
             if entry is None:
-                entry = table.reserve(self._host, address, tokens, grid, deadline)
+                entry = table.reserve(self._host, address, tokens, grid, deadline, promised=is_set_aside)
             return Pin(table, self.segment, table.fill(entry, [source]))
         finally:
             table.unclaim(address)
@@ -126,8 +127,8 @@ class Store:
     def receive(self, address: bytes, tokens: int, grid: Grid) -> Incoming | None:
         """Return where to write rows that arrive piece by piece, in the host tier; None if they are held.
 
-        Takes microseconds: call it from an event loop. Raises `OverloadedError` at once if everything is pinned or
-        another thread is writing the address, and `ImageLimitError` for an embedding larger than the host tier.
+        Takes microseconds: call it from an event loop. Raises `OverloadedError` at once if everything is pinned or set
+        aside, or another thread is writing the address, and `ImageLimitError` if the host tier is too small for it.
         """
         self._check_size(tokens)
         table, now = self._table, time.monotonic()
@@ -144,12 +145,13 @@ class Store:
     def set_aside(self, tokens: Sequence[int], *, wait: bool = True) -> int:
         """Reserve space for embeddings about to be computed; return how many of them, from the first on, fit.
 
-        May `wait` while too much is pinned for the first. Raises what `put` would, before rows are computed that could
-        not be stored. Call `give_back` once for each embedding reserved, after `put` or instead of it.
+        May `wait` while too much is pinned for the first; without that, none may fit. Raises what `put` would, before
+        rows are computed that could not be stored. No other writer takes the space. Call `give_back` once for each
+        embedding reserved, after `put` or instead of it.
         """
         self._check_size(tokens[0])
         return self._table.promise(
-            [self.layout.pages(count) for count in tokens], self._wait_s if wait else 0.0
+            [self.layout.pages(count) for count in tokens], self._wait_s if wait else None
         )
 
     def give_back(self, tokens: int) -> None:

@@ -1,0 +1,88 @@
+"""Space set aside for embeddings about to be computed: nobody else takes it, and asking for it costs no one else."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.errors import OverloadedError
+from encoder_service.store import Store
+from tests.small_store import PAGE_ROWS, embedding, make_store
+from tests.waiting import PATIENCE_S
+
+SIX, FIVE, FOUR = (pages * PAGE_ROWS for pages in (6, 5, 4))
+GRID = (1, 2, 2)
+
+
+def test_no_other_writer_takes_what_was_set_aside(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=10)
+    assert store.set_aside([SIX, FIVE]) == 1
+    with pytest.raises(OverloadedError):
+        store.receive(b"put by a caller", FIVE, GRID)
+    with pytest.raises(OverloadedError):
+        store.put(b"from a peer", embedding(1, 5), GRID)
+    incoming = store.receive(b"put by another caller", FOUR, GRID)
+    assert incoming is not None
+    store.put(b"computed", embedding(2, 6), GRID, is_set_aside=True).release()
+    store.give_back(SIX)
+    incoming.drop()
+    store.put(b"from a peer", embedding(1, 5), GRID).release()
+    store.close()
+
+
+def test_with_a_device_tier_no_other_writer_takes_it_either(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=6, device_pages=4)
+    assert store.set_aside([FOUR, FOUR]) == 2
+    with pytest.raises(OverloadedError):
+        store.put(b"from a peer", embedding(1, 4), GRID)
+    pins = [store.put(name, embedding(2, 4), GRID, is_set_aside=True) for name in (b"a", b"b")]
+    assert [pin.tier for pin in pins] == ["device", "host"]
+    store.close()
+
+
+def test_asking_without_waiting_starts_nobodys_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an image might overtake a large batch, and is put back: its own turn comes when that batch is done."""
+    store = make_store(tmp_path, host_pages=10, wait_s=PATIENCE_S)
+    assert store.set_aside([SIX]) == 1
+    assert store.set_aside([SIX], wait=False) == 0
+    later(monkeypatch, 2 * PATIENCE_S)
+    threading.Timer(0.1, lambda: store.give_back(SIX)).start()
+    assert store.set_aside([SIX]) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["rows that never came", "a pin that was forgotten"])
+def test_room_that_came_and_went_begins_patience_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    store = make_store(tmp_path, host_pages=10, wait_s=0.2)
+    release = taken(store, how)
+    with pytest.raises(OverloadedError):
+        store.set_aside([SIX])
+    release()
+    store._wait_s = PATIENCE_S
+    later(monkeypatch, 2 * PATIENCE_S)
+    assert store.set_aside([SIX]) == 1
+    threading.Timer(0.1, lambda: store.give_back(SIX)).start()
+    assert store.set_aside([SIX]) == 1
+    store.close()
+
+
+def taken(store: Store, how: str) -> Callable[[], None]:
+    """Take more than half of the store; return what gives it back without waking anybody who waits for room."""
+    if how == "rows that never came":
+        incoming = store.receive(b"rows", FIVE, GRID)
+        assert incoming is not None
+        return incoming.drop
+    pins = [store.put(b"pinned", embedding(1, 5), GRID)]
+    return pins.clear
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let time pass on the store's clock."""
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + seconds)

@@ -24,7 +24,7 @@ from encoder_service.api.inbound import Requests
 from encoder_service.engine.put_leases import Lease, PutAnswer, PutImage, PutLeases
 from encoder_service.observability.incidents import known_error
 from encoder_service.scheduler.shares import Shares
-from encoder_service.scheduler.turns import TURN_BYTES, Turns
+from encoder_service.scheduler.turns import TURN_BYTES, Turns, name_turns
 from encoder_service.store import Incoming, Store
 
 # Threads of their own: whoever reads from a caller's file keeps nobody else from hashing or sending.
@@ -121,12 +121,12 @@ class PutCall:
             index, data = request
             await self._room.turns.take(self._holders[0], 1 + len(data) // TURN_BYTES)
             await requests.begin_next()  # not before our turn: a call that waits for it has one message here
-            return self._piece(index, data)
+            return await self._piece(index, data)
         kind = request.WhichOneof("message")
         if kind == "names":
             return await self._names(request.names.names)
         if kind == "shared":
-            return await self._shared(request.shared.index, request.shared.extent)
+            return await self._piece(request.shared.index, request.shared.extent)
         if kind == "end":
             return await self._end(request.end)
         raise InvalidRequestError("after `open`, a Put call holds names, rows and ends only")
@@ -143,9 +143,17 @@ class PutCall:
 
     async def _names(self, names: Sequence[pb.PutName]) -> list[pb.PutResponse]:
         answers: list[pb.PutResponse] = []
+        named: set[int] = set()
+        for some, pieces in name_turns(names):
+            await self._room.turns.take(self._holders[0], pieces)
+            answers += await self._answers_to_names(some, named)
+        return answers
+
+    async def _answers_to_names(self, names: Sequence[pb.PutName], named: set[int]) -> list[pb.PutResponse]:
+        answers: list[pb.PutResponse] = []
         images: dict[int, PutImage] = {}
         for name in names:
-            self._check_index(name.index, images)
+            self._check_index(name.index, named)
             try:
                 self._check_row(name)
                 images[name.index] = self._new_image(name)
@@ -156,11 +164,12 @@ class PutCall:
             answers.append(self._answer_name(index, image, answer))
         return answers
 
-    def _check_index(self, index: int, named: dict[int, PutImage]) -> None:
+    def _check_index(self, index: int, named: set[int]) -> None:
         if index in self._expected or index in named:
             raise InvalidRequestError(f"index {index} is in use: its image has not had its last answer yet")
         if index >= self._max_images:
             raise InvalidRequestError(f"index {index} is not below max_images_per_call = {self._max_images}")
+        named.add(index)
         self._late.discard(index)
 
     def _check_row(self, name: pb.PutName) -> None:
@@ -180,24 +189,16 @@ class PutCall:
         self._call.put(answer.holding)
         return self._state(index, answer.holding, image.key.address, round(wait_s * 1000))
 
-    def _piece(self, index: int, data: memoryview) -> list[pb.PutResponse]:
+    async def _piece(self, index: int, piece: memoryview | pb.Extent) -> list[pb.PutResponse]:
         if (expected := self._expected_at(index)) is None:
             return []
         try:
             if (incoming := self._begun(expected)) is None:
                 return [self._complete(index, expected)]
-            incoming.add(data)
-        except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
-            return [self._fail(index, error)]
-        return []
-
-    async def _shared(self, index: int, extent: pb.Extent) -> list[pb.PutResponse]:
-        if (expected := self._expected_at(index)) is None:
-            return []
-        try:
-            if (incoming := self._begun(expected)) is None:
-                return [self._complete(index, expected)]
-            await self._read(expected, incoming, extent)
+            if isinstance(piece, memoryview):
+                incoming.add(piece)
+            else:
+                await self._read(expected, incoming, piece)
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
             return [self._fail(index, error)]
         return []
@@ -266,9 +267,8 @@ class PutCall:
 
     def _refused(self, index: int, error: EncoderError) -> pb.PutResponse:
         self._call.put("failed", error=error)
-        state = pb.PutState(
-            index=index, holding=pb.HOLDING_FAILED, error=messages.error_message(index, error)
-        )
+        message = messages.error_message(index, error)
+        state = pb.PutState(index=index, holding=pb.HOLDING_FAILED, error=message)
         return pb.PutResponse(state=state)
 
     def _drop(self, index: int) -> None:

@@ -127,10 +127,13 @@ class Cluster(Protocol):
         has already is granted again.
         """
 
-    async def wait_published(self, address: bytes, timeout_s: float) -> Locations:
+    async def wait_published(
+        self, address: bytes, timeout_s: float, without: Collection[str] = ()
+    ) -> Locations:
         """Wait until the replica that encodes the address has published it, and return where it is.
 
-        Empty if that replica gave up, at the timeout, or when alone: acquire the address then.
+        Empty if that replica gave up, at the timeout, or when alone: acquire the address then. Locations at the
+        replicas in `without` do not count; while there are any, a replica that gives up is noticed at the timeout.
         """
 
     def publish(self, address: bytes, grid: Grid) -> None:

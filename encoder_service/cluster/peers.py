@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, cast
@@ -100,12 +101,9 @@ class Peers:
         began, ok = monotonic(), False
         call = self._call(endpoint, self._request(key, local_only=True))
         try:
-            grid, buffer = await self._receive(call, key.address)
+            with _told(endpoint):
+                grid, buffer = await self._receive(call, key.address)
             ok = True
-        except TimeoutError as error:
-            raise UnavailableError(f"the peer {endpoint} was silent, or too slow") from error
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
         finally:
             call.cancel()
             self._on_fetch(monotonic() - began, ok)
@@ -121,9 +119,8 @@ class Peers:
         """
         call = self._call(endpoint, self._request(key, local_only=False))
         try:
-            message = await call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
+            with _told(endpoint):
+                message = await call.read()
         finally:
             call.cancel()
         if message is grpc.aio.EOF:
@@ -230,6 +227,22 @@ class Peers:
                 raise InternalError("the peer sent more bytes than it announced")
             buffer[filled : filled + len(data)] = data
             filled += len(data)
+
+
+@contextmanager
+def _told(endpoint: str) -> Iterator[None]:
+    """Raise an `EncoderError` that names the peer for whatever ends a call to it, but for a cancelled caller."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise UnavailableError(f"the peer {endpoint} was silent, or too slow") from error
+    except grpc.aio.AioRpcError as error:
+        raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
+    except asyncio.CancelledError as error:
+        # A call whose channel is closed is cancelled as well: that must not end those who wait for its rows.
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise UnavailableError(f"the connection to the peer {endpoint} was closed") from error
 
 
 class _Channels(LRUCache[str, grpc.aio.Channel]):

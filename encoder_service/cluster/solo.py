@@ -50,7 +50,9 @@ class Solo:
         """Grant everything."""
         return Acquired(frozenset(addresses), {})
 
-    async def wait_published(self, address: bytes, timeout_s: float) -> Locations:
+    async def wait_published(
+        self, address: bytes, timeout_s: float, without: Collection[str] = ()
+    ) -> Locations:
         """No other replica encodes anything."""
         return ()
 

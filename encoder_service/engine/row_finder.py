@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from encoder_contract.errors import DigestMismatchError, EncoderError
+from encoder_contract.errors import DigestMismatchError, EncoderError, OverloadedError
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Cluster, Locations
 from encoder_service.engine.job_queue import JobQueue
@@ -107,7 +107,7 @@ class RowFinder:
         acquired = await self._cluster.acquire([key.address], failed)
         if key.address not in acquired.granted:
             located = acquired.located.get(key.address)
-            return located or await self._cluster.wait_published(key.address, LEASE_WAIT_S)
+            return located or await self._cluster.wait_published(key.address, LEASE_WAIT_S, failed)
         try:
             begun = self._jobs.submit(key, source, self._validator.grid(key, source), claim)
         except EncoderError:
@@ -127,7 +127,10 @@ class RowFinder:
         encode_s = self._jobs.encode_s(grid.patches)
         if not 0 < encode_s < self._cluster.transfer_s(self._validator.geometry.tokens(grid)):
             return False
-        self._jobs.submit(key, source, grid, claim)
+        try:
+            self._jobs.submit(key, source, grid, claim)
+        except OverloadedError:
+            return False  # nothing is faster in a queue that is full
         self._waiters.wake(key.address)
         return True
 

@@ -159,14 +159,16 @@ class RedisIndex:
                 "release", RELEASE, self._pairs(batch), self._token, self._session.notify_command
             )
 
-    async def wait_published(self, address: bytes, timeout_s: float) -> Locations:
-        """Wait until a peer publishes `address`, and return where it is.
+    async def wait_published(
+        self, address: bytes, timeout_s: float, without: Collection[str] = ()
+    ) -> Locations:
+        """Wait until a peer that is not in `without` publishes `address`, and return where it is.
 
         Empty if the lease ended without that, at the timeout, or when alone: acquire the address then.
         """
         if self.state is not IndexState.JOINED:
             return ()
-        return await self._waiters.wait(address, timeout_s)
+        return await self._waiters.wait(address, timeout_s, without)
 
     def on_forgotten(self) -> None:
         """Renew leases and publish everything again: Redis may have lost what it knew about us."""

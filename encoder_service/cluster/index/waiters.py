@@ -21,18 +21,22 @@ class Waiters:
     def __init__(self, read: Read, subscribe: Subscribe) -> None:
         self._read = read
         self._subscribe = subscribe
-        self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
+        # For each waiter the replicas whose locations are of no use to it.
+        self._waiters: dict[bytes, dict[asyncio.Future[Locations], Collection[str]]] = {}
         self._subscribed: set[bytes] = set()
         self._changed: set[bytes] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def wait(self, address: bytes, timeout_s: float) -> Locations:
-        """Return where the address was published; empty if its lease ended without that, or at the timeout."""
+    async def wait(self, address: bytes, timeout_s: float, without: Collection[str] = ()) -> Locations:
+        """Return where the address was published; empty if its lease ended without that, or at the timeout.
+
+        Nothing has changed as long as it is only at replicas in `without`.
+        """
         if self._task is None:
             self._task = begin(self._serve(), "index-waiters")
         future: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(address, set()).add(future)
+        self._waiters.setdefault(address, {})[future] = without
         self.changed(address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -59,16 +63,17 @@ class Waiters:
         await end(self._task)
 
     def _leave(self, address: bytes, future: "asyncio.Future[Locations]") -> None:
-        waiters = self._waiters.get(address, set())
-        waiters.discard(future)
+        waiters = self._waiters.get(address, {})
+        waiters.pop(future, None)
         if not waiters:
             self._waiters.pop(address, None)
             self._wake.set()  # to end its subscription
 
     def _settle(self, address: bytes, locations: Locations) -> None:
-        for future in self._waiters.get(address, ()):
-            if not future.done():
-                future.set_result(locations)
+        for future, without in self._waiters.get(address, {}).items():
+            useful = tuple(location for location in locations if location.replica_id not in without)
+            if not future.done() and (useful or not locations):
+                future.set_result(useful)
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ import pytest
 
 from encoder_service.cluster.contract import Location
 from encoder_service.cluster.index import RedisIndex
+from encoder_service.cluster.index.waiters import REREAD_S
 from testing.holding import Holding
 from tests.index_replicas import (
     GRID,
@@ -144,6 +145,19 @@ async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Joi
     async with asyncio.timeout(PATIENCE_S):
         assert [place.replica_id for place in await b.wait_published(held, 60.0)] == ["a"]
         assert await b.wait_published(nobody, 60.0) == ()
+
+
+async def test_who_waits_is_told_nothing_of_replicas_that_failed_it_and_hears_of_another(join: Join) -> None:
+    a, b, c = await join("a"), await join("b"), await join("c")
+    (address,) = new_addresses(1)
+    await a.publish(grids([address]))
+    assert (await b.acquire([address], {"a"})).granted == {address}
+    waiting = asyncio.create_task(c.wait_published(address, 60.0, {"a"}))
+    assert [place.replica_id for place in await c.wait_published(address, 60.0)] == ["a"]
+    await asyncio.sleep(2 * REREAD_S)
+    assert not waiting.done()
+    await b.publish(grids([address]))
+    assert [place.replica_id for place in await asyncio.wait_for(waiting, PATIENCE_S)] == ["b"]
 
 
 async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Join) -> None:

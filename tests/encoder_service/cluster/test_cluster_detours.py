@@ -1,0 +1,114 @@
+"""Rows that a peer holds and this replica cannot have at once: what is tried instead, and at what price."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import UnavailableError
+from encoder_service.address import ImageKey
+from encoder_service.cluster import peers
+from encoder_service.cluster.contract import Acquired
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from encoder_service.engine.row_finder import LEASE_WAIT_S
+from testing.photos import photo
+from testing.redis_servers import RedisServer, redis_server
+from tests.cluster_replica import Start, starting
+from tests.index_replicas import grids
+from tests.waiting import PATIENCE_S, soon
+
+numbers = itertools.count(5000)
+
+
+def new_photo() -> bytes:
+    return photo(300, 280, next(numbers))
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterator[Start]:
+    """Starts a replica on an address of its own; all are gone at the end of the test."""
+    async with starting(config, model, redis.url) as start:
+        yield start
+
+
+async def fails(_endpoint: str, _key: ImageKey) -> None:
+    raise UnavailableError("the peer has no room for this reader")
+
+
+async def test_while_another_encodes_what_a_failed_peer_holds_the_index_is_hardly_asked(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, holder, encoder = [await start() for _ in range(3)]
+    file, asked, acquire = new_photo(), 0, ours.index.acquire
+
+    async def counted(addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
+        nonlocal asked
+        asked += 1
+        return await acquire(addresses, without)
+
+    digest = content_digest(file)
+    address = ours.address(digest)
+    assert (await encoder.index.acquire([address])).granted == {address}
+    await ours.client.submit([file])
+    await holder.index.publish(grids([address]))
+    monkeypatch.setattr(ours.index, "acquire", counted)
+    monkeypatch.setattr(ours.cluster._peers, "fetch", fails)
+    began = asyncio.get_running_loop().time()
+    fetching = asyncio.create_task(ours.fetch(digest))
+    await asyncio.sleep(2 * LEASE_WAIT_S)
+    assert not fetching.done()
+    assert 0 < asked <= 3 + (asyncio.get_running_loop().time() - began) / LEASE_WAIT_S
+    await encoder.index.release([address])
+    assert (await asyncio.wait_for(fetching, PATIENCE_S)).source == "encoded"
+
+
+async def test_a_full_queue_refuses_no_image_that_a_peer_holds(start: Start) -> None:
+    a, b = await start(), await start(max_queued_images=1)
+    (warm,) = await b.client.submit([new_photo()])
+    await b.fetch(warm.digest)  # B knows how fast it encodes
+    file = new_photo()
+    with a.gate.closed():
+        await a.client.submit([file])
+        (image,) = await b.client.submit([file])
+    await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest))
+    b.cluster._peers.bytes_per_s = 1.0  # encoding would be faster
+    with b.gate.closed():
+        await b.client.submit([new_photo()])
+        assert (await b.fetch(image.digest)).source == "peer"
+
+
+async def test_a_connection_that_is_closed_under_a_transfer_ends_no_call_of_those_who_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the certificates change, or a 257th peer takes the place of this one."""
+    a, b = await start(), await start()
+    file = new_photo()
+    (image,) = await a.client.submit([file])
+    await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest))
+    monkeypatch.setattr(peers, "CLOSE_S", 0.0)
+    reading, receive = asyncio.Event(), b.cluster._peers._receive
+
+    async def held(call: Any, address: bytes) -> Any:
+        reading.set()
+        await soon(call.done)  # what a closed channel ends
+        return await receive(call, address)
+
+    monkeypatch.setattr(b.cluster._peers, "_receive", held)
+    fetching = asyncio.create_task(b.fetch(image.digest))
+    await asyncio.wait_for(reading.wait(), PATIENCE_S)
+    monkeypatch.setattr(b.cluster._peers, "_receive", receive)
+    b.cluster._peers._channels.popitem()
+    outcome = await asyncio.wait_for(fetching, PATIENCE_S)
+    assert (outcome.error, outcome.source) == (None, "encoded"), "from the bytes that A shares"

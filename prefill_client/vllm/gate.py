@@ -8,7 +8,7 @@ them. Images behind the next step are fetched meanwhile.
 import logging
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
@@ -167,14 +167,13 @@ class Gate:
 
     def _window(self, prompt: Prompt, computed: int) -> list[NamedSpan]:
         """Return the images that a step which begins at token `computed` may touch."""
-        first = bisect_right(prompt.spans, computed, key=lambda span: span.end)
         end = computed + self._window_tokens
-        return list(takewhile(lambda span: span.begin < end, prompt.spans[first:]))
+        return list(takewhile(lambda span: span.begin < end, _left(prompt, computed)))
 
     def _needed(self, prompt: Prompt, computed: int) -> list[NamedSpan]:
         """Return the images without which nothing can be prefilled, and those for whose sake nothing should be yet."""
         if self._gating == "request":
-            return [span for span in prompt.spans if span.end > computed]
+            return _left(prompt, computed)
         window = self._window(prompt, computed)
         if not self.exact:
             return window
@@ -204,17 +203,16 @@ class Gate:
         return True
 
     def _hold(self, request_id: str, prompt: Prompt, computed: int) -> None:
-        """Let go of images that are done; hold those of the next step, and as many behind it as were set apart."""
-        for index in [index for index, span in prompt.held.items() if span.end <= computed]:
+        """Hold the images of the next step, and as many behind it as were set apart; let go of all others.
+
+        Those are done, or were fetched ahead before a preemption: images before them are wanted again, in their place.
+        """
+        run = _in_reach(prompt, computed)
+        for index in prompt.held.keys() - {span.index for span in run}:
             self._drop(request_id, prompt, index)
-        held_rows = sum(span.rows for span in prompt.held.values())
-        first = bisect_right(prompt.spans, computed, key=lambda span: span.end)
-        for span in prompt.spans[first:]:
+        for span in run:
             if span.index in prompt.held:
                 continue
-            held_rows += span.rows
-            if held_rows > prompt.reserved_rows:
-                return
             ahead = max(0, span.begin - computed - self._window_tokens)
             wanted = Wanted(
                 span.name,
@@ -244,3 +242,15 @@ class Gate:
         if request_id not in self._failed:
             _log.warning("request %s ends with an error: %s", request_id, error.message)
             self._failed[request_id] = error
+
+
+def _left(prompt: Prompt, computed: int) -> list[NamedSpan]:
+    """Return the images that do not end within the first `computed` tokens."""
+    return prompt.spans[bisect_right(prompt.spans, computed, key=lambda span: span.end) :]
+
+
+def _in_reach(prompt: Prompt, computed: int) -> list[NamedSpan]:
+    """Return the next images without a gap, as many as what was set apart has room for."""
+    left = _left(prompt, computed)
+    sums = accumulate(span.rows for span in left)
+    return [span for span, rows in zip(left, sums, strict=True) if rows <= prompt.reserved_rows]

@@ -60,8 +60,9 @@ class EncoderClient:
 
         An endpoint is host:port, unix:/path, or dns:host:port for every address that the name has. Raises
         `ModelMismatchError` when a given fingerprint is not the server's, and `UnavailableError` when none can be
-        reached within `timeout_s`. A server that is starting refuses connections until it has read its weights: it is
-        tried again, unless `wait` is False. Raises `ValueError` for credentials that cannot be used.
+        reached within `timeout_s`. A server that is starting refuses connections until it has read its weights, and a
+        name may have no address before that: both are tried again, unless `wait` is False. Raises `ValueError` for
+        credentials that cannot be used.
         """
         pool = Pool(
             [endpoints] if isinstance(endpoints, str) else endpoints,

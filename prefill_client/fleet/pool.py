@@ -55,6 +55,7 @@ class Pool:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._resolving: asyncio.Task[None] | None = None
+        self._unresolved: dict[str, OSError] = {}  # names without an address, and why
         self.router = Router(name for name in self._names if not name.startswith(DNS))
 
     async def open(self) -> Description:
@@ -62,33 +63,60 @@ class Pool:
 
         Raises the first error when none of them can be used.
         """
-        if any(name.startswith(DNS) for name in self._names):
-            await self._resolve()
-            self._resolving = asyncio.create_task(self._resolve_again(), name="resolve")
-        self._watch_all()
-        if not self.router.endpoints:
-            raise UnavailableError(f"no server is known at {', '.join(self._names)}")
-        attempts = [asyncio.create_task(self.connection(name)) for name in self.router.endpoints]
+        named = any(name.startswith(DNS) for name in self._names)
+        attempts: dict[str, asyncio.Task[Connection]] = {}
         errors: list[EncoderError] = []
+        first: Connection | None = None
         try:
-            for attempt in asyncio.as_completed(attempts):
+            # Attempts end by themselves; the search for addresses does not.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeout_s if named else None):
+                    if named:
+                        await self._resolve()
+                        self._resolving = asyncio.create_task(self._resolve_again(), name="resolve")
+                    self._watch_all()
+                    first = await self._first(attempts, errors)
+            if first is None:
+                raise errors[0] if errors else self._nobody()
+            self._timeout_s, self._wait = min(self._timeout_s, CONNECT_AGAIN_S), False
+            await self._pass_by_the_late(attempts)
+            return first.description
+        finally:
+            for left in attempts.values():
+                left.cancel()
+
+    async def _first(
+        self, attempts: "dict[str, asyncio.Task[Connection]]", errors: list[EncoderError]
+    ) -> Connection | None:
+        """Return the first connection, None when there will be none; note every attempt by endpoint, and its error.
+
+        With `wait`, addresses that a name gets meanwhile are tried too: servers that are being started have none.
+        """
+        while True:
+            for endpoint in self.router.endpoints:
+                if endpoint not in attempts:
+                    attempts[endpoint] = asyncio.create_task(self.connection(endpoint))
+            left = [attempt for attempt in attempts.values() if not attempt.done()]
+            if not left:
+                if errors or not self._wait or self._resolving is None:
+                    return None
+                await asyncio.sleep(WATCH_AGAIN_S)
+                continue
+            ended, _ = await asyncio.wait(left, timeout=WATCH_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in ended:
                 try:
-                    description = (await attempt).description
+                    return attempt.result()
                 except EncoderError as error:
                     errors.append(error)
-                    continue
-                self._timeout_s, self._wait = min(self._timeout_s, CONNECT_AGAIN_S), False
-                await self._pass_by_the_late(attempts)
-                return description
-        finally:
-            for left in attempts:
-                left.cancel()
-        raise errors[0]
 
-    async def _pass_by_the_late(self, attempts: "Sequence[asyncio.Task[Connection]]") -> None:
+    def _nobody(self) -> UnavailableError:
+        reasons = [f"; {name} does not resolve: {error}" for name, error in self._unresolved.items()]
+        return UnavailableError(f"no server answers at {', '.join(self._names)}{''.join(reasons)}")
+
+    async def _pass_by_the_late(self, attempts: "dict[str, asyncio.Task[Connection]]") -> None:
         """Prefer the servers that are there; the others are preferred as soon as their health says that they serve."""
-        await asyncio.wait(attempts, timeout=OTHERS_S)
-        for endpoint, attempt in zip(self.router.endpoints, attempts, strict=False):
+        await asyncio.wait(attempts.values(), timeout=OTHERS_S)
+        for endpoint, attempt in attempts.items():
             if not attempt.done() or attempt.exception() is not None:
                 self.router.mark_down(endpoint)
 
@@ -192,7 +220,7 @@ class Pool:
 
     async def _resolve_again(self) -> None:
         while True:
-            await asyncio.sleep(RESOLVE_EVERY_S)
+            await asyncio.sleep(WATCH_AGAIN_S if self._wait else RESOLVE_EVERY_S)
             await self._resolve()
             self._watch_all()
 
@@ -207,9 +235,12 @@ class Pool:
             try:
                 answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except OSError as error:
-                log.warning("%s does not resolve: %s", name, error)
+                if name not in self._unresolved:
+                    log.warning("%s does not resolve: %s", name, error)
+                self._unresolved[name] = error
                 found.extend(self.router.endpoints)
                 continue
+            self._unresolved.pop(name, None)
             found.extend(sorted({_authority(address) for *_, address in answers}))
         self.router.set_endpoints(dict.fromkeys(found))
 

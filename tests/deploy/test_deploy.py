@@ -74,7 +74,7 @@ def test_the_encoders_environment_is_a_configuration(name: str) -> None:
 
 def test_the_prefill_services_environment_is_a_configuration() -> None:
     config = ServiceConfig.read({}, {k: v for k, v in environment("prefill").items() if "PREFILLSVC" in k})
-    assert config.encoder == "encoder:50051"
+    assert config.encoder == "dns:encoder:50051", "all replicas, not the first"
     assert "encoder" in SERVICES["encoder-cpu"]["networks"]["default"]["aliases"]
 
 

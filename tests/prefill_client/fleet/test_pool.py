@@ -1,16 +1,27 @@
-"""The connections of a client: one to a server that was started anew is a new one."""
+"""The connections of a client: one to a server that was started anew is a new one; a name's addresses are found."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
+import pytest
 
+from encoder_contract.errors import UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient
+from prefill_client.fleet import pool
 from prefill_client.fleet.put_session import PutSession
+from tests.closed_port import closed_port
 from tests.processes import running
 from tests.put_calls import PRODUCER, fetch_put, new_image, request_of, rows_for
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 STORES = {"store_only": "yes", "accept_put": "yes"}
 
@@ -74,3 +85,69 @@ async def test_a_server_that_was_killed_and_started_anew_shares_its_memory_again
                     return await transports(client, session) == ("shm", "shm")
 
                 await soon(both_ways)
+
+
+NAME = "dns:encoder:50051"
+NOT_YET = "not an address"
+
+
+class Names:
+    """What the name has for an address each time it is looked up; the last answer stays."""
+
+    def __init__(self, *answers: str) -> None:
+        self._answers: Iterator[str] = chain(answers, repeat(answers[-1]))
+        self.asked = 0
+
+    async def getaddrinfo(self, *_asked: object, **_how: object) -> list[tuple[Any, ...]]:
+        """Answer as the loop's own does."""
+        self.asked += 1
+        answer = next(self._answers)
+        if answer == NOT_YET:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        host, _, port = answer.rpartition(":")
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, int(port)))]
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, *answers: str) -> Names:
+    """Have names answered so on this loop; gRPC is given addresses, and asks nobody."""
+    names = Names(*answers)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    return names
+
+
+async def test_a_name_without_an_address_is_waited_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = resolve(monkeypatch, NOT_YET, NOT_YET, server.endpoint)
+    async with await EncoderClient.connect(NAME, timeout_s=PATIENCE_S) as client:
+        assert names.asked >= 3
+        assert client._pool.router.endpoints == (server.endpoint,)
+
+
+async def test_a_server_that_takes_the_place_of_another_is_found_while_that_one_is_waited_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closed_port() as gone:
+        resolve(monkeypatch, gone, server.endpoint)
+        async with await EncoderClient.connect(NAME, timeout_s=PATIENCE_S) as client:
+            assert client._pool.router.endpoints == (server.endpoint,)
+            assert client._pool.router.is_up(server.endpoint), (
+                "the one that is gone is not there, not this one"
+            )
+
+
+async def test_a_name_that_never_has_an_address_is_what_the_error_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "WATCH_AGAIN_S", 0.05)
+    names = resolve(monkeypatch, NOT_YET)
+    with pytest.raises(UnavailableError, match=f"{NAME} does not resolve: .*not known"):
+        await EncoderClient.connect(NAME, timeout_s=1.5)
+    assert names.asked > 1
+
+
+async def test_a_client_that_does_not_wait_asks_for_a_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = resolve(monkeypatch, NOT_YET)
+    with pytest.raises(UnavailableError, match=f"{NAME} does not resolve"):
+        await EncoderClient.connect(NAME, timeout_s=PATIENCE_S, wait=False)
+    assert names.asked == 1

@@ -34,6 +34,7 @@ class PutSession:
         self._shared = shared
         self._timeout_s = timeout_s
         self._streams: dict[str, asyncio.Task[PutStream]] = {}
+        self._giving_up: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,7 +55,8 @@ class PutSession:
         """Name images together; return the answer to each, in order, which may be its error.
 
         `yours`: compute the rows and `put` them, or `abandon` the image, within `lease_s`. `wait`: fetch them with a
-        grace of `lease_s`, and name the image again after `UnknownImageError`. `held`: fetch them.
+        grace of `lease_s`, and name the image again after `UnknownImageError`. `held`: fetch them. A caller that is
+        cancelled meanwhile gives them up.
         """
         try:
             placed = self._pool.router.place([image.routed_by for image in images], bounded=False)
@@ -63,10 +65,16 @@ class PutSession:
         groups: defaultdict[str, list[int]] = defaultdict(list)
         for place, endpoint in enumerate(placed):
             groups[endpoint].append(place)
+        naming = [
+            asyncio.create_task(self._name(endpoint, [images[n] for n in group]))
+            for endpoint, group in groups.items()
+        ]
         try:
-            named = await asyncio.gather(
-                *(self._name(endpoint, [images[n] for n in group]) for endpoint, group in groups.items())
-            )
+            named = await asyncio.gather(*naming)
+        except BaseException:
+            for asked in naming:
+                asked.add_done_callback(self._give_up)
+            raise
         finally:
             for endpoint in placed:
                 self._pool.router.end(endpoint)
@@ -80,7 +88,7 @@ class PutSession:
     async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
         """Send the rows [tokens, width] of an image that is `yours`; return its last answer: `held`, or its error.
 
-        bfloat16 comes as its bits, uint16. The rows are read until this returns.
+        bfloat16 comes as its bits, uint16. The rows are read until this returns, or raises that it was cancelled.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -114,6 +122,16 @@ class PutSession:
             if isinstance(error, UnavailableError):
                 self._pool.router.failed(endpoint)
         return [PutAnswer(image, "failed", error=error, endpoint=endpoint) for image in images]
+
+    def _give_up(self, naming: "asyncio.Task[list[PutAnswer]]") -> None:
+        """Abandon what one server has answered to a caller that has left before the others had."""
+        if naming.cancelled() or naming.exception() is not None:
+            return
+        for answer in naming.result():
+            if answer.state == "yours":
+                task = asyncio.create_task(self.abandon(answer), name="put-give-up")
+                self._giving_up.add(task)
+                task.add_done_callback(self._giving_up.discard)
 
     async def _opened(self, answer: PutAnswer) -> PutStream:
         """Return the call in which an image was named. Raises `UnavailableError` if that has ended."""

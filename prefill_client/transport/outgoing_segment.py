@@ -1,9 +1,12 @@
 """A file in shared memory through which rows go to a server of this host; one image at a time."""
 
+import asyncio
 import mmap
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar, TypeVarTuple
 
 import numpy as np
 
@@ -15,6 +18,9 @@ from encoder_contract.v1 import encoder_pb2 as pb
 
 # What is copied at a time: it is still in the processor's cache when its checksum is taken.
 _COPY_BYTES = 512 << 10
+
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 
 class OutgoingSegment:
@@ -73,8 +79,21 @@ class OutgoingSegment:
         return pb.Extent(offset=begin, length=end - begin)
 
     def close(self) -> None:
-        """Give its memory back once nobody writes to it."""
+        """Give its memory back; not while a thread reserves or writes."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
         self._map = None
+
+
+async def whole(work: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+    """Do work on a thread. A caller that is cancelled leaves when the thread has: others write to the same place."""
+    working = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        while not working.done():
+            with suppress(asyncio.CancelledError):  # once more: it leaves with the first one
+                await asyncio.wait([working])
+        working.exception()  # nobody is left to hear it, and asyncio would log it
+        raise

@@ -2,9 +2,9 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
 import numpy as np
@@ -15,7 +15,7 @@ from encoder_contract.framing import Checksum, frame
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import PutAnswer, PutImage
-from prefill_client.transport.outgoing_segment import OutgoingSegment
+from prefill_client.transport.outgoing_segment import OutgoingSegment, whole
 from prefill_client.transport.row_stream import ended_early, from_message, from_rpc
 
 # A piece of rows in shared memory: each costs a message, and the last one is copied by the server alone.
@@ -24,6 +24,8 @@ _numbers = itertools.count()
 PUT = "/encoder_contract.v1.EncoderService/Put"
 _STATES = {pb.HOLDING_HELD: "held", pb.HOLDING_YOURS: "yours", pb.HOLDING_WAIT: "wait"}
 _ENDED = (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+Result = TypeVar("Result")
+Waiting: TypeAlias = "asyncio.Future[pb.PutState]"
 
 
 class PutStream:
@@ -37,14 +39,14 @@ class PutStream:
         self._endpoint = endpoint
         self._piece_bytes = 0
         self._free = list(range(max_images))[::-1]
-        self._awaited: dict[int, asyncio.Future[pb.PutState]] = {}
+        self._awaited: dict[int, Waiting] = {}
         self._writing = asyncio.Lock()
         self._segment: OutgoingSegment | None = None
         self._sharing = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
         self._error: EncoderError | None = None
         self._yours: dict[int, PutImage] = {}
-        self._forsaking: set[asyncio.Task[None]] = set()
+        self._going_on: set[asyncio.Task[Any]] = set()
         self.number = next(_numbers)
 
     @classmethod
@@ -77,6 +79,8 @@ class PutStream:
         finally:
             if ours is not None:
                 ours.unlink()
+                if stream._segment is None:  # refused, or the call was
+                    ours.close()
         return stream
 
     @property
@@ -91,12 +95,7 @@ class PutStream:
 
     def close(self) -> None:
         """End the call; its leases are released."""
-        self._call.cancel()
-        for task in (self._reading, *self._forsaking):
-            if task is not None:
-                task.cancel()
-        if self._segment is not None:
-            self._segment.close()
+        self._call.cancel()  # and with it what reads, and what is going on
         self._end(UnavailableError("the Put call was closed"))
 
     async def name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
@@ -104,9 +103,7 @@ class PutStream:
 
         A caller that is cancelled meanwhile gives them up.
         """
-        if len(images) > len(self._free):
-            raise OverloadedError("this call has as many images under way as it is allowed")
-        asking = asyncio.ensure_future(self._name(images, width, dtype))
+        asking = self._begin_whole(self._name(images, width, dtype))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -116,25 +113,25 @@ class PutStream:
     async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
         """Send the rows of an image that is `yours`, and return its last answer: `held`, or its error.
 
-        A caller that is cancelled meanwhile gives the image up.
+        A caller that is cancelled meanwhile gives the image up, and leaves once no thread reads the rows any more.
         """
         self._check_yours(answer)
         data = memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+        waiting = self._await(answer.index)
         try:
-            waiting = self._await(answer.index)
-            if self._segment is not None:
-                async with self._sharing:  # until the server has answered: the segment holds one image
-                    if await asyncio.to_thread(self._segment.reserve, len(data)):
-                        await self._share(self._segment, answer.index, data, waiting)
-                        return self._answer(answer.image, answer.index, await waiting)
-            await self._send(answer.index, data, waiting)  # there is no shared memory, or it is full
+            if not await self._share(answer.index, data, waiting):
+                await asyncio.shield(self._begin_whole(self._send(answer.index, data, waiting)))
             return self._answer(answer.image, answer.index, await waiting)
         except asyncio.CancelledError:
-            self._forsake(answer)
+            waiting.cancel()  # no more of the rows is sent
+            self._begin_whole(self._abandon(answer))
             raise
 
     async def abandon(self, answer: PutAnswer) -> None:
-        """Tell the server that no rows will come for an image that is `yours`."""
+        """Tell the server that no rows will come for an image that is `yours`; it hears that in any case."""
+        await asyncio.shield(self._begin_whole(self._abandon(answer)))
+
+    async def _abandon(self, answer: PutAnswer) -> None:
         self._check_yours(answer)
         waiting = self._await(answer.index)
         await self._write(pb.PutRequest(end=pb.PutEnd(index=answer.index, abandoned=True)))
@@ -147,6 +144,8 @@ class PutStream:
             raise InvalidRequestError("rows are put for an image that is `yours`, and once")
 
     async def _name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
+        if len(images) > len(self._free):
+            raise OverloadedError("this call has as many images under way as it is allowed")
         indexes = [self._free.pop() for _ in images]
         pairs = list(zip(images, indexes, strict=True))
         waiting = [self._await(index) for index in indexes]
@@ -155,31 +154,40 @@ class PutStream:
         states = await asyncio.gather(*waiting)
         return [self._answer(*pair, state) for pair, state in zip(pairs, states, strict=True)]
 
-    async def _send(self, index: int, data: memoryview, waiting: "asyncio.Future[pb.PutState]") -> None:
-        """Send rows inline; one that has failed meanwhile needs no more."""
+    async def _send(self, index: int, data: memoryview, waiting: Waiting) -> None:
+        """Send rows inline; those of an image that has failed meanwhile, or is given up, no further. Not cancelled."""
         checksum = Checksum()
         for begin in range(0, len(data), self._piece_bytes):
-            piece = data[begin : begin + self._piece_bytes]
-            checksum.add(piece)
             if waiting.done():
                 return
-            await self._write(frame(index, [piece]))
-        await self._write(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
+            piece = data[begin : begin + self._piece_bytes]
+            checksum.add(piece)
+            await self._write_whole(frame(index, [piece]))
+        if not waiting.done():
+            await self._write_whole(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
 
-    async def _share(
-        self,
-        segment: OutgoingSegment,
-        index: int,
-        data: memoryview,
-        waiting: "asyncio.Future[pb.PutState]",
-    ) -> None:
-        """Send rows through the segment: while we copy a piece into it, the server copies the one before out of it."""
+    async def _share(self, index: int, data: memoryview, waiting: Waiting) -> bool:
+        """Send rows through shared memory and wait for their answer; False if there is none, or no room in it."""
+        if (segment := self._segment) is None:
+            return False
+        try:
+            async with self._sharing:  # until the server has answered: the segment holds one image
+                if not await whole(segment.reserve, len(data)):
+                    return False
+                await self._copy(segment, index, data, waiting)
+                await asyncio.wait([waiting])
+                return True
+        finally:
+            self._close_segment()
+
+    async def _copy(self, segment: OutgoingSegment, index: int, data: memoryview, waiting: Waiting) -> None:
+        """While we copy a piece into the segment, the server copies the one before out of it."""
         checksum = Checksum()
         for begin in range(0, len(data), SHARED_BYTES):
             if waiting.done():
                 return
             end = min(begin + SHARED_BYTES, len(data))
-            extent = await asyncio.to_thread(segment.write, data, begin, end, checksum)
+            extent = await whole(segment.write, data, begin, end, checksum)
             await self._write(pb.PutRequest(shared=pb.PutShared(index=index, extent=extent)))
         await self._write(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
 
@@ -187,18 +195,19 @@ class PutStream:
         if not asking.cancelled() and asking.exception() is None:
             for answer in asking.result():
                 if answer.state == "yours":
-                    self._forsake(answer)
+                    self._begin_whole(self._abandon(answer))
 
-    def _forsake(self, answer: PutAnswer) -> None:
-        """Give up an image whose caller has left."""
+    def _begin_whole(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
+        """Begin what is done to its end though its caller is cancelled; the end of the call ends it too."""
+        task = asyncio.create_task(work)
+        self._going_on.add(task)
+        task.add_done_callback(self._heard)
+        return task
 
-        async def forsake() -> None:
-            with suppress(EncoderError):  # the call has ended, and its leases with it
-                await self.abandon(answer)
-
-        task = asyncio.create_task(forsake(), name="put-forsake")
-        self._forsaking.add(task)
-        task.add_done_callback(self._forsaking.discard)
+    def _heard(self, task: "asyncio.Task[Any]") -> None:
+        self._going_on.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have left, and asyncio would log it
 
     async def _begin(self, opening: pb.PutOpen, segment: OutgoingSegment | None) -> None:
         try:
@@ -214,6 +223,7 @@ class PutStream:
         self._reading = asyncio.create_task(self._read(), name="put-answers")
 
     async def _read(self) -> None:
+        error: EncoderError = UnavailableError(f"{self._endpoint}: the Put call was cancelled")
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 # Kept, if nobody awaits it yet: its lease has ended.
@@ -223,9 +233,10 @@ class PutStream:
             error = await ended_early(self._call, self._endpoint)
         except _ENDED as caught:
             error = await self._why(caught)
-        self._end(error)
+        finally:  # whatever it was: gRPC tells of a call that was cancelled as if this task had been
+            self._end(error)
 
-    def _await(self, index: int) -> "asyncio.Future[pb.PutState]":
+    def _await(self, index: int) -> Waiting:
         """Return the next answer to an image: one that was kept, or the next to arrive."""
         if self._error is not None:
             raise self._error
@@ -242,23 +253,22 @@ class PutStream:
             self._yours.pop(index, None)
             self._free.append(index)
         error = from_message(state.error) if state.holding == pb.HOLDING_FAILED else None
-        return PutAnswer(
-            image,
-            _STATES.get(state.holding, "failed"),  # type: ignore[arg-type]
-            state.address,
-            state.lease_ms / 1000,
-            error,
-            self._endpoint,
-            self.number,
-            index,
-        )
+        holding, lease_s = _STATES.get(state.holding, "failed"), state.lease_ms / 1000
+        place = self._endpoint, self.number, index
+        return PutAnswer(image, holding, state.address, lease_s, error, *place)  # type: ignore[arg-type]
 
     async def _write(self, message: pb.PutRequest | bytes) -> None:
+        """Write a message after those before it: gRPC would end the whole call with a write that is cancelled."""
+        await asyncio.shield(self._begin_whole(self._write_whole(message)))
+
+    async def _write_whole(self, message: pb.PutRequest | bytes) -> None:
         try:
             async with self._writing:
                 await self._call.write(message)
         except _ENDED as error:
             raise await self._why(error) from error
+        except asyncio.CancelledError as error:  # not of this task, but of the call
+            raise UnavailableError(f"{self._endpoint}: the Put call was cancelled") from error
 
     async def _why(self, error: BaseException) -> EncoderError:
         if isinstance(error, grpc.aio.AioRpcError):
@@ -270,11 +280,17 @@ class PutStream:
     def _end(self, error: EncoderError) -> None:
         """Fail everyone who waits for an answer: the call has ended."""
         self._error = self._error or error
+        self._close_segment()
         for waiting in self._awaited.values():
             if not waiting.done():
                 waiting.set_exception(self._error)
                 waiting.exception()  # whoever has left need not hear it
         self._awaited.clear()
+
+    def _close_segment(self) -> None:
+        """Give the segment back once the call has ended; while a thread may write to it, that is for its sender."""
+        if self._segment is not None and self._error is not None and not self._sharing.locked():
+            self._segment.close()
 
 
 def _serialized(message: pb.PutRequest | bytes) -> bytes:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -10,10 +9,9 @@ import torch
 from prefill_client.transport.elements import tensor_view
 from prefill_client.vllm.host_memory import MappedMemory
 from prefill_client.vllm.load_plan import Outgoing, Save
+from prefill_client.vllm.save_record import RECORD
 
 _log = logging.getLogger("vllm.encoder_service")
-RECORD = struct.Struct("<Q?")
-"""What the pipe is told of an image: its number, and whether its rows are there. Written and read whole."""
 
 
 class RowSaver:

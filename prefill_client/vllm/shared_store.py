@@ -1,6 +1,7 @@
 """The store that engines share, asked and told on a thread with an event loop of its own: the scheduler never waits."""
 
 import asyncio
+import logging
 import os
 import threading
 from collections import deque
@@ -12,9 +13,10 @@ from encoder_contract.errors import EncoderError, InternalError
 from prefill_client.images import PutAnswer
 from prefill_client.loop_thread import LoopThread
 from prefill_client.vllm.host_memory import Extent, HostMemory
-from prefill_client.vllm.row_saver import RECORD
+from prefill_client.vllm.save_record import RECORD
 from prefill_client.vllm.store_session import Asked, Found, StoreSession
 
+_log = logging.getLogger("vllm.encoder_service")
 # Records read at a time; a read never gives a part of one, since they are written whole.
 _RECORDS = 256
 
@@ -109,10 +111,15 @@ class SharedStore:
     async def _put(self, number: int, *, copied: bool) -> None:
         lease, extents = self._expected.pop(number)
         error: EncoderError | None = InternalError("the worker could not copy the rows")
-        if copied:
-            error = await self._session.put(lease, self._outgoing.read(extents))
-        else:
-            await self._session.abandon(lease)
+        try:
+            if copied:
+                error = await self._session.put(lease, self._outgoing.read(extents))
+            else:
+                await self._session.abandon(lease)
+        except Exception as raised:  # noqa: BLE001 - whatever it is, its extents are free
+            _log.exception("the rows of an image cannot be put")
+            error = InternalError(f"{type(raised).__name__}: {raised}")
+            self._begin(self._session.abandon(lease))
         self._sent.append(Sent(number, error))
 
     async def _close(self) -> None:

@@ -1,0 +1,63 @@
+"""The thread between an engine and the store that it shares: whoever expects an answer gets one."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from encoder_contract.errors import InternalError
+from encoder_contract.geometry import Grid
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client.transport.elements import element_type
+from prefill_client.vllm.host_memory import HostMemory
+from prefill_client.vllm.save_record import RECORD
+from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.shared_store import SharedStore
+from prefill_client.vllm.store_session import Asked, RowKind, StoreSession
+from tests.put_calls import PRODUCER, TOKENS
+from tests.servers import server_of
+from tests.waiting import soon
+
+
+class Field:
+    """What vLLM has of an image under one name."""
+
+    data = torch.zeros(96, 12)
+
+
+async def first(told: Callable[[], Iterable[Any]]) -> Any:
+    """Return the first thing that is told."""
+    taken: list[Any] = []
+
+    def some() -> bool:
+        taken.extend(told())
+        return bool(taken)
+
+    await soon(some)
+    return taken[0]
+
+
+async def test_a_save_whose_rows_cannot_be_put_ends_in_an_error_and_frees_its_lease(
+    config: Config, model: Model
+) -> None:
+    kind = RowKind(model.tower.spec.width, model.recipe.dtype, model.processor.geometry.merge_size)
+    rows_bytes = TOKENS * kind.width * element_type(kind.dtype).itemsize
+    memory = HostMemory(1 << 20)
+    async with server_of(config, model, accept_put="yes") as server:
+        session = StoreSession(Settings((server.endpoint,)), PRODUCER, kind, HostMemory(1 << 20))
+        store = await asyncio.to_thread(SharedStore, session, memory)
+        try:
+            store.ask(Asked({"pixel_values": Field()}, "", Grid(1, 8, 12), TOKENS))
+            found = await first(store.found)
+            store.expect(7, found.lease, memory.allocate(rows_bytes - 1))  # not a whole number of rows
+            pipe = os.open(store.pipe, os.O_WRONLY | os.O_CLOEXEC)
+            os.write(pipe, RECORD.pack(7, True))
+            os.close(pipe)
+            sent = await first(store.sent)
+            assert (sent.number, type(sent.error)) == (7, InternalError)
+            await soon(lambda: not len(server.leases))
+        finally:
+            await asyncio.to_thread(store.close)

@@ -13,6 +13,7 @@ from encoder_service.scheduler.task import Amount, Claim, State, Task
 # A speculative batch takes at most this share of the budget: it bounds how long a demanded image waits for
 # speculative work.
 SPECULATIVE_BUDGET_SHARE = 0.25
+DECODING = (State.PREPARING, State.PREPARING_APART)
 
 Batch = Sequence[Task]
 
@@ -36,8 +37,8 @@ class Scheduler:
         """Set the bounds; `max_ahead_*` bounds what is decoded, or being decoded, ahead of its batch.
 
         Speculative tasks may fill it once and demanded tasks once more, so that a demanded image never waits for a
-        speculative one to be encoded: prepared patches stay below twice `max_ahead_patches`. It should hold two
-        batches: one that waits while the other is filled.
+        speculative one to be encoded: prepared patches stay below twice `max_ahead_patches`, but for one larger image
+        and those that were decoded apart. It should hold two batches: one that waits while the other is filled.
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
@@ -127,20 +128,20 @@ class Scheduler:
         task = self._table.orders[State.APART].first(now)
         if task is None or task.source_pixels > max_pixels or not self._has_room_ahead(task, now):
             return []
-        self._table.move(task, State.PREPARING, now)
+        self._table.move(task, State.PREPARING_APART, now)
         return [task]
 
     def put_apart(self, task: Task, now: float) -> None:
         """Report that the batch decoder failed on a task: it is to be decoded by itself."""
         if task.state is not State.GONE:
-            assert task.state is State.PREPARING, task
+            assert task.state in DECODING, task
             self._table.move(task, State.APART, now)
 
     def prepared(self, task: Task, now: float) -> bool:
         """Report that a task's patches are ready; return False if all its claims are gone: discard them."""
         if task.state is State.GONE:
             return False
-        assert task.state is State.PREPARING, task
+        assert task.state in DECODING, task
         self._table.move(task, State.PREPARED, now)
         return True
 
@@ -270,7 +271,8 @@ class Scheduler:
     def _has_room_ahead(self, task: Task, now: float) -> bool:
         """Whether decoding `task`, the first of its stage, now keeps what is decoded ahead within its bounds.
 
-        They double for a demanded task beside guesses, and for one that will be the next in the ViT.
+        They double for a demanded task beside guesses, and for one that will be the next in the ViT. What is being
+        decoded apart is bounded by itself: it may be slow, and is not to keep others from being decoded.
         """
         demanded, guessed = self._table.ahead(demanded=True), self._table.ahead(demanded=False)
         images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches
@@ -278,6 +280,9 @@ class Scheduler:
             return True
         if not task.demanded:
             return self._fits(images, patches, task, 1)
+        if task.patches > self._max_ahead.patches:
+            # It fits beside nothing, and what is decoded the other way may never leave it alone.
+            return self._fits(images, patches - task.patches, task, 2) and self._is_next(task, now)
         if not self._fits(images, patches, task, 2):
             return False
         return self._fits(demanded.images, demanded.patches, task, 1) or self._is_next(task, now)
@@ -285,7 +290,11 @@ class Scheduler:
     def _is_next(self, task: Task, now: float) -> bool:
         orders = self._table.orders
         prepared = orders[State.PREPARED]
-        return prepared.first(now) is not None and orders[task.state].comes_before(prepared, now)
+        if (
+            prepared.first(now) is None
+        ):  # all that is ahead is being decoded together, and that may never cease
+            return task.state is State.APART
+        return orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:
         most = self._max_ahead

@@ -9,7 +9,7 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """The state of a task. It moves down this list, with two exceptions: SPLIT to ENCODING, and PREPARING to APART.
+    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to APART.
 
     A task that the batch decoder does not accept begins as APART, not WAITING; one that fails there becomes APART.
     """
@@ -17,6 +17,7 @@ class State(StrEnum):
     WAITING = "waiting"  # its bytes are held, but not decoded
     APART = "apart"  # likewise, to be decoded by itself
     PREPARING = "preparing"  # taken to be decoded and preprocessed
+    PREPARING_APART = "preparing_apart"  # likewise, by itself
     PREPARED = "prepared"  # its patches are ready for a batch
     ENCODING = "encoding"  # in a batch that has started
     SPLIT = "split"  # its batch failed or was too large for the store; it waits for a smaller one

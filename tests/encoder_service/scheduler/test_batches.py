@@ -1,5 +1,6 @@
 """Batches against the scheduler's promises: what joins one, what is prepared ahead of it, what a failed one becomes."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +76,51 @@ def test_what_is_decoded_ahead_for_one_does_not_keep_what_is_next_in_the_vit_fro
     want(scheduler, "small", "small", patches=1)
     assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["small"]
     assert scheduler.next_to_prepare(0.0, 10**9, 10) == []
+
+
+def test_what_is_decoded_by_itself_keeps_no_other_image_from_being_decoded():
+    scheduler = make(ahead_patches=3 * PATCHES)
+    slow = [want(scheduler, f"slow{number}", patches=3 * PATCHES, apart=True).task for number in range(4)]
+    assert [scheduler.next_apart(0.0, 10**9) for _ in slow] == [[task] for task in slow]
+    for number in range(20):
+        want(scheduler, f"{number}", "others")
+    assert len(encode_order(scheduler)) == 20
+    assert all(scheduler.prepared(task, 0.0) for task in slow)
+    want(scheduler, "late", "others")
+    assert scheduler.next_to_prepare(0.0, 10**9, 10) == [], "what is ready counts"
+
+
+@pytest.mark.parametrize("patches", [3 * PATCHES, 4 * PATCHES, 60 * PATCHES])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_large_image_is_decoded_soon_though_small_ones_decoded_the_other_way_never_cease(apart, patches):
+    scheduler, number = make(ahead_patches=3 * PATCHES), 0
+    taken = []
+
+    def take(*, by_itself):
+        while (
+            tasks := scheduler.next_apart(0.0, 10**9)
+            if by_itself
+            else scheduler.next_to_prepare(0.0, 10**9, 1)
+        ):
+            taken.extend(tasks)
+
+    def flood():
+        nonlocal number
+        while scheduler.waiting_images < 12:
+            number += 1
+            want(scheduler, f"small{number}", f"r{number}", apart=not apart)
+        take(by_itself=not apart)
+
+    flood()
+    large = want(scheduler, "large", "large", patches=patches, apart=apart).task
+    for _ in range(100):
+        take(by_itself=apart)
+        if large in taken:
+            break
+        flood()
+        scheduler.prepared(taken.pop(0), 0.0)
+        scheduler.done(scheduler.next_batch(0.0, 2 * PATCHES), 0.1)
+    assert large in taken
 
 
 def test_what_lies_ahead_stays_bounded_when_demands_turn_into_guesses():

@@ -16,7 +16,13 @@ from typing import Any
 from uuid import uuid4
 
 from encoder_contract.endpoint import is_local
-from encoder_contract.errors import EncoderError, InvalidImageError, ModelMismatchError, UnavailableError
+from encoder_contract.errors import (
+    EncoderError,
+    ImageLimitError,
+    InvalidImageError,
+    ModelMismatchError,
+    UnavailableError,
+)
 from encoder_contract.geometry import Grid
 from encoder_contract.version import __version__
 from encoder_service.api.admin import AdminService
@@ -316,7 +322,7 @@ class Server:
 
     def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
         if isinstance(outcome, EncoderError):
-            if isinstance(outcome, InvalidImageError):
+            if isinstance(outcome, InvalidImageError) and not isinstance(outcome, ImageLimitError):
                 self._sources.drop(job.key.source_key)  # it can never be encoded: make room
             self.cluster.release(job.key.address)
         else:

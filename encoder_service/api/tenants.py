@@ -84,12 +84,13 @@ class Tenants:
                 log.warning("tenants: what was read before stays in force: %s", error)
         return self._entries
 
-    def _stamp(self) -> tuple[int, int, int] | None:
+    def _stamp(self) -> tuple[int, ...] | None:
         try:
             found = os.stat(self._path)
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        # The last changes with the rights to read it, too.
+        return found.st_ino, found.st_mtime_ns, found.st_size, found.st_ctime_ns
 
     def _read(self) -> _Entries:
         try:

@@ -2,27 +2,29 @@
 
 from cachetools import FIFOCache
 
-from encoder_contract.errors import EncoderError, InvalidImageError
+from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
+from encoder_service.address import ImageKey
 
 FAILURES = 4096  # a few hundred bytes each
 
 
 class FailureCache:
-    """A bounded map from the key of a source to its error, oldest out first. Used on the event loop.
+    """A bounded map from images to their errors, oldest out first. Used on the event loop.
 
-    By source and not by address: a file that cannot be decoded cannot be in any of its variants.
+    By source and not by address: a file that cannot be decoded cannot be in any of its variants. What is too large in
+    one variant may fit in another.
     """
 
     def __init__(self) -> None:
         self._errors: FIFOCache[bytes, InvalidImageError] = FIFOCache(FAILURES)
 
-    def note(self, key: bytes, error: EncoderError) -> None:
+    def note(self, key: ImageKey, error: EncoderError) -> None:
         """Remember `error` if it is the image's own fault; other failures may be temporary."""
         if isinstance(error, InvalidImageError):
-            self._errors[key] = error
+            self._errors[key.address if isinstance(error, ImageLimitError) else key.source_key] = error
 
-    def check(self, key: bytes) -> None:
-        """Raise the error remembered for the source of this key, if there is one."""
-        error = self._errors.get(key)
+    def check(self, key: ImageKey) -> None:
+        """Raise the error remembered for the image, if there is one."""
+        error = self._errors.get(key.source_key) or self._errors.get(key.address)
         if error is not None:
             raise type(error)(error.message)

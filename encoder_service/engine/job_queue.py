@@ -165,7 +165,7 @@ class JobQueue:
 
         Raises `InvalidImageError` for an image that was found to be damaged, `OverloadedError` for too many claims.
         """
-        self._failures.check(key.source_key)
+        self._failures.check(key)
         with self._turn:
             return self._join(key, claim)
 
@@ -187,9 +187,7 @@ class JobQueue:
             task = self._scheduler.withdraw(claim)
             if task is None:
                 return
-            if not self._scheduler.waiting_images:
-                self._idle_since = None
-            self._turn.notify_all()
+            self._has_left()
             job = self._jobs.pop(task.address, None)
         if job is not None:  # else it ended when the queue closed
             self._abandon(job)
@@ -294,7 +292,7 @@ class JobQueue:
         """End a job that failed before its batch was encoded."""
         with self._turn:
             self._scheduler.drop(job.task)
-            self._turn.notify_all()
+            self._has_left()
         self.end(job, error)
 
     def known_error(self, error: Exception) -> EncoderError:
@@ -355,6 +353,12 @@ class JobQueue:
             self._turn.wait()
         return []
 
+    def _has_left(self) -> None:
+        """An image will not be encoded: the device may have nothing to wait for any more."""
+        if not self._scheduler.waiting_images:
+            self._idle_since = None
+        self._turn.notify_all()
+
     def _drop_unwanted(self, jobs: Sequence[Job], ended: Sequence[Task]) -> None:
         """Forget jobs that ended with their batch: a caller that comes now must not share a neighbour's failure."""
         self._turn.notify_all()
@@ -394,7 +398,7 @@ class JobQueue:
             return  # its end was reported when its last caller left
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
         if isinstance(outcome, EncoderError):
-            self._failures.note(job.key.source_key, outcome)
+            self._failures.note(job.key, outcome)
             self._on_end(job, outcome)
             job.fail(outcome)
             return

@@ -1,5 +1,6 @@
 """Submitted image files, kept for a while so that an evicted embedding can be recomputed without the client."""
 
+import threading
 from collections.abc import Callable
 from time import monotonic
 
@@ -9,7 +10,7 @@ from encoder_service.image.source import Source
 
 
 class SourceCache:
-    """A bounded, least-recently-used map from a key to its source. Used from the event loop only.
+    """A bounded, least-recently-used map from a key to its source. Thread-safe: even asking its size drops entries.
 
     The key is derived from content digest and tenant salt: a tenant must not learn what another sent.
 
@@ -19,33 +20,40 @@ class SourceCache:
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = monotonic) -> None:
         self.max_bytes = max_bytes
+        self._turn = threading.Lock()
         self._images: TTLCache[bytes, Source] = TTLCache(max_bytes, ttl_s, clock, lambda each: len(each.data))
 
     def __len__(self) -> int:
-        return len(self._images)
+        with self._turn:
+            return len(self._images)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all files kept."""
-        return int(self._images.currsize)
+        with self._turn:
+            return int(self._images.currsize)
 
     def put(self, source: Source) -> None:
         """Keep `source`, evicting the least recently used. One larger than `max_bytes` is not kept."""
-        self.drop(source.key)
-        if len(source.data) <= self.max_bytes:
-            self._images[source.key] = source
+        with self._turn:
+            self._images.pop(source.key, None)
+            if len(source.data) <= self.max_bytes:
+                self._images[source.key] = source
 
     def get(self, key: bytes) -> Source | None:
         """Return the source of `key` and renew its lifetime, or None."""
-        source = self._images.get(key)
-        if source is not None:
-            self._images[key] = source
-        return source
+        with self._turn:
+            source = self._images.get(key)
+            if source is not None:
+                self._images[key] = source
+            return source
 
     def drop(self, key: bytes) -> None:
         """Drop the source of `key`, if there is one."""
-        self._images.pop(key, None)
+        with self._turn:
+            self._images.pop(key, None)
 
     def clear(self) -> None:
         """Drop everything."""
-        self._images.clear()
+        with self._turn:
+            self._images.clear()

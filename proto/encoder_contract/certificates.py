@@ -71,16 +71,17 @@ class Certificates:
         except OSError as error:
             raise ValueError(f"{error.filename}: {error.strerror}") from error
 
-    def _stamps(self) -> list[tuple[int, int, int] | None]:
+    def _stamps(self) -> list[tuple[int, ...] | None]:
         return [_stamp(path) for path in self._files]
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
+def _stamp(path: str) -> tuple[int, ...] | None:
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    # The last changes with the rights to read it, too.
+    return found.st_ino, found.st_mtime_ns, found.st_size, found.st_ctime_ns
 
 
 def _no_password() -> str:

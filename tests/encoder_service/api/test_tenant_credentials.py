@@ -1,5 +1,6 @@
 """How callers show which tenant they are: tokens and certificates, replaced without a restart; the file of tenants."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tests.calls import fetched
 from tests.servers import server_of
 from tests.tenants import TOKENS, As, table
 
+TICK_S = 0.05  # of a file system's clock, and more
+
 
 async def test_tokens_are_replaced_without_a_restart(
     guard: Server, as_tenant: As, tenants_file: Path
@@ -40,6 +43,29 @@ async def test_tokens_are_replaced_without_a_restart(
             assert (await next_one.submit([photo(64, 64, 23)]))[0].error is None
         tenants_file.write_text(before)
         assert (await chat.submit([photo(64, 64, 24)]))[0].error is None
+
+
+def test_a_file_that_could_not_be_read_is_read_once_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it is replaced by another user first, and made readable then: nothing but its rights changes."""
+    path = tmp_path / "tenants.toml"
+    path.write_text(table("chat", TOKENS["chat"], rights=["fetch"]))
+    tenants, read_text = Tenants(str(path)), Path.read_text
+
+    def refused(self: Path) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    time.sleep(TICK_S)
+    path.write_text(table("chat", "another-token", rights=["fetch"]))
+    path.chmod(0o000)
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert tenants.by_token(TOKENS["chat"]) is not None, "what was read before stays in force"
+    monkeypatch.setattr(Path, "read_text", read_text)
+    time.sleep(TICK_S)
+    path.chmod(0o600)
+    assert tenants.by_token(TOKENS["chat"]) is None
+    assert tenants.by_token("another-token") is not None
 
 
 async def test_a_client_takes_up_a_new_token_for_its_next_call(as_tenant: As, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.address import ImageKey
+from encoder_service.engine import job_queue
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.image.decode import Decoder
 from encoder_service.image.source import Source
@@ -259,3 +262,24 @@ def test_a_guess_that_becomes_demanded_is_decoded_although_guesses_fill_what_may
     queue.join(key_of(address), Claim("c", "c", demanded=True))
     stage.join(30)
     assert [job.key.address for job in taken] == [address]
+
+
+def test_time_in_which_nothing_is_queued_is_no_time_that_the_device_starved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, taken = new_queue(Posts()), list[tuple[list[Job], float]]()
+    device = threading.Thread(target=lambda: taken.append(queue.take_batch(10**6)))
+    device.start()
+    while not queue._device_waits:
+        time.sleep(0.001)
+    submit(queue, b"a" * 32, Claim("a", "a"))
+    (damaged,) = queue.take_to_prepare(10**6, 1, 10**9)
+    queue.drop(damaged, OUTCOME)
+    monkeypatch.setattr(job_queue, "monotonic", lambda: time.monotonic() + 3600)
+    submit(queue, b"b" * 32, Claim("b", "b"))
+    (good,) = queue.take_to_prepare(10**6, 1, 10**9)
+    queue.prepared([(good, PATCHES)], None)
+    device.join()
+    [(jobs, starved_s)] = taken
+    assert jobs == [good]
+    assert 0 < starved_s < 3000

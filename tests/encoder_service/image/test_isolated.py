@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 
 from encoder_contract.errors import EncoderError, OverloadedError, UndecodableImageError
+from encoder_service.address import ImageKey
 from encoder_service.engine.failure_cache import FailureCache
 from encoder_service.image import isolated
 from encoder_service.image.decode import DEATHS, Decoder
@@ -114,10 +116,10 @@ def test_a_decoder_that_crashes_fails_its_image_which_is_remembered(
     assert isinstance(outcome, UndecodableImageError)
     assert not outcome.retryable
     assert deaths(decoder)["crashed"] == before + 1
-    failures = FailureCache()
-    failures.note(b"key", outcome)
+    failures, key = FailureCache(), ImageKey(b"a" * 32, b"d" * 32)
+    failures.note(key, outcome)
     with pytest.raises(UndecodableImageError, match="crashed on this JPEG"):
-        failures.check(b"key")
+        failures.check(replace(key, address=b"of another variant"))
     assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
 
 

@@ -1,5 +1,9 @@
 """Submitted bytes: bounded, least recently used out first, gone after their time."""
 
+import threading
+
+import pytest
+
 from encoder_contract.header import Header
 from encoder_service.image.source import Source
 from encoder_service.image.source_cache import SourceCache
@@ -58,3 +62,37 @@ def test_putting_an_image_again_counts_it_once() -> None:
     sources.put(of(b"a", 10))
     sources.put(of(b"a", 10))
     assert (len(sources), sources.held_bytes) == (1, 10)
+
+
+class AskedMeanwhile(bytes):
+    """A key that, when it is hashed for the n-th time, has another thread ask for the size of the cache."""
+
+    def begin(self, sources: SourceCache, clock: Clock, number: int) -> None:
+        self.sources, self.clock, self.left = sources, clock, number
+        self.asking = threading.Thread(target=lambda: sources.held_bytes)
+
+    def __hash__(self) -> int:
+        self.left = getattr(self, "left", 0) - 1
+        if self.left == 0:
+            self.clock.now += 200
+            self.asking.start()
+            self.asking.join(0.1)  # as far as it gets
+        return super().__hash__()
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_asking_for_its_size_on_another_thread_harms_nothing(number: int) -> None:
+    """As a scrape of the metrics does: even that drops what is over its time."""
+    clock, key = Clock(), AskedMeanwhile(b"a")
+    sources = SourceCache(max_bytes=30, ttl_s=100, clock=clock)
+    sources.put(of(key, 10))
+    key.begin(sources, clock, number)
+    sources.get(key)
+    if key.left > 0:
+        pytest.skip("it is not hashed as often")
+    key.left = 0  # from here on it asks for nothing
+    key.asking.join()
+    for _ in range(3):
+        clock.now += 200
+        sources.put(of(b"b", 10))
+        assert (sources.get(b"b") is not None, sources.held_bytes, len(sources)) == (True, 10, 1)

@@ -62,13 +62,15 @@ class LoopThread:
 
 
 async def _end(last: Coroutine[Any, Any, None] | None) -> None:
-    """Do `last`, then cancel every other task of the loop."""
-    if last is not None:
-        await last
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    loop = asyncio.get_running_loop()
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
+    """Do `last`, then, even if that failed, cancel every other task of the loop: threads wait for them."""
+    try:
+        if last is not None:
+            await last
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        await loop.shutdown_asyncgens()
+        await loop.shutdown_default_executor()

@@ -56,6 +56,7 @@ class Pool:
         self._retired: set[asyncio.Task[None]] = set()
         self._resolving: asyncio.Task[None] | None = None
         self._unresolved: dict[str, OSError] = {}  # names without an address, and why
+        self._closed = False
         self.router = Router(name for name in self._names if not name.startswith(DNS))
 
     async def open(self) -> Description:
@@ -123,8 +124,11 @@ class Pool:
     async def connection(self, endpoint: str) -> Connection:
         """Return the connection to `endpoint`, made on first use; callers share one attempt.
 
-        Raises `UnavailableError` when there is none in time, and `ModelMismatchError`.
+        Raises `UnavailableError` when there is none in time, or the pool is closed, and `ModelMismatchError`.
         """
+        # A call may try again while its client closes: nobody would close a new connection.
+        if self._closed:
+            raise UnavailableError("the client is closed")
         task = self._connections.get(endpoint)
         if task is None or self._is_outdated(task):
             if task is not None:
@@ -142,11 +146,13 @@ class Pool:
 
     async def close(self) -> None:
         """Close everything; running calls end."""
+        self._closed = True
         tasks = [*self._watches.values(), *self._retired, *([self._resolving] if self._resolving else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for connecting in self._connections.values():
+        # A copy: attempts that fail meanwhile take themselves out.
+        for connecting in list(self._connections.values()):
             connecting.cancel()
             with suppress(asyncio.CancelledError, EncoderError):
                 await (await connecting).close()

@@ -56,7 +56,8 @@ class Prefilled:
     """A request whose prompt has been prefilled: `logits` [vocab] are those of its last token.
 
     `prefix_tokens` of the prompt were covered by the KV cache of an earlier one; `runs` are the chunks behind it,
-    and `submitted` holds the encoder's answer to each image that has rows there.
+    and `submitted` holds the encoder's answer to each image that has rows there. Behind it the model has room for an
+    answer of `room` tokens.
     """
 
     prompt: Prompt
@@ -66,6 +67,7 @@ class Prefilled:
     submitted: Mapping[int, Submitted]
     prefix_tokens: int
     runs: tuple[ChunkRun, ...]
+    room: int
 
 
 class Chat:
@@ -145,7 +147,8 @@ class Chat:
                 runs.append(run)
                 on_chunk(run)
         assert logits is not None, "a prefix never covers the whole prompt"
-        return Prefilled(prompt, logits, layout, tuple(images), submitted, begin, tuple(runs))
+        room = self._engine.room(prompt)
+        return Prefilled(prompt, logits, layout, tuple(images), submitted, begin, tuple(runs), room)
 
     async def decode(
         self, prefilled: Prefilled, *, max_tokens: int, choose: Choose = greedy

@@ -76,9 +76,9 @@ class ChatRequest(_Strict):
         """At most this many tokens are generated."""
         return self.max_completion_tokens or self.max_tokens or DEFAULT_ANSWER_TOKENS
 
-    def finish_reason(self, generated: int) -> str:
-        """Say why an answer of `generated` tokens ended."""
-        return "length" if generated == self.answer_tokens else "stop"
+    def finish_reason(self, generated: int, room: int) -> str:
+        """Say why an answer of `generated` tokens ended, behind whose prompt the model has room for `room`."""
+        return "length" if generated == min(self.answer_tokens, room) else "stop"
 
     @property
     def image_urls(self) -> list[str]:
@@ -146,3 +146,11 @@ def piece(
         "model": model,
         "choices": choices,
     }
+
+
+def error_body(message: str, code: str) -> dict[str, Any]:
+    """Return the body of an error, or of the event that ends a streamed answer early."""
+    kind = (
+        "invalid_request_error" if code.startswith(("Invalid", "ImageLimit", "Forbidden")) else "server_error"
+    )
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

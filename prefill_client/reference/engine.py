@@ -102,12 +102,16 @@ class Engine:
         prompt.done = chunk.end
         return logits
 
+    def room(self, prompt: Prompt) -> int:
+        """Return how many tokens fit behind a prompt, to the model's limit."""
+        return self.language_model.max_tokens - prompt.token_ids.shape[1]
+
     @torch.inference_mode()
     def decode(self, prompt: Prompt, logits: Tensor, choose: Choose = greedy) -> Iterator[int]:
         """Yield the tokens that `choose` takes behind a prefilled prompt, to the end token or the model's limit."""
         assert prompt.done == prompt.token_ids.shape[1], "the whole prompt is prefilled"
         model, position = self.language_model, prompt.next_position
-        for _ in range(model.max_tokens - prompt.done):
+        for _ in range(self.room(prompt)):
             token = choose(logits)
             if token in model.end_tokens:
                 return

@@ -27,7 +27,7 @@ from encoder_contract.traceparent import TRACEPARENT
 from prefill_client import Trace, traceparent
 from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.reference.chat import Chat, Prefilled
-from prefill_client.reference.completions import ChatRequest, completion, piece, usage
+from prefill_client.reference.completions import ChatRequest, completion, error_body, piece, usage
 from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.sampling import sampler
 from prefill_client.reference.trace_folder import TraceFolder
@@ -192,7 +192,12 @@ class HttpService:
 
     async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:
         client = self._chat.client
-        images = await asyncio.gather(*(self._image_loader.open(url, client) for url in asked.image_urls))
+        opening = [asyncio.ensure_future(self._image_loader.open(url, client)) for url in asked.image_urls]
+        try:
+            images = await asyncio.gather(*opening)
+        finally:  # when one fails, `gather` leaves the others running, which no request counts any more
+            for each in opening:
+                each.cancel()
         with self._metrics.first_token_seconds.time():
             prefilled = await self._chat.prefill(
                 asked.prompt_messages(images), on_chunk=self._metrics.on_chunk, trace=trace
@@ -208,9 +213,8 @@ class HttpService:
     async def _whole(self, asked: ChatRequest, prefilled: Prefilled, trace: Trace) -> dict[str, Any]:
         tokens = [token async for token in self._tokens(asked, prefilled)]
         used = self._usage(prefilled, tokens)
-        return completion(
-            _identity(trace), self._model, self._text(tokens), asked.finish_reason(len(tokens)), used
-        )
+        finish = asked.finish_reason(len(tokens), prefilled.room)
+        return completion(_identity(trace), self._model, self._text(tokens), finish, used)
 
     async def _stream(
         self, asked: ChatRequest, prefilled: Prefilled, trace: Trace
@@ -231,10 +235,11 @@ class HttpService:
                         sent = text
         except (TimeoutError, EncoderError) as error:
             # The status is long sent: the error is an event, which OpenAI's own client raises.
-            yield _event(_error_body(str(error) or "the answer took too long", type(error).__name__))
+            yield _event(error_body(str(error) or "the answer took too long", type(error).__name__))
             return
         rest = self._text(tokens)[len(sent) :]
-        yield _event(piece(identity, self._model, {"content": rest}, asked.finish_reason(len(tokens))))
+        finish = asked.finish_reason(len(tokens), prefilled.room)
+        yield _event(piece(identity, self._model, {"content": rest}, finish))
         used = self._usage(prefilled, tokens)
         if asked.stream_options.include_usage:
             yield _event({**piece(identity, self._model, None), "usage": used})
@@ -288,11 +293,4 @@ def _error_response(error: EncoderError) -> Response:
     status = _HTTP_STATUS.get(error.status, 500)
     if status == 500:
         log.error("a request failed", exc_info=error)
-    return JSONResponse(_error_body(error.message, type(error).__name__), status, headers)
-
-
-def _error_body(message: str, code: str) -> dict[str, Any]:
-    kind = (
-        "invalid_request_error" if code.startswith(("Invalid", "ImageLimit", "Forbidden")) else "server_error"
-    )
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return JSONResponse(error_body(error.message, type(error).__name__), status, headers)

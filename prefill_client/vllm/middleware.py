@@ -25,7 +25,7 @@ from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.transport.connection import traceparent
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
 from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
-from prefill_client.vllm.request_parameters import PARAMETERS, STORED
+from prefill_client.vllm.request_parameters import PARAMETERS, STORED, trace_context
 from prefill_client.vllm.row_fetcher import connect
 from prefill_client.vllm.settings import Settings
 
@@ -188,7 +188,7 @@ def _caller(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
     return {
         "request_id": (headers.get("x-request-id") or uuid4().hex)[:128],
         "priority": max(-8, min(8, -priority)) if isinstance(priority, int) else 0,
-        "traceparent": headers.get("traceparent", ""),
+        "traceparent": trace_context(headers.get("traceparent")),
     }
 
 

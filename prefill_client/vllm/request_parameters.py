@@ -6,6 +6,7 @@ Any client may write there: what is read is made harmless, and decides about wai
 from collections.abc import Mapping
 from typing import Any
 
+from encoder_contract.traceparent import trace_id
 from prefill_client.vllm.row_fetcher import Caller
 
 PARAMETERS = "encoder_service"
@@ -21,9 +22,14 @@ def caller_of(parameters: Mapping[str, Any] | None, *, request_id: str, tenant_s
     return Caller(
         request_id=str(said.get("request_id", request_id))[:128],
         priority=priority if priority in range(-8, 9) else 0,
-        traceparent=str(said.get("traceparent", "")),
+        traceparent=trace_context(said.get("traceparent")),
         tenant_salt=tenant_salt,
     )
+
+
+def trace_context(said: object) -> str:
+    """Return a well-formed `traceparent`, else nothing: as metadata of a call gRPC would fail it for any other."""
+    return said if isinstance(said, str) and trace_id(said) else ""
 
 
 def stored_of(parameters: Mapping[str, Any] | None) -> set[int]:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
@@ -231,12 +230,28 @@ class StoreSession:
         self._rejoining = asyncio.create_task(self._rejoin(), name="store-rejoin")
 
     async def _rejoin(self) -> None:
+        refused: set[tuple[type[Exception], str]] = set()
         while self.alone:
             await asyncio.sleep(_REJOIN_S)
-            with suppress(EncoderError, ValueError):
+            try:
                 await self._join()
+            except (UnavailableError, DeadlineError):
+                continue
+            except (EncoderError, ValueError) as error:
+                kind = _kind_of(error)
+                if kind not in refused:  # once, not every second: it may stay so until somebody restarts it
+                    refused.add(kind)
+                    _log.warning(
+                        "the encoder service at %s is there and cannot be shared: %s", self._endpoints, error
+                    )
         _log.warning("the encoder service at %s is back: images are shared again", self._endpoints)
 
     @property
     def _endpoints(self) -> str:
         return ", ".join(self._settings.endpoints)
+
+
+def _kind_of(error: Exception) -> tuple[type[Exception], str]:
+    """What two errors have in common if one need not be told after the other."""
+    # The text of an internal error names another id each time.
+    return type(error), "" if isinstance(error, InternalError) else str(error)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_contract.errors import DeadlineError
+from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client.transport.elements import element_type
+from prefill_client.vllm import store_session
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_key import image_key, same_image
 from prefill_client.vllm.settings import Settings
@@ -88,6 +89,41 @@ async def test_an_engine_starts_alone_joins_later_and_says_each_once(
         await ours.close()
     said = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
     assert ["is gone" in line for line in said] == [True, False], said
+
+
+async def test_an_engine_says_once_that_the_service_that_came_up_refuses_it_and_goes_on_trying(
+    config: Config,
+    model: Model,
+    kind: RowKind,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.encoder_service")
+    monkeypatch.setattr(store_session, "_REJOIN_S", 0.02)
+    endpoint = f"127.0.0.1:{free_port()}"  # where nobody is yet
+    ours, _ = session(endpoint, kind)
+    await ours.start()
+    refusals, join = [], ours._join
+
+    async def noted_join() -> None:
+        try:
+            await join()
+        except EncoderError as error:
+            if not isinstance(error, (UnavailableError, DeadlineError)):
+                refusals.append(error)
+            raise
+
+    monkeypatch.setattr(ours, "_join", noted_join)
+    async with server_of(config, model, accept_put="no", listen=endpoint):
+        await soon(lambda: len(refusals) > 3)
+        assert ours.alone
+    async with server_of(config, model, accept_put="yes", listen=endpoint):
+        await soon(lambda: not ours.alone)
+        await ours.close()
+    said = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
+    refused = [line for line in said if "is there and cannot be shared" in line]
+    assert len(refused) == 1, said
+    assert "--accept-put" in refused[0]
 
 
 async def test_what_one_has_put_another_finds_and_a_wait_that_is_given_up_ends(

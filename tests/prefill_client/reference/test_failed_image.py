@@ -1,0 +1,48 @@
+"""A request of which one image fails: nothing of its others goes on behind the answer."""
+
+import asyncio
+from pathlib import Path
+
+import openai
+import pytest
+
+from encoder_contract.errors import ForbiddenError
+from prefill_client import EncoderClient, Image
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.media.shared_loader import SharedLoader
+from prefill_client.reference.http_service import Limits
+from tests.prefill_client.reference.test_http_service import serving, user
+from tests.waiting import soon
+
+FORBIDDEN = "http://host/forbidden.jpg"
+
+
+class Endless(SharedLoader):
+    """Refuses one URL, once the others have begun; those never end by themselves."""
+
+    def __init__(self, others: int) -> None:
+        super().__init__(ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1))
+        self.begun = asyncio.Barrier(others + 1)
+        self.running = 0
+
+    async def open(self, url: str, client: EncoderClient) -> bytes | Image:
+        self.running += 1
+        try:
+            await self.begun.wait()
+            if url == FORBIDDEN:
+                raise ForbiddenError("not this one")
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.running -= 1
+
+
+async def test_downloads_end_with_the_request_of_which_another_image_failed(
+    client: EncoderClient, checkpoint: Path
+) -> None:
+    others = ["http://host/1.jpg", "http://host/2.jpg"]
+    loader = Endless(len(others))
+    async with serving(client, checkpoint, Limits(), loader=loader) as service:
+        with pytest.raises(openai.PermissionDeniedError, match="not this one"):
+            await service.ask(user("What?", FORBIDDEN, *others))
+        await soon(lambda: loader.running == 0)

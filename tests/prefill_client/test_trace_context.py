@@ -1,0 +1,21 @@
+"""The trace context that a caller of vLLM sends: only a well-formed one goes on to the encoder service."""
+
+import pytest
+
+from prefill_client.vllm.request_parameters import PARAMETERS, caller_of, trace_context
+
+GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+# gRPC ends a call with the first, and most servers one with the second: metadata is ASCII, and bounded.
+BAD = ["é", "a" * 10_000, GOOD + "é", GOOD.replace("4bf92f3577b34da6a3ce929d0e0e4736", "0" * 32), ""]
+CASES = [(GOOD, GOOD), *((bad, "") for bad in BAD), (7, ""), (None, "")]
+
+
+@pytest.mark.parametrize(("sent", "kept"), CASES, ids=lambda text: str(text)[:60])
+def test_only_a_well_formed_trace_context_is_kept(sent: object, kept: str) -> None:
+    assert trace_context(sent) == kept
+    parameters = {PARAMETERS: {"traceparent": sent}}
+    assert caller_of(parameters, request_id="x", tenant_salt="").traceparent == kept
+
+
+def test_a_request_without_a_trace_context_has_none() -> None:
+    assert caller_of(None, request_id="x", tenant_salt="").traceparent == ""

@@ -25,7 +25,8 @@ OTHERS_S = 0.25
 CONNECT_AGAIN_S = 2.0
 # How often names are resolved anew, for fleets that grow and shrink behind a headless Service.
 RESOLVE_EVERY_S = 5.0
-# What a connection that begins no more calls gives those that it still carries: longer than any of them takes.
+# What a connection that begins no more calls gives those that it still carries: longer than they take, but for Put
+# calls, which are begun anew, and for rows that are held very long, which are fetched again.
 RETIRE_S = 600.0
 DNS = "dns:"
 

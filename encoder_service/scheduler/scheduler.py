@@ -10,8 +10,7 @@ from encoder_service.scheduler.request_table import RequestTable
 from encoder_service.scheduler.snapshot import Snapshot
 from encoder_service.scheduler.task import Amount, Claim, State, Task
 
-# A speculative batch takes at most this share of the budget: it bounds how long a demanded image waits for
-# speculative work.
+# A speculative batch takes at most this share of the budget: a demanded image waits for it no longer than that.
 SPECULATIVE_BUDGET_SHARE = 0.25
 DECODING = (State.PREPARING, State.PREPARING_APART)
 
@@ -36,9 +35,8 @@ class Scheduler:
     ) -> None:
         """Set the bounds; `max_ahead_*` bounds what is decoded, or being decoded, ahead of its batch.
 
-        Speculative tasks may fill it once and demanded tasks once more, so that a demanded image never waits for a
-        speculative one to be encoded: prepared patches stay below twice `max_ahead_patches`, but for one larger image
-        and those that were decoded apart. It should hold two batches: one that waits while the other is filled.
+        Speculative tasks may fill it once and demanded ones once more, so that these wait for no guess: patches stay
+        below twice `max_ahead_patches`, but for a larger image and those decoded apart. It should hold two batches.
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
@@ -280,8 +278,7 @@ class Scheduler:
             return True
         if not task.demanded:
             return self._fits(images, patches, task, 1)
-        if task.patches > self._max_ahead.patches:
-            # It fits beside nothing, and what is decoded the other way may never leave it alone.
+        if task.patches > self._max_ahead.patches:  # it fits beside nothing, and may never be left alone
             return self._fits(images, patches - task.patches, task, 2) and self._is_next(task, now)
         if not self._fits(images, patches, task, 2):
             return False
@@ -290,10 +287,8 @@ class Scheduler:
     def _is_next(self, task: Task, now: float) -> bool:
         orders = self._table.orders
         prepared = orders[State.PREPARED]
-        if (
-            prepared.first(now) is None
-        ):  # all that is ahead is being decoded together, and that may never cease
-            return task.state is State.APART
+        if prepared.first(now) is None:
+            return task.state is State.APART  # all that is ahead is decoded together, which may never cease
         return orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:

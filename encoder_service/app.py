@@ -1,7 +1,5 @@
 """The composition root: constructs and wires the components from a `Config`, serves, and drains."""
 
-# Over 300 lines because it is the one place that knows every component.
-
 import asyncio
 import logging
 import os

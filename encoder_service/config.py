@@ -1,7 +1,5 @@
 """The configuration of the server."""
 
-# Over 300 lines because every setting is a field here.
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

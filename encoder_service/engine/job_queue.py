@@ -4,8 +4,6 @@ The event loop submits jobs and awaits them; the workers take them out and repor
 microseconds: no image is worked on and nothing is called upward while it is held.
 """
 
-# Over 300 lines because one lock guards it all: what the event loop does with a job and what the workers do.
-
 import asyncio
 import logging
 import math

@@ -1,6 +1,7 @@
 """The public API of the client: which names there are, that each is documented, and what importing them costs."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -34,6 +35,18 @@ def test_the_public_names_are_these_and_each_is_there() -> None:
     for name in prefill_client.__all__:
         assert getattr(prefill_client, name) is not None
     assert not hasattr(prefill_client, "Encoder")
+
+
+def test_every_public_class_and_method_has_a_docstring() -> None:
+    public = {name: getattr(prefill_client, name) for name in prefill_client.__all__}
+    public |= {
+        f"{name}.{member}": value
+        for name, each in public.items()
+        if inspect.isclass(each) and each.__module__.startswith("prefill_client")
+        for member, value in vars(each).items()
+        if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    }
+    assert [name for name, each in public.items() if callable(each) and not inspect.getdoc(each)] == []
 
 
 def test_every_public_name_is_on_the_page_and_its_examples_import_nothing_else() -> None:

@@ -1,15 +1,15 @@
-"""What a fleet costs and what it saves: its index, three real replicas, and more of them in simulation and on paper."""
+"""What a fleet costs and what it saves: its index, and three real replicas under faults."""
 
 import argparse
 import json
 
-from bench.cluster import index, processes, scale
+from bench.cluster import index, processes
 from bench.harness.benchmark import Benchmark
 
 BENCHMARK = Benchmark(
     "fleet",
     "How does it scale over replicas, and what do faults cost?",
-    (*processes.FIGURES, *index.FIGURES, *scale.FIGURES),
+    (*processes.FIGURES, *index.FIGURES),
     limit_s=240,
     quick=("--index-only", "--rounds", "20", "--entries", "2000"),
 )
@@ -27,8 +27,6 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     figures = index.report(arguments.rounds, arguments.entries)
-    figures |= scale.throughput(figures["index_ms_32"] / 1000)
-    figures |= scale.on_paper(figures)
     if not arguments.index_only:
         figures |= processes.report(arguments.prompts)
     if arguments.json:

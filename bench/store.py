@@ -1,4 +1,4 @@
-"""What a hit costs: the store's own calls, shared memory, framing, fragmentation, then a real server; prints tables."""
+"""What a hit and a Put cost: the store itself, shared memory, framing, fragmentation, and a real server."""
 
 import argparse
 import asyncio
@@ -16,6 +16,7 @@ import torch
 
 from bench.harness.benchmark import Benchmark, Figure
 from bench.transport.hits import serving_figures
+from bench.transport.puts import put_figures
 from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_fetch_response
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Store
@@ -24,7 +25,7 @@ from prefill_client import SharedRows
 
 BENCHMARK = Benchmark(
     "store",
-    "What does a hit cost, by tier and transport?",
+    "What do a hit and a Put cost, by transport?",
     (
         Figure("pin_us", "lookup, pin and release at 100 000 entries, p50", "µs", "<= 20"),
         Figure(
@@ -69,6 +70,10 @@ BENCHMARK = Benchmark(
         Figure("frame_generated_gbps", "framed by the generated class", "GB/s"),
         Figure("parse_gbps", "inline rows parsed by hand", "GB/s"),
         Figure("parse_generated_gbps", "parsed by the generated class", "GB/s"),
+        Figure("put_inline_gbps", "28.8 MB of rows put inline by an engine", "GB/s"),
+        Figure("put_bare_gbps", "a bare gRPC stream of as many bytes upwards", "GB/s"),
+        Figure("put_over_bare", "inline / bare stream, upwards", target=">= 0.8"),
+        Figure("put_shm_ms", "28.8 MB of rows put through shared memory, p50", "ms", "<= 8"),
     ),
     limit_s=180,
     quick=("--no-server", "--entries", "5000", "--rounds", "5", "--images", "3000"),
@@ -266,9 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("A day of random sizes, 8 GiB", lambda: fragmentation_figures(8, options.images)),
     ]
     if not options.no_server:
-        parts.append(
-            ("A hit, client and server process", lambda: asyncio.run(serving_figures(options.rounds)))
-        )
+        parts += [
+            ("A hit, client and server process", lambda: asyncio.run(serving_figures(options.rounds))),
+            ("A Put, client and server process", lambda: asyncio.run(put_figures(options.rounds))),
+        ]
     for title, part in parts:
         found = part()
         print_table(title, found)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.harness.benchmark import Benchmark, Figure
 from bench.harness.method_timer import MethodTimer
-from bench.sharing.vllm_engine import SIDES, sharing_figures
+from bench.vllm_parts.sharing import SIDES, sharing_figures
 from testing.vllm_environment import ENVIRONMENT, PYTHON
 
 if TYPE_CHECKING:

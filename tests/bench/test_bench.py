@@ -58,12 +58,12 @@ def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path
         )
     )
     keep(path, GOOD)
-    keep(path, replace(GOOD, benchmark="chat"))
+    keep(path, replace(GOOD, benchmark="fleet"))
     keep(path, replace(GOOD, status=NOT_RUN, figures={}))
     keep(path_of("a machine", quick=True, folder=tmp_path), replace(GOOD, benchmark="overlap"))
     assert {result.benchmark: result.figures for result in newest(tmp_path)} == {
         "store": GOOD.figures,
-        "chat": GOOD.figures,
+        "fleet": GOOD.figures,
     }
 
 

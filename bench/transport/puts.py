@@ -1,29 +1,46 @@
-"""What it takes to put rows: inline beside a bare gRPC stream, and through shared memory."""
+"""What a Put costs: rows inline beside a bare gRPC stream, and rows through shared memory."""
 
 import itertools
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import grpc
 import numpy as np
+import torch
 
-from bench.sharing.towers import PRODUCER
 from bench.transport.bare_sink import METHOD
 from encoder_contract.framing import MESSAGE_BYTES
-from prefill_client import EncoderClient, EngineKey, Grid, PutImage, PutSession
+from prefill_client import EncoderClient, EngineKey, Grid, Producer, PutImage, PutSession
 from prefill_client.transport.channels import CHANNEL_OPTIONS
+from testing.checkpoints import write_checkpoint
+from testing.server_process import running
 
+PRODUCER = Producer(b"bench", b"bench", b"bench", "bfloat16", "bench.store")
 GRID, TOKENS = Grid(1, 44, 80), 880  # of a 1280×720 image: 28.8 MB in rows as wide as Qwen3-VL-8B's
 numbers = itertools.count()
 
 
-async def put_figures(endpoint: str, rounds: int) -> dict[str, float]:
-    """Return milliseconds and GB/s of an image put. The ways take turns, so that all see the same machine."""
+async def put_figures(rounds: int) -> dict[str, float]:
+    """Return milliseconds and GB/s of an image put into a server that only stores.
+
+    Inline, shared memory and the bare stream take turns, so that all three see the same machine.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {"out_hidden_size": 4096}
+        model = write_checkpoint(Path(folder), dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide)
+        settings: dict[str, Any] = {"store_only": "yes", "accept_put": "yes", "store_host_gib": 1}
+        with running(model, **settings) as server:
+            return await _figures(server.endpoint, rounds)
+
+
+async def _figures(endpoint: str, rounds: int) -> dict[str, float]:
     async with await EncoderClient.connect(endpoint) as client:
         rows = np.random.default_rng(0).integers(0, 2**16, (TOKENS, client.description.width), np.uint16)
         messages = list(_pieces(rows.tobytes()))

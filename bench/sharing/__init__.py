@@ -1,1 +1,0 @@
-"""Parts of the benchmark of a store that engines share."""

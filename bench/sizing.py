@@ -106,8 +106,8 @@ def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_bi
 
 def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:
     """Return the most memory that sources take while they are decoded and resized, one by one and in a batch."""
-    largest = max(decode_pixels, max_image_pixels)
-    return PILLOW_BYTES_PER_PIXEL * largest + BATCHED_BYTES_PER_PIXEL * decode_pixels
+    largest = max_image_pixels if max_image_pixels > decode_pixels else 0
+    return PILLOW_BYTES_PER_PIXEL * (decode_pixels + largest) + BATCHED_BYTES_PER_PIXEL * decode_pixels
 
 
 def prefill_tflop(tokens: int, billions: float) -> float:

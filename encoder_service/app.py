@@ -210,7 +210,12 @@ class Server:
         # One batch that waits while the next is filled; but never so few that small images cannot pass large ones.
         max_ahead = 2 * max(self._model.tower.batch_patches, MIN_BATCH_AHEAD)
         return JobQueue(
-            Scheduler(self._limits, max_ahead_patches=max_ahead, max_ahead_images=MAX_AHEAD_IMAGES),
+            Scheduler(
+                self._limits,
+                max_ahead_patches=max_ahead,
+                max_ahead_images=MAX_AHEAD_IMAGES,
+                large_pixels=self._config.decode_pixels,
+            ),
             self._model.decoder,
             self.store,
             loop=self._loop,

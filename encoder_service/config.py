@@ -101,7 +101,7 @@ class Config(Settings):
         "pixels that the CPU decoded",
     )
     decode_limit_s: float = knob(
-        60.0,
+        15.0,
         help="seconds of a processor that decoding an image may take in such a process; of the clock, three times as "
         "many and three more",
     )
@@ -113,7 +113,7 @@ class Config(Settings):
     )
     decode_pixels: int = knob(
         50_000_000,
-        help="source pixels decoded at a time, once in a batch and once one by one; a larger image goes alone",
+        help="source pixels decoded at a time, once in a batch and once one by one; one larger image is decoded beside them",
     )
     torch_threads: int = knob(0, zero=True, help="threads of a matrix product on the CPU; 0: torch's default")
     batch_patches: int = knob(

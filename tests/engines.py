@@ -90,7 +90,12 @@ async def running(
     limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
     ended: dict[bytes, Pin | EncoderError] = {}
     jobs = JobQueue(
-        Scheduler(limits, max_ahead_patches=ahead_patches or 2 * batch_patches, max_ahead_images=64),
+        Scheduler(
+            limits,
+            max_ahead_patches=ahead_patches or 2 * batch_patches,
+            max_ahead_images=64,
+            large_pixels=decode_pixels,
+        ),
         model.decoder,
         kept,
         loop=asyncio.get_running_loop(),

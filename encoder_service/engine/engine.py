@@ -27,7 +27,10 @@ class Engine:
         decode_threads: int = 2,
         decode_pixels: int = 50_000_000,
     ) -> None:
-        """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one."""
+        """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one.
+
+        The scheduler is to call an image of more than that large: one at a time is decoded beside them.
+        """
         prepare = Prepare(jobs, model, metrics, max_patches=batch_patches, max_pixels=decode_pixels)
         copy_out = CopyOut(jobs, model, store, metrics)
         vit = Vit(jobs, model, store, metrics, copy_out, batch_patches=batch_patches)

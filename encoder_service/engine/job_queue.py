@@ -102,7 +102,9 @@ class JobQueue:
         self._closed = False
         self._device_waits = False
         self._idle_since: float | None = None
-        self._apart_pixels = 0  # being decoded apart, whether or not anybody still wants them
+        # Being decoded apart, whether or not anybody still wants them.
+        self._apart_pixels = 0
+        self._large_apart = False
 
     def __len__(self) -> int:
         """Images on their way, in whatever stage."""
@@ -213,13 +215,18 @@ class JobQueue:
     def take_apart(self, max_pixels: int) -> list[Job]:
         """Wait for one image to decode by itself, and return it; an empty list when the queue is closed.
 
-        At most `max_pixels` are out at a time, or one larger image; `taken_apart` ends an image's share of them.
+        At most `max_pixels` are out at a time, and beside them one image that the scheduler calls large; `taken_apart`
+        ends an image's share of them.
         """
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
             room = max_pixels - self._apart_pixels if self._apart_pixels else math.inf
-            tasks = scheduler.next_apart(now, room)
-            self._apart_pixels += sum(task.source_pixels for task in tasks)
+            tasks = scheduler.next_apart(now, room, large=not self._large_apart)
+            for task in tasks:
+                if scheduler.is_large(task):
+                    self._large_apart = True
+                else:
+                    self._apart_pixels += task.source_pixels
             return tasks
 
         with self._turn:
@@ -228,7 +235,10 @@ class JobQueue:
     def taken_apart(self, job: Job) -> None:
         """Report that a job from `take_apart` holds no decoded pixels any more."""
         with self._turn:
-            self._apart_pixels -= job.task.source_pixels
+            if self._scheduler.is_large(job.task):
+                self._large_apart = False
+            else:
+                self._apart_pixels -= job.task.source_pixels
             self._turn.notify_all()
 
     def put_apart(self, job: Job) -> None:

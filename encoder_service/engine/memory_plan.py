@@ -30,8 +30,9 @@ class MemoryPlan:
         """Plan for a model that is loaded, on a device whose memory is in this state."""
         geometry, tower = model.processor.geometry, model.tower
         patches = max(tower.batch_patches, geometry.max_pixels // geometry.patch_size**2)
-        # A batch and single images are decoded at the same time; a larger image goes alone.
-        pixels = max(2 * config.decode_pixels, config.max_image_pixels)
+        # A batch, single images and one that is larger than those may be are decoded at the same time.
+        larger = config.max_image_pixels if config.max_image_pixels > config.decode_pixels else 0
+        pixels = 2 * config.decode_pixels + larger
         return cls(
             total=memory.total,
             loaded=memory.total - memory.free,

@@ -20,7 +20,8 @@ class RequestTable:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.orders = {state: Order(policy) for state in (State.WAITING, State.APART, State.PREPARED)}
+        ordered = (State.WAITING, State.APART, State.LARGE, State.PREPARED)
+        self.orders = {state: Order(policy) for state in ordered}
         self.tasks: dict[bytes, Task] = {}
         self.requests: dict[str, Request] = {}
         self.claims = 0

@@ -32,14 +32,18 @@ class Scheduler:
         max_ahead_patches: int,
         max_ahead_images: int,
         policy: Policy = LEAST_WORK_LEFT,
+        large_pixels: float = math.inf,
     ) -> None:
         """Set the bounds; `max_ahead_*` bounds what is decoded, or being decoded, ahead of its batch.
+
+        A task of more than `large_pixels` source pixels that is decoded by itself is large: see `next_apart`.
 
         Speculative tasks may fill it once and demanded ones once more, so that these wait for no guess: patches stay
         below twice `max_ahead_patches`, but for a larger image and those decoded apart. It should hold two batches.
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
+        self._large_pixels = large_pixels
         self._table = RequestTable(policy)
         self._split: deque[list[Task]] = deque()
 
@@ -64,8 +68,9 @@ class Scheduler:
         """
         if self.claim(claim, address, now):
             return False
-        state = State.APART if apart else State.WAITING
-        task = Task(address, patches, source_bytes, claim.client_id, source_pixels, state)
+        task = Task(address, patches, source_bytes, claim.client_id, source_pixels)
+        if apart:
+            task.state = self._apart(task)
         self._admission.admit(task)
         self._table.open(task)
         self._table.attach(claim, task, now)
@@ -121,19 +126,28 @@ class Scheduler:
             taken.append(task)
         return taken
 
-    def next_apart(self, now: float, max_pixels: float) -> list[Task]:
-        """Take the next task to decode by itself, of at most `max_pixels`, within the bounds on decoding ahead."""
-        task = self._table.orders[State.APART].first(now)
-        if task is None or task.source_pixels > max_pixels or not self._has_room_ahead(task, now):
-            return []
-        self._table.move(task, State.PREPARING_APART, now)
-        return [task]
+    def next_apart(self, now: float, max_pixels: float, *, large: bool = True) -> list[Task]:
+        """Take the next task to decode by itself, within the bounds on decoding ahead.
+
+        It has at most `max_pixels`, or it is large, if `large` tasks may be taken too: those hold up no others.
+        """
+        for state in self._apart_states(now):
+            task = self._table.orders[state].first(now)
+            fits = large if state is State.LARGE else task is not None and task.source_pixels <= max_pixels
+            if task is not None and fits and self._has_room_ahead(task, now):
+                self._table.move(task, State.PREPARING_APART, now)
+                return [task]
+        return []
+
+    def is_large(self, task: Task) -> bool:
+        """Whether a task has more source pixels than are decoded at a time."""
+        return task.source_pixels > self._large_pixels
 
     def put_apart(self, task: Task, now: float) -> None:
         """Report that the batch decoder failed on a task: it is to be decoded by itself."""
         if task.state is not State.GONE:
             assert task.state in DECODING, task
-            self._table.move(task, State.APART, now)
+            self._table.move(task, self._apart(task), now)
 
     def prepared(self, task: Task, now: float) -> bool:
         """Report that a task's patches are ready; return False if all its claims are gone: discard them."""
@@ -232,6 +246,16 @@ class Scheduler:
 
     # Internals
 
+    def _apart(self, task: Task) -> State:
+        return State.LARGE if self.is_large(task) else State.APART
+
+    def _apart_states(self, now: float) -> tuple[State, ...]:
+        """Return the states of tasks that wait to be decoded by themselves, that of the best task first."""
+        usual, large = self._table.orders[State.APART], self._table.orders[State.LARGE]
+        if large.first(now) is not None and (usual.first(now) is None or large.comes_before(usual, now)):
+            return State.LARGE, State.APART
+        return State.APART, State.LARGE
+
     def _choose(self, now: float, budget_patches: int) -> list[Task]:
         order = self._table.orders[State.PREPARED]
         first = order.first(now)
@@ -288,7 +312,10 @@ class Scheduler:
         orders = self._table.orders
         prepared = orders[State.PREPARED]
         if prepared.first(now) is None:
-            return task.state is State.APART  # all that is ahead is decoded together, which may never cease
+            return task.state in (
+                State.APART,
+                State.LARGE,
+            )  # all that is ahead is decoded together, which may never cease
         return orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:

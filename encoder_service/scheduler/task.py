@@ -9,13 +9,15 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to APART.
+    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to APART or LARGE.
 
-    A task that the batch decoder does not accept begins as APART, not WAITING; one that fails there becomes APART.
+    A task that the batch decoder does not accept begins as APART or LARGE, not WAITING; one that fails there becomes
+    APART or LARGE.
     """
 
     WAITING = "waiting"  # its bytes are held, but not decoded
     APART = "apart"  # likewise, to be decoded by itself
+    LARGE = "large"  # likewise, with more source pixels than are decoded at a time
     PREPARING = "preparing"  # taken to be decoded and preprocessed
     PREPARING_APART = "preparing_apart"  # likewise, by itself
     PREPARED = "prepared"  # its patches are ready for a batch

@@ -1,9 +1,11 @@
 """The job queue and its scheduler, in any order of events: every job ends, and its image can come again."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +27,7 @@ from encoder_service.image.source import Source
 from encoder_service.scheduler import Claim, Limits, Scheduler, State
 from encoder_service.store import Pin, Store
 from testing.photos import photo
+from tests.waiting import PATIENCE_S
 
 GRID = Grid(1, 4, 4)
 FILE = photo(64, 64, 1)
@@ -65,9 +68,15 @@ def new_queue(
     loop: Posts,
     on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
     ahead_images: int = 10**6,
+    large_pixels: float = math.inf,
 ) -> JobQueue:
     return JobQueue(
-        Scheduler(NO_LIMITS, max_ahead_patches=10**9, max_ahead_images=ahead_images),
+        Scheduler(
+            NO_LIMITS,
+            max_ahead_patches=10**9,
+            max_ahead_images=ahead_images,
+            large_pixels=large_pixels,
+        ),
         cast(Decoder, SimpleNamespace(batches=lambda source: source.key != APART)),
         cast(Store, SimpleNamespace(contains=lambda _address: False)),
         loop=cast(asyncio.AbstractEventLoop, loop),
@@ -75,8 +84,11 @@ def new_queue(
     )
 
 
-def submit(queue: JobQueue, address: bytes, claim: Claim, *, apart: bool = False) -> Job:
-    job = queue.submit(key_of(address), Source(APART if apart else b"", FILE, HEADER), GRID, claim)
+def submit(
+    queue: JobQueue, address: bytes, claim: Claim, *, apart: bool = False, width: int = HEADER.width
+) -> Job:
+    source = Source(APART if apart else b"", FILE, replace(HEADER, width=width))
+    job = queue.submit(key_of(address), source, GRID, claim)
     assert job is not None
     return job
 
@@ -283,3 +295,44 @@ def test_time_in_which_nothing_is_queued_is_no_time_that_the_device_starved(
     [(jobs, starved_s)] = taken
     assert jobs == [good]
     assert 0 < starved_s < 3000
+
+
+WINDOW_PIXELS = 10_000
+
+
+def taken_apart(queue: JobQueue) -> Job:
+    """Take an image to decode by itself, or fail when the queue hands out none."""
+    taken: list[Job] = []
+    stage = threading.Thread(target=lambda: taken.extend(queue.take_apart(WINDOW_PIXELS)), daemon=True)
+    stage.start()
+    stage.join(PATIENCE_S)
+    assert taken, "no image is handed out"
+    return taken[0]
+
+
+def test_small_images_are_decoded_while_a_larger_one_than_the_window_is() -> None:
+    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
+    size = {b"large": 1000, b"large too": 1000, b"small": 100, b"small too": 50}
+    for number, (name, width) in enumerate(size.items()):
+        submit(queue, name, Claim(str(number), "a", demanded=True), apart=True, width=width)
+    large = taken_apart(queue)
+    assert large.key.address == b"large"
+    small = taken_apart(queue)
+    assert small.key.address == b"small", "another large one has to wait, and holds up no small one"
+    queue.taken_apart(large)
+    assert taken_apart(queue).key.address == b"large too"
+    queue.taken_apart(small)
+    assert taken_apart(queue).key.address == b"small too", "it did not fit beside the first small one"
+
+
+def test_a_large_image_starts_beside_small_ones_and_a_refused_batch_image_counts_as_large() -> None:
+    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
+    submit(queue, b"small", Claim("1", "a", demanded=True), apart=True, width=100)
+    small = taken_apart(queue)
+    submit(queue, b"large", Claim("2", "a", demanded=True), width=1000)
+    (refused,) = queue.take_to_prepare(10**6, 1, 10**9)
+    queue.put_apart(refused)
+    assert taken_apart(queue).key.address == b"large"
+    queue.taken_apart(small)
+    submit(queue, b"small too", Claim("3", "a", demanded=True), apart=True, width=100)
+    assert taken_apart(queue).key.address == b"small too"

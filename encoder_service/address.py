@@ -114,11 +114,6 @@ def put_key(
     return ImageKey(address, digest, min_pixels, max_pixels, salt, producer, engine_key)
 
 
-def url_key(url_digest: bytes, salt: bytes) -> bytes:
-    """Return the 32 bytes under which is kept what a tenant found a URL to hold: nobody else asks by the same."""
-    return _hash(b"encoder-service url v1", url_digest, salt)
-
-
 def _hash(purpose: bytes, *fields: bytes) -> bytes:
     """Return BLAKE3 over length-prefixed fields: no two purposes, and no two sets of fields, share an encoding."""
     hasher = blake3.blake3()

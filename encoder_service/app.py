@@ -46,7 +46,6 @@ from encoder_service.engine.model import Model, decode_threads
 from encoder_service.engine.put_leases import PutLeases
 from encoder_service.engine.row_finder import RowFinder
 from encoder_service.engine.submit_waiters import SubmitWaiters
-from encoder_service.engine.url_resolver import UrlResolver
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.image.validation import Validator
 from encoder_service.observability.collectors import (
@@ -295,15 +294,13 @@ class Server:
             max_pinned_bytes=int(config.store_host_gib * GIB * config.max_pinned_share),
             max_fetched_images=self._limits.claims,
             accepts_put=config.accept_put == "yes",
-            shares_urls=config.shares_urls,
             encodes=not config.stores_only,
             max_put_bytes=int(config.store_host_gib * GIB * MAX_PUT_SHARE),
             identity=self._identity,
             fleet_key=self._fleet_key,
         )
         finder = RowFinder(*parts, encodes=not config.stores_only)
-        resolver = UrlResolver(model.recipe, self._sources, self.jobs, self.cluster)
-        return EncoderService(Encoder(*parts), finder, self.leases, resolver, self.store, info, self.metrics)
+        return EncoderService(Encoder(*parts), finder, self.leases, self.store, info, self.metrics)
 
     async def _join_cluster(self) -> None:
         recipe = self._model.recipe

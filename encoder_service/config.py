@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import unquote, urlsplit
 
 from encoder_contract.certificates import Certificates
@@ -23,6 +23,9 @@ class Config(Settings):
     """All settings. Validated on construction: an invalid value raises `ConfigError` at start."""
 
     environment_prefix = "ENCSVC_"
+    removed: ClassVar = {
+        "share_urls": "leave it out; each language server downloads image URLs itself and keeps them in its own cache",
+    }
 
     model: Path = knob(
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
@@ -133,11 +136,6 @@ class Config(Settings):
     accept_put: Literal["no", "yes"] = knob(
         "no",
         help="let callers put rows that they computed themselves: whoever may put can put wrong ones (SECURITY.md)",
-    )
-    share_urls: Literal["auto", "yes", "no"] = knob(
-        "auto",
-        help="let callers share what image URLs hold, so that one of them downloads it: auto does with --tenants-file "
-        "or --tls-client-ca; else whoever reaches the port can say what a URL holds (SECURITY.md)",
     )
     store_only: Literal["no", "yes"] = knob(
         "no",
@@ -295,12 +293,6 @@ class Config(Settings):
     def stores_only(self) -> bool:
         """Whether the server has no tower."""
         return self.store_only == "yes"
-
-    @property
-    def shares_urls(self) -> bool:
-        """Whether what callers say of image URLs is believed: by those who are told apart from everybody else."""
-        knows_callers = bool(self.tenants_file or self.tls_client_ca)
-        return self.share_urls == "yes" or (self.share_urls == "auto" and knows_callers)
 
     @property
     def accepted_formats(self) -> tuple[str, ...]:

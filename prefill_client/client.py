@@ -14,7 +14,6 @@ from encoder_contract.errors import (
     EncoderError,
     InvalidRequestError,
     UnavailableError,
-    UnknownImageError,
 )
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -23,7 +22,6 @@ from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.retries import Attempts
 from prefill_client.fleet.sent_images import SentImages
-from prefill_client.fleet.url_calls import UrlCalls
 from prefill_client.images import Image, RowRequest, Submitted, read_images
 from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
 from prefill_client.transport.channels import Channels
@@ -106,8 +104,8 @@ class EncoderClient:
         """Submit image files; return, in order, the confirmed grid and token count of each, or its error.
 
         A file that is not an image fails here, alone, before any server is asked; an `Image` was read already. Bytes
-        are sent, and loaded from elsewhere, only for images that the server does not know. Errors that a retry may cure
-        are retried, at another server if need be, until `timeout_s`.
+        are sent only for images that the server does not know. Errors that a retry may cure are retried, at another
+        server if need be, until `timeout_s`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
         images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
@@ -124,7 +122,7 @@ class EncoderClient:
             now_s = monotonic()
             due = {index: image for index, image in images.items() if due_s[index] <= now_s}
             answered = await self._submit_once(due, caller, attempts)
-            for index, answer in (await _bring(images, answered)).items():
+            for index, answer in answered.items():
                 pause_s = None
                 if answer.error is not None:
                     pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
@@ -176,11 +174,6 @@ class EncoderClient:
             timeout_s=timeout_s,
             producer=producer,
         )
-
-    @property
-    def url_calls(self) -> UrlCalls:
-        """The calls by which the clients of a fleet share what image URLs hold."""
-        return UrlCalls(self._pool, self._caller("", 0))
 
     def put(
         self,
@@ -255,25 +248,3 @@ class EncoderClient:
             tenant_salt=self._tenant_salt,
             client_id=self._client_id,
         )
-
-
-async def _bring(images: dict[int, Image], answers: dict[int, Submitted]) -> dict[int, Submitted]:
-    """Put the file in the place of each image that a server needs from elsewhere; return the other answers.
-
-    An image whose file cannot be had is answered with the error.
-    """
-    lacking = [
-        index
-        for index, answer in answers.items()
-        if isinstance(answer.error, UnknownImageError) and images[index].elsewhere is not None
-    ]
-    brought = await asyncio.gather(*(images[index].brought() for index in lacking), return_exceptions=True)
-    for index, outcome in zip(lacking, brought, strict=True):
-        if isinstance(outcome, Image):
-            images[index] = outcome
-            del answers[index]
-        elif isinstance(outcome, EncoderError):
-            answers[index] = replace(answers[index], error=outcome)
-        else:
-            raise outcome
-    return answers

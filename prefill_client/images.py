@@ -1,6 +1,5 @@
 """Images on the client's side: before they are sent, once they are submitted, and when their rows arrive."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import EncoderError, UnavailableError
+from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.header import read_header
@@ -26,25 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image file and what follows from its bytes alone: its digest and, from the header, its grid and tokens.
-
-    Where somebody else has read the file, `data` is empty, and `elsewhere` loads it should a server need it.
-    """
+    """An image file and what follows from its bytes alone: its digest and, from the header, its grid and tokens."""
 
     data: bytes = field(repr=False)
     digest: bytes
     grid: Grid
     tokens: int
-    elsewhere: Callable[[], Awaitable[bytes]] | None = field(default=None, repr=False, compare=False)
-
-    async def brought(self) -> "Image":
-        """Return the image with its file. Raises what loading it raises, `UnavailableError` if it has changed."""
-        if self.elsewhere is None:
-            return self
-        data = await self.elsewhere()
-        if await asyncio.to_thread(content_digest, data) != self.digest:
-            raise UnavailableError("the image has changed since it was looked up: ask again")
-        return replace(self, data=data, elsewhere=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ def test_some_calls_find_nothing_and_leave_nothing_on_a_server() -> None:
         "fetch",
         "images",
         "put",
-        "shared_urls",
         "--cases",
         "400",
     ]

@@ -32,7 +32,6 @@ class ServerInfo:
     max_pinned_bytes: int
     max_fetched_images: int
     accepts_put: bool
-    shares_urls: bool
     encodes: bool
     max_put_bytes: int
     identity: Identity

@@ -1,4 +1,4 @@
-"""The gRPC service: Describe, Submit, Fetch and Put; and the calls about URLs. Nothing here blocks the event loop."""
+"""The gRPC service: Describe, Submit, Fetch and Put. Nothing here blocks the event loop."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -26,11 +26,9 @@ from encoder_service.api.pin_budget import PinRoom
 from encoder_service.api.put import PutCall, PutMessage, PutRoom
 from encoder_service.api.submit import SubmitCall
 from encoder_service.api.upload_budget import Uploads
-from encoder_service.api.url_calls import UrlCalls
 from encoder_service.encoder import Encoder
 from encoder_service.engine.put_leases import PutLeases
 from encoder_service.engine.row_finder import RowFinder
-from encoder_service.engine.url_resolver import UrlResolver
 from encoder_service.observability.metrics import Metrics
 from encoder_service.scheduler import Claim
 from encoder_service.scheduler.shares import Shares
@@ -41,14 +39,13 @@ SERVICE = "encoder_contract.v1.EncoderService"
 
 
 class EncoderService:
-    """The calls; `urls` has those about URLs. One instance serves all connections, on one event loop."""
+    """The calls. One instance serves all connections, on one event loop."""
 
     def __init__(
         self,
         encoder: Encoder,
         finder: RowFinder,
         leases: PutLeases,
-        resolver: UrlResolver,
         store: Store,
         info: ServerInfo,
         metrics: Metrics,
@@ -64,7 +61,6 @@ class EncoderService:
         self._turns = Turns()
         put_room = Shares(info.max_put_bytes, "rows on their way into the store")
         self._put_room = PutRoom(leases, store, info.rows, put_room, self._turns, lambda: self.draining)
-        self.urls = UrlCalls(resolver, info, metrics, lambda: self.draining)
         self.draining = False
 
     @property
@@ -292,6 +288,4 @@ def methods(service: EncoderService, entrance: Entrance, max_images: int) -> Met
             service.fetch,
             partial(messages.parse, pb.FetchRequest, max_bytes=messages.names_bytes(max_images)),
         ),
-        "ResolveUrl": entrance.unary(service.urls.resolve, partial(messages.parse, pb.ResolveUrlRequest)),
-        "RecordUrl": entrance.unary(service.urls.record, partial(messages.parse, pb.RecordUrlRequest)),
     }

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 
-from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, UnknownImageError
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.address import ImageKey
@@ -145,10 +145,6 @@ class SubmitCall:
             return self._failed(index, answer)
         if answer.grid is None:
             try:
-                if name.without_bytes:
-                    raise UnknownImageError(
-                        f"the bytes of {named.key.named} are needed, and the caller has none"
-                    )
                 self._uploads.expect(index, name.size_bytes)
             except EncoderError as error:
                 self._encoder.forget(named.key)

@@ -8,7 +8,6 @@ from typing import Protocol
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
-from encoder_service.cluster.url_records import UrlRecords
 from encoder_service.store import Pin
 
 
@@ -67,7 +66,6 @@ class ClusterStatus:
     sources_dropped: int = 0
     foreign_rows: int = 0
     foreign_sources: int = 0
-    foreign_urls: int = 0
 
 
 class Cluster(Protocol):
@@ -85,10 +83,6 @@ class Cluster(Protocol):
     @property
     def status(self) -> ClusterStatus:
         """The cluster in numbers. No I/O."""
-
-    @property
-    def url_records(self) -> UrlRecords:
-        """What callers found image URLs to hold."""
 
     async def join(self, replica: Replica) -> None:
         """Join as `replica`; called once. Raises `ModelMismatchError`; nothing has been started then.

@@ -16,7 +16,6 @@ from encoder_service.cluster.peers import Peers
 from encoder_service.cluster.search import Search
 from encoder_service.cluster.source_sharing import SourceSharing
 from encoder_service.cluster.transfers import Transfers
-from encoder_service.cluster.url_records import SealedUrlRecords
 from encoder_service.store import Store
 
 # Time to share what is still waiting when this replica leaves: a healthy Redis takes it within a second.
@@ -31,14 +30,13 @@ class Coordinator:
     def __init__(
         self, index: RedisIndex, peers: Peers, store: Store, fleet_key: FleetKey | None = None
     ) -> None:
-        """With `fleet_key`, image files and what URLs hold are shared under its signature; no others are used."""
+        """With `fleet_key`, image files are shared under its signature; no others are used."""
         self.index = index
         self._peers = peers
         self._store = store
         self._outbox = Outbox(index)
         self._transfers = Transfers(index, self._outbox, peers, store)
         self._sharing = SourceSharing(index.sources, fleet_key)
-        self.url_records = SealedUrlRecords(index.url_records, fleet_key)
         self._search = Search(self.find, lambda: bool(index.peers()))
         self._recent: LRUCache[bytes, ImageKey] = LRUCache(RECENT_IMAGES)
         # Calls that one component answers alone.
@@ -62,7 +60,6 @@ class Coordinator:
             sharing.dropped,
             foreign_rows=self._peers.foreign,
             foreign_sources=sharing.foreign,
-            foreign_urls=self.url_records.foreign,
         )
 
     async def join(self, replica: Replica) -> None:

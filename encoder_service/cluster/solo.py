@@ -8,7 +8,6 @@ from math import inf
 from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Acquired, ClusterStatus, IndexState, Locations, Replica
-from encoder_service.cluster.url_records import MemoryUrlRecords
 from encoder_service.store import Pin
 
 
@@ -17,7 +16,6 @@ class Solo:
 
     def __init__(self) -> None:
         self.status = ClusterStatus(IndexState.ALONE)
-        self.url_records = MemoryUrlRecords()
 
     async def join(self, replica: Replica) -> None:
         """Report as joined."""

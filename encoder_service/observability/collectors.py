@@ -76,7 +76,6 @@ def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
     yield Reading("sources_offered", status.sources_dropped, ("dropped",))
     yield Reading("foreign", status.foreign_rows, ("rows",))
     yield Reading("foreign", status.foreign_sources, ("source",))
-    yield Reading("foreign", status.foreign_urls, ("url",))
 
 
 def identity_readings(

@@ -37,7 +37,6 @@ IMAGES = tuple(2**power for power in range(9))
 SUBMITTED = ("cached", "queued", "failed")
 TRANSPORTS = tuple(TRANSPORT_NAMES.values())
 PUT = ("held", "yours", "wait", "kept", "failed")
-URLS = ("fresh", "stale", "claimed", "unshared")
 FETCHED = ("device", "host", "peer", "encoded", "failed")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
 TRIED = ("ok", "failed")
@@ -97,7 +96,6 @@ class Metrics:
         self._fetched = self._images("fetched_images", "Images answered in Fetch", FETCHED)
         self._put = self._images("put_images", "Answers to images of Put", PUT)
         self._put_bytes = self._counter("put_bytes", "Bytes of rows that callers put")
-        self._urls = self._counter("resolved_urls", "Image URLs that callers asked about", answer=URLS)
         self._transfer_bytes = self._counter("transfer_bytes", "Bytes of rows sent", transport=TRANSPORTS)
         self._upload_bytes = self._counter("uploaded_bytes", "Bytes of images received")
         self._calls = self._counter("calls", "Calls ended", call=("submit", "fetch", "put"), status=("OK",))
@@ -187,10 +185,6 @@ class Metrics:
         """Count an answer of a Put, one of `PUT`, and the bytes of rows that were kept."""
         self._put.labels(outcome, reason(error)).inc()
         self._put_bytes.inc(size)
-
-    def url(self, answer: Literal["fresh", "stale", "claimed", "unshared"]) -> None:
-        """Count an answer of ResolveUrl: a record, the claim to find out, or neither."""
-        self._urls.labels(answer).inc()
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows sent."""

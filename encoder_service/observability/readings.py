@@ -56,7 +56,7 @@ READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]]
     "sources_offered": ("counter", "Image files shared with peers, or dropped instead.", ("outcome",)),
     "foreign": (
         "counter",
-        "Rows, image files and records of URLs not signed with the fleet's key, and so not used.",
+        "Rows and image files not signed with the fleet's key, and so not used.",
         ("what",),
     ),
     "upload_bytes": ("gauge", "Bytes reserved for uploads.", ()),

@@ -6,8 +6,8 @@ from prefill_client.images import Image
 
 # Bytes that may have to be sent once more when a server is lost. They are references to what the caller sent.
 MAX_BYTES = 256 << 20
-# What one takes without its file, which is elsewhere.
-NAME_BYTES = 1024
+# What one takes besides its file.
+ENTRY_BYTES = 1024
 MAX_ROUTES = 65536  # some 10 MB
 
 
@@ -38,4 +38,4 @@ class SentImages:
 
 
 def _size(image: Image) -> int:
-    return NAME_BYTES + len(image.data)
+    return ENTRY_BYTES + len(image.data)

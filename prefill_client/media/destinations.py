@@ -4,7 +4,6 @@ import ipaddress
 from collections.abc import Collection, Iterable
 from typing import TypeAlias
 
-from encoder_contract.digest import content_digest
 from encoder_contract.errors import ForbiddenError
 from prefill_client.media.image_url import DEFAULT_PORTS, ImageUrl, host_name
 
@@ -44,9 +43,6 @@ class Destinations:
         and https; an address (`10.1.2.3:8000`, `[fd00::1]`), whether or not it is public; a network (`10.1.0.0/16`):
         hosts that are allowed may have its addresses.
         """
-        self.fingerprint = content_digest(
-            "\0".join(sorted({rule.strip().lower() for rule in rules})).encode()
-        )
         self._public = False
         self._hosts: set[tuple[str, int | None]] = set()
         self._networks: list[Network] = []

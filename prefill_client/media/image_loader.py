@@ -23,7 +23,6 @@ from prefill_client.media.download import NOT_MODIFIED, OK, Response, get
 from prefill_client.media.freshness import MAX_FRESH_S, fresh_s
 from prefill_client.media.image_url import ImageUrl
 from prefill_client.media.single_flight import SingleFlight
-from prefill_client.media.url_digest import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +40,13 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """An answer that is known, though not its body: which URL gave it, and the headers that ask whether it changed."""
+class _Loaded:
+    """An image, and how to ask whether it has changed: which URL answered with it, and the headers that ask it."""
 
-    answered_by: bytes  # `digest_of` the URL
-    headers: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An image, or None for the one that was known; until when it needs no asking, None: not to be kept."""
-
-    data: bytes | None
-    known: Known
-    fresh_until: float | None
+    data: bytes
+    answered_by: str
+    asks: tuple[tuple[str, str], ...]
+    fresh_until: float | None  # on `monotonic`'s clock, until when it needs no asking; None: not to be kept
 
 
 class ImageLoader:
@@ -76,19 +68,17 @@ class ImageLoader:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Bound an image by `max_bytes`, and its download, redirects and waiting for its turn, by `timeout_s`."""
-        self.destinations = destinations
-        self.max_bytes = max_bytes
-        self.timeout_s = timeout_s
+        self._destinations = destinations
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
         self._unsaid_fresh_s = unsaid_fresh_s
         self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
         self._resolve = resolve or self._look_up
         self._tls = tls or ssl.create_default_context()
         self._turns = asyncio.Semaphore(_DOWNLOADS)
         self._host_turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._kept: LRUCache[str, Loaded] = LRUCache(
-            cache_bytes, getsizeof=lambda each: len(each.data or b"")
-        )
-        self._downloads: SingleFlight[Loaded] = SingleFlight()
+        self._kept: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
+        self._downloads: SingleFlight[_Loaded] = SingleFlight()
 
     async def load(self, url: str) -> bytes:
         """Return the bytes.
@@ -98,60 +88,43 @@ class ImageLoader:
         """
         if url[:5].lower() == "data:":
             return await asyncio.to_thread(self._decode, url)
-        parsed = self.allowed(url)
-        data = self.kept(parsed) or (await self.download(parsed)).data
-        assert data is not None, "nothing was known"
-        return data
-
-    def allowed(self, url: str) -> ImageUrl:
-        """Return a URL that may be loaded, as far as its host tells. Raises as `load` does."""
         parsed = ImageUrl.parse(url)
-        self.destinations.check(parsed)
-        return parsed
+        self._destinations.check(parsed)
+        kept = self._kept.get(str(parsed))
+        if kept is None or kept.fresh_until is None or monotonic() >= kept.fresh_until:
+            kept = await self._downloads.run(str(parsed), partial(self._in_time, parsed))
+        return kept.data
 
-    def kept(self, url: ImageUrl) -> bytes | None:
-        """Return an image that is kept and fresh."""
-        kept = self._kept.get(str(url))
-        is_fresh = kept is not None and kept.fresh_until is not None and monotonic() < kept.fresh_until
-        return kept.data if kept is not None and is_fresh else None
-
-    async def download(self, url: ImageUrl, known: Known | None = None) -> Loaded:
-        """Download an allowed URL, or find that it holds what is `known` or was kept. Raises as `load` does."""
-        return await self._downloads.run((str(url), known), partial(self._in_time, url, known))
-
-    async def _in_time(self, url: ImageUrl, known: Known | None) -> Loaded:
+    async def _in_time(self, url: ImageUrl) -> _Loaded:
         try:
-            async with asyncio.timeout(self.timeout_s):
-                loaded = await self._follow(url, known)
+            async with asyncio.timeout(self._timeout_s):
+                loaded = await self._follow(url)
         except TimeoutError as error:
-            raise UnavailableError(f"{url} took more than {self.timeout_s:g} s") from error
+            raise UnavailableError(f"{url} took more than {self._timeout_s:g} s") from error
         except (OSError, h11.RemoteProtocolError) as error:
             raise UnavailableError(f"{url} could not be loaded: {error}") from error
         except (ValueError, h11.LocalProtocolError) as error:
             raise InvalidImageError(f"not a URL: {error}") from error
         if loaded.fresh_until is None:
             self._kept.pop(str(url), None)
-        elif loaded.data is not None and len(loaded.data) <= self._kept.maxsize:
+        elif len(loaded.data) <= self._kept.maxsize:
             self._kept[str(url)] = loaded
         return loaded
 
-    async def _follow(self, url: ImageUrl, known: Known | None) -> Loaded:
+    async def _follow(self, url: ImageUrl) -> _Loaded:
         before, fresh, may_be_kept = self._kept.get(str(url)), MAX_FRESH_S, True
-        if before is None and known is not None:
-            before = Loaded(None, known, None)
         for _ in range(1 + MAX_REDIRECTS):
-            here = digest_of(url)
-            again = before if before is not None and before.known.answered_by == here else None
-            response = await self._hop(url, again.known.headers if again else ())
+            here = str(url)
+            known = before if before is not None and before.answered_by == here else None
+            response = await self._hop(url, known.asks if known else ())
             lasts = fresh_s(response.headers, self._unsaid_fresh_s)
             may_be_kept &= lasts is not None
             fresh = min(fresh, lasts or 0.0)
             fresh_until = monotonic() + fresh if may_be_kept else None
             if response.status == OK:
-                return Loaded(response.body, Known(here, _validators(response)), fresh_until)
-            if response.status == NOT_MODIFIED and again is not None:
-                headers = _validators(response) or again.known.headers
-                return Loaded(again.data, Known(here, headers), fresh_until)
+                return _Loaded(response.body, here, _validators(response), fresh_until)
+            if response.status == NOT_MODIFIED and known is not None:
+                return _Loaded(known.data, here, _validators(response) or known.asks, fresh_until)
             if response.status not in _REDIRECTS or "location" not in response.headers:
                 raise _refusal(url, response.status)
             url = self._redirected(url, response.headers["location"])
@@ -161,7 +134,7 @@ class ImageLoader:
         following = url.joined(location)
         if (url.scheme, following.scheme) == ("https", "http"):
             raise ForbiddenError(f"{url} redirects from https to http")
-        self.destinations.check(following)
+        self._destinations.check(following)
         return following
 
     async def _hop(self, url: ImageUrl, headers: Sequence[tuple[str, str]]) -> Response:
@@ -172,14 +145,14 @@ class ImageLoader:
             await stack.enter_async_context(self._turns)
             # Looked up here, checked, and connected to as checked: a name that changes its mind gains nothing.
             found = await self._resolve(url.host, url.port)
-            addresses = self.destinations.permitted(found)
+            addresses = self._destinations.permitted(found)
             if found and not addresses:
                 log.info(
                     "an image URL was refused: no address of its host is allowed",
                     extra={"fields": {"host": url.host}},
                 )
                 raise ForbiddenError(f"the addresses of {url.host} are not allowed here")
-            return await get(url, addresses, max_bytes=self.max_bytes, tls=self._tls, headers=headers)
+            return await get(url, addresses, max_bytes=self._max_bytes, tls=self._tls, headers=headers)
 
     async def _look_up(self, host: str, port: int) -> list[str]:
         found = await asyncio.get_running_loop().run_in_executor(
@@ -191,8 +164,8 @@ class ImageLoader:
         head, comma, body = url.partition(",")
         if not comma or not head.endswith(";base64"):
             raise InvalidImageError("an image's data URL is data:image/...;base64,...")
-        if len(body) // 4 * 3 > self.max_bytes + 2:
-            raise ImageLimitError(f"the data URL holds more than {self.max_bytes} bytes")
+        if len(body) // 4 * 3 > self._max_bytes + 2:
+            raise ImageLimitError(f"the data URL holds more than {self._max_bytes} bytes")
         try:
             return base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:

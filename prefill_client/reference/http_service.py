@@ -25,7 +25,7 @@ from encoder_contract.errors import (
 from encoder_contract.errors import Status as Code
 from encoder_contract.traceparent import TRACEPARENT
 from prefill_client import Trace, traceparent
-from prefill_client.media.shared_loader import SharedLoader
+from prefill_client.media.image_loader import ImageLoader
 from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.completions import ChatRequest, completion, error_body, piece, usage
 from prefill_client.reference.metrics import Metrics
@@ -99,7 +99,7 @@ class HttpService:
         tokenizer: Any,
         model: str,
         *,
-        image_loader: SharedLoader,
+        image_loader: ImageLoader,
         metrics: Metrics,
         limits: Limits,
         traces: TraceFolder | None = None,
@@ -191,12 +191,11 @@ class HttpService:
         return asked
 
     async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:
-        client = self._chat.client
-        opening = [asyncio.ensure_future(self._image_loader.open(url, client)) for url in asked.image_urls]
+        loading = [asyncio.ensure_future(self._image_loader.load(url)) for url in asked.image_urls]
         try:
-            images = await asyncio.gather(*opening)
+            images = await asyncio.gather(*loading)
         finally:  # when one fails, `gather` leaves the others running, which no request counts any more
-            for each in opening:
+            for each in loading:
                 each.cancel()
         with self._metrics.first_token_seconds.time():
             prefilled = await self._chat.prefill(

@@ -20,7 +20,6 @@ from encoder_contract.settings import ConfigError
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.reference.chat import Chat
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine
@@ -105,18 +104,16 @@ async def _serve(config: ServiceConfig, listener: socket.socket) -> None:
             cache_bytes=int(config.image_cache_gib * GIB),
             unsaid_fresh_s=config.image_fresh_s,
         )
-        shared = SharedLoader(loader)
         service = HttpService(
             chat,
             tokenizer,
             name,
-            image_loader=shared,
+            image_loader=loader,
             metrics=Metrics(),
             limits=Limits(config.max_requests, config.max_body_bytes, config.request_s),
             traces=TraceFolder(Path(config.trace_folder)) if config.trace_folder else None,
         )
         await _answer(service, config, name, listener, certificates)
-        await shared.close()
         chat.close()
 
 

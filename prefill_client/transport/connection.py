@@ -252,7 +252,6 @@ async def _converse(
             digest=image.digest,
             grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w),
             size_bytes=len(image.data),
-            without_bytes=image.elsewhere is not None,
         )
         for index, image in enumerate(images)
     ]

@@ -18,10 +18,9 @@ from vllm import envs
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from prefill_client.client import EncoderClient
-from prefill_client.images import Image, Submitted
+from prefill_client.images import Submitted
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.transport.connection import traceparent
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
 from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
@@ -121,7 +120,7 @@ class _Service:
         self._signer = NameSigner(config.engine_id)
         self._destinations = Destinations(image_hosts)
         self._opening: asyncio.Task[EncoderClient] | None = None
-        self._loader: SharedLoader | None = None
+        self._loader: ImageLoader | None = None
 
     async def submit(self, images: RequestImages, headers: dict[str, str]) -> None:
         """Submit a request's images and name them; raise the error of the first that failed."""
@@ -146,8 +145,6 @@ class _Service:
 
     async def close(self) -> None:
         """Close the connection."""
-        if self._loader is not None:
-            await self._loader.close()
         if self._opening is not None and self._opening.done() and not self._opening.exception():
             await self._opening.result().close()
 
@@ -157,14 +154,14 @@ class _Service:
             self._opening = asyncio.create_task(connect(self.settings, wait=False))
         return await asyncio.shield(self._opening)
 
-    async def _load(self, urls: list[str], client: EncoderClient) -> list[bytes | Image]:
+    async def _load(self, urls: list[str], client: EncoderClient) -> list[bytes]:
         if self._loader is None:
             most, timeout_s = client.description.max_image_bytes, self.settings.submit_timeout_s
-            self._loader = SharedLoader(ImageLoader(self._destinations, max_bytes=most, timeout_s=timeout_s))
-        opening = (self._loader.open(url, client) for url in urls)
-        loaded = await asyncio.gather(*opening, return_exceptions=True)
+            self._loader = ImageLoader(self._destinations, max_bytes=most, timeout_s=timeout_s)
+        loading = (self._loader.load(url) for url in urls)
+        loaded = await asyncio.gather(*loading, return_exceptions=True)
         _raise_first(loaded)
-        return [each for each in loaded if isinstance(each, (bytes, Image))]
+        return [each for each in loaded if isinstance(each, bytes)]
 
     def _named(self, answer: Submitted, producer: bytes) -> tuple[str, list[int]]:
         assert answer.grid is not None, "an answer without an error has a grid"

@@ -65,14 +65,6 @@ class FleetKey:
         """Return the file; None when no replica shared it under this key."""
         return self._open("file", key, sealed)
 
-    def seal_url(self, key: bytes, record: bytes) -> bytes:
-        """Return what a URL was found to hold as it is shared under `key`: its signature, then the record."""
-        return self._seal("url", key, record)
-
-    def open_url(self, key: bytes, sealed: bytes) -> bytes | None:
-        """Return the record; None when no replica shared it under this key."""
-        return self._open("url", key, sealed)
-
     def salt(self, tenant: str, said: bytes) -> bytes:
         """Return the salt of a tenant's addresses, with what it said itself: nobody else can have the same one.
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
 
 from encoder_contract.command_line import did_you_mean
 from encoder_contract.endpoint import Endpoint
@@ -36,6 +36,8 @@ class Settings:
 
     # Never the name of the program's Kubernetes Service: Kubernetes itself injects <SERVICE>_PORT and the like.
     environment_prefix: ClassVar[str]
+    # Fields that are no more, and what to do instead: using one is an error that says so.
+    removed: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def environment_name(cls, name: str) -> str:
@@ -61,6 +63,15 @@ class Settings:
                 metavar=None if choices else kind.__name__.upper(),
                 help=text.replace("%", "%%"),
             )
+        for name, instead in cls.removed.items():
+            parser.add_argument(
+                flag(name),
+                action=_Removed,
+                nargs="?",
+                const=instead,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
     @classmethod
     def read(cls, given: Mapping[str, Any], environment: Mapping[str, str]) -> Self:
@@ -74,11 +85,14 @@ class Settings:
     @classmethod
     def _from_environment(cls, environment: Mapping[str, str]) -> dict[str, Any]:
         known = {cls.environment_name(each.name): each.name for each in fields(cls)}
+        removed = {cls.environment_name(name): instead for name, instead in cls.removed.items()}
         hints = get_type_hints(cls)
         values: dict[str, Any] = {}
         for name, text in environment.items():
             if not name.startswith(cls.environment_prefix):
                 continue
+            if (instead := removed.get(name)) is not None:
+                raise ConfigError(f"{name} was removed: {instead}")
             if name not in known:
                 raise ConfigError(f"{name} is not a setting{did_you_mean(name, known)}; --help has them all")
             values[known[name]] = _parsed(name, text, hints[known[name]])
@@ -103,6 +117,15 @@ class Settings:
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
             raise ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)}")
+
+
+class _Removed(argparse.Action):
+    """A flag that is no more; its `const` says what to do instead."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: object, _values: object, used: str | None = None
+    ) -> NoReturn:
+        parser.error(f"{used} was removed: {self.const}")
 
 
 def _shown(default: Any) -> str:

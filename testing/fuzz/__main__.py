@@ -32,8 +32,7 @@ SHARES = {
     "submit": 0.04,
     "fetch": 0.04,
     "images": 0.04,
-    "put": 0.04,
-    "shared_urls": 0.04,
+    "put": 0.08,
 }
 AT_A_TIME = 16
 IDLE_S = 60.0
@@ -46,7 +45,6 @@ SETTINGS: dict[str, Any] = {
     "source_gib": 0.01,
     "max_queued_images": 64,
     "accept_put": "yes",
-    "share_urls": "yes",
 }
 PREPROCESSOR = {"size": {"shortest_edge": 1024, "longest_edge": 4096}}
 

@@ -17,7 +17,6 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from testing.fuzz.answers import SERVICE, check
 from testing.fuzz.mutation import mutated
 from testing.fuzz.puts import put
-from testing.fuzz.url_calls import shared_urls
 from testing.photos import damaged, photo
 
 # On a machine that is busy with other things; a case takes some milliseconds.
@@ -142,7 +141,7 @@ async def images(channel: Any, seed: int, _draw: random.Random) -> None:
     await check(fetched, errors)
 
 
-CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, put, shared_urls)}
+CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, put)}
 _FILES = [b"", b"no image", *(photo(40 + 8 * n, 40, n) for n in range(4)), *(damaged(n) for n in range(6))]
 
 

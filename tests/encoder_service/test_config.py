@@ -1,6 +1,7 @@
 """The configuration: a field is the flag, the environment name, the default and the help line."""
 
 import argparse
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -17,10 +18,14 @@ def parse(*arguments: str) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
-def test_every_field_is_a_flag_with_a_help_line_and_an_environment_name() -> None:
+def help_text() -> str:
     parser = argparse.ArgumentParser()
     Config.add_flags(parser)
-    text = " ".join(parser.format_help().split())
+    return " ".join(parser.format_help().split())
+
+
+def test_every_field_is_a_flag_with_a_help_line_and_an_environment_name() -> None:
+    text = help_text()
     for field in fields(Config):
         assert flag(field.name) in text
         assert Config.environment_name(field.name) in text
@@ -113,6 +118,25 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
 def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Config.read({}, environment)
+
+
+@pytest.mark.parametrize("name", [*Config.removed])
+def test_a_removed_setting_is_an_error_that_says_what_replaced_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variable, says = Config.environment_name(name), Config.removed[name]
+    with pytest.raises(ConfigError, match=f"{variable} was removed: {re.escape(says)}"):
+        Config.read({"model": Path("a")}, {variable: "1"})
+    for flags in ([flag(name), "1"], [f"{flag(name)}=1"], [flag(name)]):
+        with pytest.raises(SystemExit):
+            parse("--model", "a", *flags)
+        assert f"{flag(name)} was removed: {says}" in capsys.readouterr().err
+    assert flag(name) not in help_text()
+
+
+def test_no_setting_is_both_removed_and_there() -> None:
+    assert "share_urls" in Config.removed
+    assert not Config.removed.keys() & {each.name for each in fields(Config)}
 
 
 @pytest.mark.parametrize(

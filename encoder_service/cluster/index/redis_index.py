@@ -16,7 +16,6 @@ from encoder_service.cluster.index.settings import RedisSettings
 from encoder_service.cluster.index.sources import SharedSources
 from encoder_service.cluster.index.subscriptions import Subscriptions
 from encoder_service.cluster.index.tasks import begin, end
-from encoder_service.cluster.index.url_records import RedisUrlRecords
 from encoder_service.cluster.index.waiters import Waiters
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
@@ -64,7 +63,6 @@ class RedisIndex:
         )
         """Image files that replicas share; what is always safe holds for them too."""
         self._subscriptions: Subscriptions | None = None
-        self.url_records = RedisUrlRecords(self._session, self._keys)
 
     @property
     def state(self) -> IndexState:

@@ -64,11 +64,6 @@ class Keys:
         """Return the key of the bytes of an image."""
         return self._tagged(key) + b":src"
 
-    def url(self, key: bytes) -> tuple[bytes, bytes, bytes]:
-        """Return the keys of what a URL was found to hold, of the mark that this is fresh, and of who finds out."""
-        tagged = self._tagged(key)
-        return tagged + b":url", tagged + b":fresh", tagged + b":claim"
-
     def _tagged(self, key: bytes) -> bytes:
         # Not the raw bytes: a brace among them would end the hash tag early.
         return self._prefix + urlsafe_b64encode(key).rstrip(b"=") + b"}"

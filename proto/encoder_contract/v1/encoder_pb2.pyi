@@ -428,7 +428,6 @@ class ImageName(google.protobuf.message.Message):
     VARIANT_FIELD_NUMBER: builtins.int
     GRID_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
-    WITHOUT_BYTES_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Chosen by the caller, unique in this call; the answer repeats it."""
     digest: builtins.bytes
@@ -436,8 +435,6 @@ class ImageName(google.protobuf.message.Message):
     """Size of the file. Room for it is set aside when the name is answered NEEDS_BYTES, and bytes beyond it are an error
     of this image. 0: not said; then there must be room for the largest image that the server takes.
     """
-    without_bytes: builtins.bool
-    """The caller does not have the bytes: where they would be needed, the answer is FAILED with NOT_FOUND."""
     @property
     def variant(self) -> Global___Variant: ...
     @property
@@ -452,10 +449,9 @@ class ImageName(google.protobuf.message.Message):
         variant: Global___Variant | None = ...,
         grid: Global___Grid | None = ...,
         size_bytes: builtins.int = ...,
-        without_bytes: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "size_bytes", b"size_bytes", "variant", b"variant", "without_bytes", b"without_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "size_bytes", b"size_bytes", "variant", b"variant"]) -> None: ...
 
 Global___ImageName: typing_extensions.TypeAlias = ImageName
 
@@ -1177,146 +1173,3 @@ class PutState(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["address", b"address", "error", b"error", "holding", b"holding", "index", b"index", "lease_ms", b"lease_ms"]) -> None: ...
 
 Global___PutState: typing_extensions.TypeAlias = PutState
-
-@typing.final
-class ResolveUrlRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CALLER_FIELD_NUMBER: builtins.int
-    URL_DIGEST_FIELD_NUMBER: builtins.int
-    WAIT_MS_FIELD_NUMBER: builtins.int
-    CLAIM_MS_FIELD_NUMBER: builtins.int
-    url_digest: builtins.bytes
-    """BLAKE3-256 over the URL and the caller's rules of where URLs may point: who may load less asks by another digest."""
-    wait_ms: builtins.int
-    """How long to wait for another caller who downloads it, milliseconds; at most 30 s."""
-    claim_ms: builtins.int
-    """How long a download may take, milliseconds: so long does a claim last, at most 60 s."""
-    @property
-    def caller(self) -> Global___Caller: ...
-    def __init__(
-        self,
-        *,
-        caller: Global___Caller | None = ...,
-        url_digest: builtins.bytes = ...,
-        wait_ms: builtins.int = ...,
-        claim_ms: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "claim_ms", b"claim_ms", "url_digest", b"url_digest", "wait_ms", b"wait_ms"]) -> None: ...
-
-Global___ResolveUrlRequest: typing_extensions.TypeAlias = ResolveUrlRequest
-
-@typing.final
-class ResolveUrlResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RECORD_FIELD_NUMBER: builtins.int
-    FRESH_FIELD_NUMBER: builtins.int
-    CLAIM_FIELD_NUMBER: builtins.int
-    fresh: builtins.bool
-    """The host's permission has not run out: use the record as it is. Otherwise ask the host whether it still holds."""
-    claim: builtins.bytes
-    """Whoever has it is the one to download, or to ask the host."""
-    @property
-    def record(self) -> Global___UrlRecord:
-        """What the URL was found to hold. Unset: not known, or the server has not got the image."""
-
-    def __init__(
-        self,
-        *,
-        record: Global___UrlRecord | None = ...,
-        fresh: builtins.bool = ...,
-        claim: builtins.bytes = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim", b"claim", "fresh", b"fresh", "record", b"record"]) -> None: ...
-
-Global___ResolveUrlResponse: typing_extensions.TypeAlias = ResolveUrlResponse
-
-@typing.final
-class UrlRecord(google.protobuf.message.Message):
-    """What a URL holds."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DIGEST_FIELD_NUMBER: builtins.int
-    SIZE_BYTES_FIELD_NUMBER: builtins.int
-    WIDTH_FIELD_NUMBER: builtins.int
-    HEIGHT_FIELD_NUMBER: builtins.int
-    ETAG_FIELD_NUMBER: builtins.int
-    LAST_MODIFIED_FIELD_NUMBER: builtins.int
-    ANSWERED_BY_FIELD_NUMBER: builtins.int
-    digest: builtins.bytes
-    """Content digest of the image."""
-    size_bytes: builtins.int
-    width: builtins.int
-    """Of the image, upright, pixels."""
-    height: builtins.int
-    etag: builtins.str
-    """With which its host says whether it has changed: at most 256 bytes each."""
-    last_modified: builtins.str
-    answered_by: builtins.bytes
-    """BLAKE3-256 of the URL that these are of, the last of the redirects."""
-    def __init__(
-        self,
-        *,
-        digest: builtins.bytes = ...,
-        size_bytes: builtins.int = ...,
-        width: builtins.int = ...,
-        height: builtins.int = ...,
-        etag: builtins.str = ...,
-        last_modified: builtins.str = ...,
-        answered_by: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["answered_by", b"answered_by", "digest", b"digest", "etag", b"etag", "height", b"height", "last_modified", b"last_modified", "size_bytes", b"size_bytes", "width", b"width"]) -> None: ...
-
-Global___UrlRecord: typing_extensions.TypeAlias = UrlRecord
-
-@typing.final
-class RecordUrlRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CALLER_FIELD_NUMBER: builtins.int
-    URL_DIGEST_FIELD_NUMBER: builtins.int
-    RECORD_FIELD_NUMBER: builtins.int
-    FRESH_MS_FIELD_NUMBER: builtins.int
-    UNSHARED_FIELD_NUMBER: builtins.int
-    CLAIM_FIELD_NUMBER: builtins.int
-    url_digest: builtins.bytes
-    fresh_ms: builtins.int
-    """How long the record, or `unshared`, holds, milliseconds; a server may make it shorter."""
-    unshared: builtins.bool
-    """Each caller has to download it itself. Not with a record."""
-    claim: builtins.bytes
-    """From ResolveUrl; empty without one."""
-    @property
-    def caller(self) -> Global___Caller: ...
-    @property
-    def record(self) -> Global___UrlRecord:
-        """Unset: nothing is known of it."""
-
-    def __init__(
-        self,
-        *,
-        caller: Global___Caller | None = ...,
-        url_digest: builtins.bytes = ...,
-        record: Global___UrlRecord | None = ...,
-        fresh_ms: builtins.int = ...,
-        unshared: builtins.bool = ...,
-        claim: builtins.bytes = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["caller", b"caller", "record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "claim", b"claim", "fresh_ms", b"fresh_ms", "record", b"record", "unshared", b"unshared", "url_digest", b"url_digest"]) -> None: ...
-
-Global___RecordUrlRequest: typing_extensions.TypeAlias = RecordUrlRequest
-
-@typing.final
-class RecordUrlResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-Global___RecordUrlResponse: typing_extensions.TypeAlias = RecordUrlResponse

@@ -54,16 +54,6 @@ class EncoderServiceStub(object):
                 request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.SerializeToString,
                 response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.FromString,
                 _registered_method=True)
-        self.ResolveUrl = channel.unary_unary(
-                '/encoder_contract.v1.EncoderService/ResolveUrl',
-                request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlRequest.SerializeToString,
-                response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlResponse.FromString,
-                _registered_method=True)
-        self.RecordUrl = channel.unary_unary(
-                '/encoder_contract.v1.EncoderService/RecordUrl',
-                request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlRequest.SerializeToString,
-                response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlResponse.FromString,
-                _registered_method=True)
 
 
 class EncoderServiceServicer(object):
@@ -119,26 +109,6 @@ class EncoderServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ResolveUrl(self, request, context):
-        """Says what an image URL was found to hold, so that of the callers who are given one, one downloads it, and the others
-        submit the digest that it found. The server loads nothing itself, and learns no URL: callers send a digest of it.
-        Answered by a record, which is believed because a caller of the same tenant and salt wrote it, and given only while
-        the server has the image; or by a claim: download it, and say in RecordUrl what came of it; or by neither: download
-        it, nobody waits for that. While another caller has the claim, the answer waits for the end of that, at most
-        `wait_ms`. A server shares only what callers it can tell apart say, unless its operator lets it (PERMISSION_DENIED).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RecordUrl(self, request, context):
-        """Says what came of a download, and ends its claim: what the URL holds; or that it cannot be shared, and each caller
-        has to download it, for a minute at most; or neither. Only what its host allows a shared cache to keep may be recorded.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EncoderServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,16 +131,6 @@ def add_EncoderServiceServicer_to_server(servicer, server):
                     servicer.Put,
                     request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.FromString,
                     response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.SerializeToString,
-            ),
-            'ResolveUrl': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResolveUrl,
-                    request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlRequest.FromString,
-                    response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlResponse.SerializeToString,
-            ),
-            'RecordUrl': grpc.unary_unary_rpc_method_handler(
-                    servicer.RecordUrl,
-                    request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlRequest.FromString,
-                    response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -281,60 +241,6 @@ class EncoderService(object):
             '/encoder_contract.v1.EncoderService/Put',
             encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.SerializeToString,
             encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResolveUrl(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/encoder_contract.v1.EncoderService/ResolveUrl',
-            encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlRequest.SerializeToString,
-            encoder__contract_dot_v1_dot_encoder__pb2.ResolveUrlResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RecordUrl(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/encoder_contract.v1.EncoderService/RecordUrl',
-            encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlRequest.SerializeToString,
-            encoder__contract_dot_v1_dot_encoder__pb2.RecordUrlResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -104,39 +104,7 @@ _EncoderServicePutType = typing_extensions.TypeVar(
     ],
 )
 
-_EncoderServiceResolveUrlType = typing_extensions.TypeVar(
-    '_EncoderServiceResolveUrlType',
-    grpc.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.ResolveUrlRequest,
-        encoder_contract.v1.encoder_pb2.ResolveUrlResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.ResolveUrlRequest,
-        encoder_contract.v1.encoder_pb2.ResolveUrlResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.ResolveUrlRequest,
-        encoder_contract.v1.encoder_pb2.ResolveUrlResponse,
-    ],
-)
-
-_EncoderServiceRecordUrlType = typing_extensions.TypeVar(
-    '_EncoderServiceRecordUrlType',
-    grpc.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.RecordUrlRequest,
-        encoder_contract.v1.encoder_pb2.RecordUrlResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.RecordUrlRequest,
-        encoder_contract.v1.encoder_pb2.RecordUrlResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.RecordUrlRequest,
-        encoder_contract.v1.encoder_pb2.RecordUrlResponse,
-    ],
-)
-
-class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderServiceSubmitType, _EncoderServiceFetchType, _EncoderServicePutType, _EncoderServiceResolveUrlType, _EncoderServiceRecordUrlType]):
+class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderServiceSubmitType, _EncoderServiceFetchType, _EncoderServicePutType]):
     @typing.overload
     def __init__(self: EncoderServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -154,14 +122,6 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
         grpc.StreamStreamMultiCallable[
             encoder_contract.v1.encoder_pb2.PutRequest,
             encoder_contract.v1.encoder_pb2.PutResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            encoder_contract.v1.encoder_pb2.ResolveUrlRequest,
-            encoder_contract.v1.encoder_pb2.ResolveUrlResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            encoder_contract.v1.encoder_pb2.RecordUrlRequest,
-            encoder_contract.v1.encoder_pb2.RecordUrlResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -182,14 +142,6 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
         grpc.aio.StreamStreamMultiCallable[
             encoder_contract.v1.encoder_pb2.PutRequest,
             encoder_contract.v1.encoder_pb2.PutResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            encoder_contract.v1.encoder_pb2.ResolveUrlRequest,
-            encoder_contract.v1.encoder_pb2.ResolveUrlResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            encoder_contract.v1.encoder_pb2.RecordUrlRequest,
-            encoder_contract.v1.encoder_pb2.RecordUrlResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -231,20 +183,6 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
     its image has its last answer. A server takes rows only where its operator lets it (PERMISSION_DENIED).
     """
 
-    ResolveUrl: _EncoderServiceResolveUrlType
-    """Says what an image URL was found to hold, so that of the callers who are given one, one downloads it, and the others
-    submit the digest that it found. The server loads nothing itself, and learns no URL: callers send a digest of it.
-    Answered by a record, which is believed because a caller of the same tenant and salt wrote it, and given only while
-    the server has the image; or by a claim: download it, and say in RecordUrl what came of it; or by neither: download
-    it, nobody waits for that. While another caller has the claim, the answer waits for the end of that, at most
-    `wait_ms`. A server shares only what callers it can tell apart say, unless its operator lets it (PERMISSION_DENIED).
-    """
-
-    RecordUrl: _EncoderServiceRecordUrlType
-    """Says what came of a download, and ends its claim: what the URL holds; or that it cannot be shared, and each caller
-    has to download it, for a minute at most; or neither. Only what its host allows a shared cache to keep may be recorded.
-    """
-
 EncoderServiceAsyncStub: typing_extensions.TypeAlias = EncoderServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         encoder_contract.v1.encoder_pb2.DescribeRequest,
@@ -261,14 +199,6 @@ EncoderServiceAsyncStub: typing_extensions.TypeAlias = EncoderServiceStub[
     grpc.aio.StreamStreamMultiCallable[
         encoder_contract.v1.encoder_pb2.PutRequest,
         encoder_contract.v1.encoder_pb2.PutResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.ResolveUrlRequest,
-        encoder_contract.v1.encoder_pb2.ResolveUrlResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        encoder_contract.v1.encoder_pb2.RecordUrlRequest,
-        encoder_contract.v1.encoder_pb2.RecordUrlResponse,
     ],
 ]
 
@@ -329,30 +259,6 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         image otherwise (an error, an `end` that is `abandoned`, the end of the call, the end of its lease) leaves nothing
         of it and frees its lease. Names and rows of different images may be interleaved; an index may be used again once
         its image has its last answer. A server takes rows only where its operator lets it (PERMISSION_DENIED).
-        """
-
-    @abc.abstractmethod
-    def ResolveUrl(
-        self,
-        request: encoder_contract.v1.encoder_pb2.ResolveUrlRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[encoder_contract.v1.encoder_pb2.ResolveUrlResponse, collections.abc.Awaitable[encoder_contract.v1.encoder_pb2.ResolveUrlResponse]]:
-        """Says what an image URL was found to hold, so that of the callers who are given one, one downloads it, and the others
-        submit the digest that it found. The server loads nothing itself, and learns no URL: callers send a digest of it.
-        Answered by a record, which is believed because a caller of the same tenant and salt wrote it, and given only while
-        the server has the image; or by a claim: download it, and say in RecordUrl what came of it; or by neither: download
-        it, nobody waits for that. While another caller has the claim, the answer waits for the end of that, at most
-        `wait_ms`. A server shares only what callers it can tell apart say, unless its operator lets it (PERMISSION_DENIED).
-        """
-
-    @abc.abstractmethod
-    def RecordUrl(
-        self,
-        request: encoder_contract.v1.encoder_pb2.RecordUrlRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[encoder_contract.v1.encoder_pb2.RecordUrlResponse, collections.abc.Awaitable[encoder_contract.v1.encoder_pb2.RecordUrlResponse]]:
-        """Says what came of a download, and ends its claim: what the URL holds; or that it cannot be shared, and each caller
-        has to download it, for a minute at most; or neither. Only what its host allows a shared cache to keep may be recorded.
         """
 
 def add_EncoderServiceServicer_to_server(servicer: EncoderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -40,7 +40,7 @@ def replicas(
     )
     command.chmod(0o755)
     with redis_server() as redis:
-        settings = {"index": redis.url, "log_format": "json", "share_urls": "yes", "source_ttl_s": 120}
+        settings = {"index": redis.url, "log_format": "json", "source_ttl_s": 120}
         jumping = ReplicaProcess(checkpoint, 0, executable=command, **settings)
         with fleet_of([jumping, ReplicaProcess(checkpoint, 1, **settings)]) as (jumper, steady):
             yield jumper, steady
@@ -84,21 +84,16 @@ async def answered(client: EncoderClient, name: pb.ImageName) -> pb.ImageState:
 async def test_what_lasts_minutes_outlives_a_jump_and_moments_told_to_clients_stay_right(
     replicas: tuple[ReplicaProcess, ReplicaProcess],
 ) -> None:
-    """An image's file, kept for two minutes; a URL's record; a claim on one; the moments of a trace."""
+    """An image's file, kept for two minutes, and the moments of a trace."""
     jumper, _ = replicas
-    picture, url, claimed = photo(96, 64, 61), content_digest(b"url"), content_digest(b"claimed")
-    record = pb.UrlRecord(digest=content_digest(picture), size_bytes=len(picture), width=96, height=64)
+    picture = photo(96, 64, 61)
     async with await EncoderClient.connect(jumper.endpoint) as client:
         await client.submit([picture])
-        await client.url_calls.record(pb.RecordUrlRequest(url_digest=url, record=record, fresh_ms=600_000))
-        assert (await client.url_calls.resolve(claimed, wait_s=0, claim_s=60)).claim
         for number, jump in enumerate(JUMPS):
             jumper.process.process.send_signal(jump)
-            name = pb.ImageName(digest=record.digest, variant=pb.Variant(max_pixels=65536 + 1024 * number))
+            variant = pb.Variant(max_pixels=65536 + 1024 * number)
+            name = pb.ImageName(digest=content_digest(picture), variant=variant)
             assert (await answered(client, name)).state == pb.STATE_QUEUED, "its file is there"
-            found = await client.url_calls.resolve(url, wait_s=0, claim_s=1)
-            assert (found.record.digest, found.fresh) == (record.digest, True)
-            assert not (await client.url_calls.resolve(claimed, wait_s=0, claim_s=1)).claim
             asked_s = time.monotonic()
             (new,) = await client.submit([photo(64, 96, 70 + number)])
             (rows,) = (await collect(client, [RowRequest(new.digest)])).values()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.contract import IndexState
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
@@ -89,7 +88,7 @@ async def test_the_index_works_over_tls_with_a_user_that_has_the_rights_on_the_p
     config: Config, model: Model, redis_with_tls: str
 ) -> None:
     async with starting(config, model, redis_with_tls) as start:
-        settings = {"index_prefix": "encoder:test", "share_urls": "yes"}
+        settings = {"index_prefix": "encoder:test"}
         a, b = await start(**settings), await start(**settings)
         (submitted,) = await a.client.submit([photo(64, 64, 3)])
         await a.fetch(submitted.digest)
@@ -103,14 +102,6 @@ async def test_the_index_works_over_tls_with_a_user_that_has_the_rights_on_the_p
         assert (await b.fetch(again.digest)).error is None
         a.server.store.flush()
         assert (await a.fetch(submitted.digest)).error is None
-        # What a URL holds: the claim to find out, its end with a record, and without.
-        url, record = bytes(32), pb.UrlRecord(digest=submitted.digest, size_bytes=1, width=64, height=64)
-        for said in (pb.RecordUrlRequest(fresh_ms=0), pb.RecordUrlRequest(fresh_ms=60_000, record=record)):
-            said.url_digest = url
-            said.claim = (await a.client.url_calls.resolve(url, wait_s=0, claim_s=60)).claim
-            assert said.claim
-            await a.client.url_calls.record(said)
-        assert (await b.client.url_calls.resolve(url, wait_s=0, claim_s=60)).fresh
         assert a.index.state is b.index.state is IndexState.JOINED
 
 

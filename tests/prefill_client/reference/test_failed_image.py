@@ -7,10 +7,9 @@ import openai
 import pytest
 
 from encoder_contract.errors import ForbiddenError
-from prefill_client import EncoderClient, Image
+from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.reference.http_service import Limits
 from tests.prefill_client.reference.test_http_service import serving, user
 from tests.waiting import soon
@@ -18,15 +17,15 @@ from tests.waiting import soon
 FORBIDDEN = "http://host/forbidden.jpg"
 
 
-class Endless(SharedLoader):
+class Endless(ImageLoader):
     """Refuses one URL, once the others have begun; those never end by themselves."""
 
     def __init__(self, others: int) -> None:
-        super().__init__(ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1))
+        super().__init__(Destinations([]), max_bytes=1 << 20, timeout_s=1)
         self.begun = asyncio.Barrier(others + 1)
         self.running = 0
 
-    async def open(self, url: str, client: EncoderClient) -> bytes | Image:
+    async def load(self, url: str) -> bytes:
         self.running += 1
         try:
             await self.begun.wait()

@@ -23,7 +23,6 @@ from prefill_client import EncoderClient
 from prefill_client.cli import main
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.media.shared_loader import SharedLoader
 from prefill_client.reference.chat import Chat
 from prefill_client.reference.config import ServiceConfig
 from prefill_client.reference.engine import Engine
@@ -65,19 +64,17 @@ async def serving(
     checkpoint: Path,
     limits: Limits,
     traces: TraceFolder | None = None,
-    loader: SharedLoader | ImageLoader | None = None,
+    loader: ImageLoader | None = None,
 ) -> AsyncIterator[Service]:
     language_model = load_language_model(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     engine, metrics = Engine(language_model, row_width=client.description.width), Metrics()
     chat = Chat(client, engine, tokenizer, chunk_tokens=50, prefixes=PrefixCache(10_000))
-    loader = loader or ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1)
-    shared = loader if isinstance(loader, SharedLoader) else SharedLoader(loader)
     http = HttpService(
         chat,
         tokenizer,
         MODEL,
-        image_loader=shared,
+        image_loader=loader or ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1),
         metrics=metrics,
         limits=limits,
         traces=traces,

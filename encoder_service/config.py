@@ -116,7 +116,8 @@ class Config(Settings):
     )
     decode_pixels: int = knob(
         50_000_000,
-        help="source pixels decoded at a time, once in a batch and once one by one; one larger image is decoded beside them",
+        help="source pixels decoded at a time, once in a batch and once one by one; one larger image is decoded "
+        "beside them",
     )
     torch_threads: int = knob(0, zero=True, help="threads of a matrix product on the CPU; 0: torch's default")
     batch_patches: int = knob(

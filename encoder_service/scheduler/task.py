@@ -9,10 +9,10 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to APART or LARGE.
+    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to APART.
 
     A task that the batch decoder does not accept begins as APART or LARGE, not WAITING; one that fails there becomes
-    APART or LARGE.
+    either as well.
     """
 
     WAITING = "waiting"  # its bytes are held, but not decoded

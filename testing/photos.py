@@ -80,6 +80,17 @@ def encoded(
     return file.getvalue()
 
 
+def with_a_style_of_its_tile(image: bytes, **options: Any) -> bytes:
+    """Return a JPEG 2000 codestream of one tile, which is coded as `options` say and not as the main header says."""
+    with Image.open(io.BytesIO(image)) as opened:
+        other = encoded(opened, "JPEG2000", no_jp2=True, **options)
+    begin = other.index(b"\xff\x52")
+    style = other[begin : begin + 2 + int.from_bytes(other[begin + 2 : begin + 4])]
+    tile, data = other.index(b"\xff\x90"), other.index(b"\xff\x93")
+    to_the_end = other[tile : tile + 6] + bytes(4) + other[tile + 10 : data]  # a length of 0
+    return image[: image.index(b"\xff\x90")] + to_the_end + style + other[data:]
+
+
 _KINDS = (
     ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"),
     ("PNG", "I;16"), ("WEBP", "RGB"), ("WEBP", "RGBA"), ("GIF", "P"), ("BMP", "RGB"), ("BMP", "P"),

@@ -19,7 +19,9 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
-from PIL import Image
+
+# Pillow imports some of these only when an image needs them, which a child cannot do.
+from PIL import Image, ImageCms, ImageColor, ImageFilter, ImagePalette, TiffImagePlugin  # noqa: F401
 
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import Header

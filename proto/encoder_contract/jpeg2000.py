@@ -58,18 +58,10 @@ def _codestream(image: bytes, begin: int, end: int) -> tuple[int, int]:
     right, bottom, left, top = struct.unpack_from(">4L", image, begin + 8)
     position = begin + 2
     for marker, position, segment_end in _segments(image, begin + 2, end):
-        if marker == _CODING_STYLE:
-            style, levels, *blocks = struct.unpack_from(">B4x3B", image, position)
-            _check_pieces(
-                image[position + 10 : segment_end] if style & _HAS_PRECINCTS else b"", levels, *blocks
-            )
-        elif marker == _COMPONENT_STYLE:
-            style, levels, *blocks = struct.unpack_from(">x4B", image, position)
-            _check_pieces(
-                image[position + 6 : segment_end] if style & _HAS_PRECINCTS else b"", levels, *blocks
-            )
-        elif marker == _START_OF_TILE:
+        if marker == _START_OF_TILE:
             _check_tile_parts(image, position - 4, end)
+        else:
+            _check_style(image, marker, position, segment_end)
     return max(0, right - left), max(0, bottom - top)
 
 
@@ -90,6 +82,16 @@ def _segments(image: bytes, position: int, end: int) -> Iterator[tuple[int, int,
     raise InvalidImageError(f"damaged JPEG2000: more than {_MAX_SEGMENTS} segments")
 
 
+def _check_style(image: bytes, marker: int, begin: int, end: int) -> None:
+    """Raise `InvalidImageError` for a coding style, of the image or of one tile, that cuts it into too small pieces."""
+    if marker == _CODING_STYLE:
+        style, levels, *blocks = struct.unpack_from(">B4x3B", image, begin)
+        _check_pieces(image[begin + 10 : end] if style & _HAS_PRECINCTS else b"", levels, *blocks)
+    elif marker == _COMPONENT_STYLE:
+        style, levels, *blocks = struct.unpack_from(">x4B", image, begin)
+        _check_pieces(image[begin + 6 : end] if style & _HAS_PRECINCTS else b"", levels, *blocks)
+
+
 def _check_pieces(precincts: bytes, levels: int, block_width: int, block_height: int) -> None:
     if block_width + block_height + 4 < _MIN_CODE_BLOCK_BITS:
         raise InvalidImageError(
@@ -101,7 +103,7 @@ def _check_pieces(precincts: bytes, levels: int, block_width: int, block_height:
 
 
 def _check_tile_parts(image: bytes, position: int, end: int) -> None:
-    """Raise `InvalidImageError` for a tile that has a coding style of its own, or for too many parts."""
+    """Raise `InvalidImageError` for a tile's own coding style with too small pieces, or for too many parts."""
     seen = 0
     while seen < _MAX_TILE_SEGMENTS:
         if position + 12 > end:
@@ -110,10 +112,9 @@ def _check_tile_parts(image: bytes, position: int, end: int) -> None:
         if marker != _START_OF_TILE:
             return
         part_end = min(end, position + length) if length else end
-        for inner, _, _ in _segments(image, position + 12, part_end):
+        for inner, begin, inner_end in _segments(image, position + 12, part_end):
             seen += 1
-            if inner in (_CODING_STYLE, _COMPONENT_STYLE):
-                raise InvalidImageError("unsupported JPEG2000: a tile with a coding style of its own")
+            _check_style(image, inner, begin, inner_end)
         if part_end == end:
             return
         position = part_end

@@ -10,7 +10,7 @@ from PIL import Image
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import read_header
 from encoder_service.image.decode import Decoder
-from testing.photos import encoded, pixels
+from testing.photos import encoded, pixels, with_a_style_of_its_tile
 from tests.encoder_service.image.test_decode import difference
 
 PICTURE = Image.fromarray(pixels(97, 41, 1))
@@ -49,12 +49,10 @@ def changed(image: bytes, marker: bytes, offset: int, content: bytes) -> bytes:
     return image[:at] + content + image[at + len(content) :]
 
 
-def with_a_style_of_a_tile(image: bytes) -> bytes:
-    """Return the file with the coding style in the header of its first tile as well."""
-    begin = image.index(b"\xff\x52")
-    style = image[begin : begin + 2 + struct.unpack_from(">H", image, begin + 2)[0]]
-    data = image.index(b"\xff\x93")
-    return changed(image[:data] + style + image[data:], b"\xff\x90", 6, bytes(4))
+def test_a_tile_with_a_coding_style_of_its_own_is_read(decoder):
+    image = with_a_style_of_its_tile(BARE, codeblock_size=(32, 32))
+    assert read_header(image).upright == PICTURE.size
+    assert difference(decoder.decode([image])[0], image) == 0
 
 
 BARE = saved(no_jp2=True)
@@ -66,7 +64,10 @@ REFUSED = {
         ),
         "precincts",
     ),
-    "a tile of its own": (with_a_style_of_a_tile(BARE), "a coding style of its own"),
+    "small code blocks in a tile": (
+        with_a_style_of_its_tile(BARE, codeblock_size=(4, 4)),
+        "code blocks of 4x4",
+    ),
     "another size in the box": (changed(saved(), b"ihdr", 4, struct.pack(">LL", 4, 9)), "differ in size"),
     "another size in the stream": (
         changed(saved(), b"\xff\x51", 6, struct.pack(">L", 9000)),

@@ -14,7 +14,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.address import ImageKey
 from encoder_service.cluster.contract import Acquired, Cluster
 from encoder_service.engine.job_queue import JobQueue
-from encoder_service.engine.submit_waiters import SubmitWaiters
+from encoder_service.engine.submit_waiters import Keeper, SubmitWaiters
 from encoder_service.image.source import Source
 from encoder_service.image.source_cache import SourceCache
 from encoder_service.image.validation import Validator, confirm
@@ -95,6 +95,14 @@ class Encoder:
     def withdraw(self, claim: Claim) -> None:
         """Give up a claim; an image without claims is dropped unless its batch has started."""
         self._jobs.withdraw(claim)
+
+    def keep(self, address: bytes, keeper: Keeper) -> None:
+        """Note that `keeper` can send the file of an image again, should a Fetch wait for it."""
+        self._waiters.keep(address, keeper)
+
+    def keep_no_more(self, address: bytes, keeper: Keeper) -> None:
+        """Undo `keep`."""
+        self._waiters.keep_no_more(address, keeper)
 
     def forget(self, key: ImageKey) -> None:
         """Release the lease of an image whose requested bytes will not come."""

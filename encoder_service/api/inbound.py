@@ -42,11 +42,17 @@ class Requests(Generic[Request]):
     async def __anext__(self) -> Request:
         return await self.within(None)
 
-    async def within(self, seconds: float | None) -> Request:
-        """Return the next request; raises `TimeoutError`, or `StopAsyncIteration` after the last."""
+    async def within(self, seconds: float | None, unless: asyncio.Event | None = None) -> Request:
+        """Return the next request; raises `TimeoutError`, also once `unless` is set, or `StopAsyncIteration`."""
         reading = self._begun()
-        # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
-        await asyncio.wait({reading}, timeout=seconds)
+        other = asyncio.ensure_future(unless.wait()) if unless else None
+        try:
+            # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
+            waited: set[asyncio.Future[Any]] = {reading, other} if other else {reading}
+            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if other is not None:
+                other.cancel()
         if not reading.done():
             raise TimeoutError
         raw, self._reading = reading.result(), None

@@ -59,14 +59,16 @@ class Listener:
     ) -> None:
         """Bind the port, for TLS with `certificates`. Raises `ConfigError` if it is unavailable.
 
-        At most `max_calls` are open at a time, health calls not counted; each names at most `max_images`, sends
-        pieces of at most `piece_bytes`, and ends if its caller reads nothing for `reader_idle_s`.
+        At most `max_calls` are open at a time, and as many Submit calls, which stay open for as long as their caller
+        keeps images; health calls are not counted. Each names at most `max_images`, sends pieces of at most
+        `piece_bytes`, and ends if its caller reads nothing for `reader_idle_s`.
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
         self._server = grpc.aio.server(options=(*OPTIONS, largest))
         self._entrance = Entrance(max_calls, reader_idle_s)
+        self._submits = Entrance(max_calls, reader_idle_s)
         self._health = Health(("", service.SERVICE))
-        self._offer(service.SERVICE, service.methods(calls, self._entrance, max_images))
+        self._offer(service.SERVICE, service.methods(calls, self._entrance, self._submits, max_images))
         self._offer(admin.SERVICE, admin.methods(operator, self._entrance))
         self._offer(health.SERVICE, self._health.methods())
         self._offer(reflection.SERVICE_NAME, _reflection(self._entrance))
@@ -108,12 +110,16 @@ class Listener:
         try:
             await self._health.end()
             stopping = asyncio.create_task(self._server.stop(grace_s), name="stop")
-            emptied = asyncio.create_task(self._entrance.emptied(), name="emptied")
+            emptied = asyncio.create_task(self._emptied(), name="emptied")
             await asyncio.wait({stopping, emptied}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({stopping}, timeout=GOODBYE_S)
             emptied.cancel()
         finally:
             await self._server.stop(0)
+
+    async def _emptied(self) -> None:
+        await self._submits.emptied()
+        await self._entrance.emptied()
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:

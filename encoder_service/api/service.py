@@ -106,7 +106,9 @@ class EncoderService:
                 call.complete = True
         finally:
             if submitting is not None:
+                keeps = submitting.keeps
                 submitting.close(withdraw=not call.complete)
+                call.complete |= keeps  # its caller wants the images no more: nothing is amiss
             call.close()
 
     async def fetch(
@@ -278,11 +280,11 @@ def _made_by(caller: pb.Caller, context: Context, call: Call) -> str:
     return client
 
 
-def methods(service: EncoderService, entrance: Entrance, max_images: int) -> Methods:
-    """Return the methods of a server whose calls name at most `max_images` images."""
+def methods(service: EncoderService, entrance: Entrance, submits: Entrance, max_images: int) -> Methods:
+    """Return the methods of a server whose calls name at most `max_images` images; `submits` admits Submit calls."""
     return {
         "Describe": entrance.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
-        "Submit": entrance.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
+        "Submit": submits.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
         "Put": entrance.stream(service.put, partial(messages.parse_put, max_images=max_images)),
         "Fetch": entrance.one_request(
             service.fetch,

@@ -1,6 +1,7 @@
 """One Submit call: names answered at once, bytes collected only for those that need them."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 
 from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
@@ -12,6 +13,7 @@ from encoder_service.api.call_log import Call
 from encoder_service.api.inbound import Requests
 from encoder_service.api.upload_budget import Uploads
 from encoder_service.encoder import Encoder, LookupResult, SubmittedImage
+from encoder_service.engine.submit_waiters import Keeper
 from encoder_service.observability.incidents import known_error
 from encoder_service.scheduler import Claim
 from encoder_service.scheduler.turns import Turns, name_turns
@@ -46,10 +48,22 @@ class SubmitCall:
         self._named: set[int] = set()
         self._expected: dict[int, SubmittedImage] = {}
         self._claims: list[Claim] = []
+        self._keeper = Keeper()
+        self._kept: dict[bytes, tuple[pb.ImageName, SubmittedImage]] = {}  # by address
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the call stays open because its caller keeps images, all of which have been answered."""
+        return bool(self._kept) and not self._expected
 
     async def answers(self, requests: Requests[pb.SubmitRequest]) -> AsyncIterator[pb.SubmitResponse]:
-        """Yield an answer for every name, and one more for every image whose bytes arrived, or stopped arriving."""
+        """Yield an answer for every name, and one more for every image whose bytes arrived, or stopped arriving.
+
+        Images that the caller keeps are asked for again when a Fetch waits for them.
+        """
         while True:
+            for answer in self._wanted_again():
+                yield answer
             try:
                 request = await self._next(requests)
             except TimeoutError:
@@ -58,16 +72,8 @@ class SubmitCall:
                 continue
             except StopAsyncIteration:
                 break
-            kind = request.WhichOneof("message")
-            if kind == "names":
-                async for answer in self._names(request.names.names):
-                    yield answer
-            elif kind == "bytes":
-                outcome = await self._bytes(request.bytes)
-                if outcome is not None:
-                    yield outcome
-            else:
-                raise InvalidRequestError("after `open`, a Submit call holds names and bytes only")
+            async for answer in self._answers_to(request):
+                yield answer
         if self._expected:
             raise InvalidRequestError(f"the call ended without the bytes of images {sorted(self._expected)}")
 
@@ -75,21 +81,56 @@ class SubmitCall:
         """Drop unfinished uploads; `withdraw` also gives up what this call submitted and nobody else wants."""
         for index in tuple(self._expected):
             self._drop(index)
+        for address in self._kept:
+            self._encoder.keep_no_more(address, self._keeper)
         if withdraw:
             for claim in self._claims:
                 self._encoder.withdraw(claim)
 
+    async def _answers_to(self, request: pb.SubmitRequest) -> AsyncIterator[pb.SubmitResponse]:
+        kind = request.WhichOneof("message")
+        if kind == "names":
+            async for answer in self._names(request.names.names, kept=request.names.kept):
+                yield answer
+        elif kind == "bytes":
+            outcome = await self._bytes(request.bytes)
+            if outcome is not None:
+                yield outcome
+        else:
+            raise InvalidRequestError("after `open`, a Submit call holds names and bytes only")
+
     async def _next(self, requests: Requests[pb.SubmitRequest]) -> pb.SubmitRequest:
-        """Return the next message; raises `TimeoutError` if bytes are expected that arrive too slowly or not at all."""
+        """Return the next message; raises `TimeoutError` if there may be something to say before it.
+
+        Bytes that are expected arrive too slowly or not at all, or the caller is to send a kept image again.
+        """
+        turned = self._keeper.turned if self._kept else None
         if not self._expected:
-            return await requests.within(None)
+            return await requests.within(None, turned)
         began = monotonic()
         try:
-            return await requests.within(max(self._uploads.patience_s, 0.0))
+            return await requests.within(max(self._uploads.patience_s, 0.0), turned)
         finally:  # only waiting counts: the time that we take for a piece is not the caller's
             self._uploads.patience_s -= monotonic() - began
 
+    def _wanted_again(self) -> list[pb.SubmitResponse]:
+        """Ask for the bytes of kept images that are needed again; raises the error with which the server ends."""
+        self._keeper.turned.clear()
+        if self._keeper.end is not None:
+            raise self._keeper.end
+        asked, self._keeper.asked = self._keeper.asked, {}
+        answers = []
+        for address in asked:
+            name, named = self._kept[address]
+            if name.index not in self._expected:
+                answers.append(
+                    self._answer_name(name, replace(named, claim=self._claim()), LookupResult(None))
+                )
+        return answers
+
     def _given_up(self) -> list[pb.SubmitResponse]:
+        if self._uploads.patience_s > 0 or not self._expected:
+            return []
         late = DeadlineError(
             "the bytes of the image stopped arriving, or arrive too slowly: others need the space"
         )
@@ -103,13 +144,15 @@ class SubmitCall:
         self._uploads.drop(index)
         self._encoder.forget(self._expected.pop(index).key)
 
-    async def _names(self, names: Sequence[pb.ImageName]) -> AsyncIterator[pb.SubmitResponse]:
+    async def _names(self, names: Sequence[pb.ImageName], *, kept: bool) -> AsyncIterator[pb.SubmitResponse]:
         for some, pieces in name_turns(names):
             await self._turns.take(self._client_id, pieces)
-            for answer in await self._answers_to(some):
+            for answer in await self._answers_to_names(some, kept=kept):
                 yield answer
 
-    async def _answers_to(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
+    async def _answers_to_names(
+        self, names: Sequence[pb.ImageName], *, kept: bool
+    ) -> list[pb.SubmitResponse]:
         answers: list[pb.SubmitResponse] = []
         images: dict[int, SubmittedImage] = {}
         by_index = {name.index: name for name in names}
@@ -120,13 +163,19 @@ class SubmitCall:
             except InvalidRequestError as error:
                 answers.append(self._failed(name.index, error))
                 continue
-            claim = self._new_claim()
-            self._claims.append(claim)
-            images[name.index] = SubmittedImage(key, messages.claimed_grid(name), claim)
+            images[name.index] = SubmittedImage(key, messages.claimed_grid(name), self._claim())
         known = await self._encoder.name(list(images.values()))
         for (index, named), answer in zip(images.items(), known, strict=True):
             answers.append(self._answer_name(by_index[index], named, answer))
+            if kept and not isinstance(answer, EncoderError):
+                self._kept[named.key.address] = by_index[index], named
+                self._encoder.keep(named.key.address, self._keeper)
         return answers
+
+    def _claim(self) -> Claim:
+        claim = self._new_claim()
+        self._claims.append(claim)
+        return claim
 
     def _check_index(self, index: int) -> None:
         if index in self._named:

@@ -408,14 +408,18 @@ class ImageNames(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMES_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    kept: builtins.bool
+    """The caller keeps the call open while it wants these images, and sends their bytes again when it is asked."""
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageName]: ...
     def __init__(
         self,
         *,
         names: collections.abc.Iterable[Global___ImageName] | None = ...,
+        kept: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["names", b"names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept", b"kept", "names", b"names"]) -> None: ...
 
 Global___ImageNames: typing_extensions.TypeAlias = ImageNames
 

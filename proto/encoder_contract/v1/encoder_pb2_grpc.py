@@ -77,6 +77,11 @@ class EncoderServiceServicer(object):
         When the caller half-closes and every answer is out, the server sends one message without a state and ends the
         stream; the images stay submitted (speculative work until someone fetches them). A call that is cancelled, or
         whose caller is gone, withdraws what it submitted and nobody else wants.
+
+        A caller may name images as `kept`, and then keeps the call open for as long as it wants their rows. When someone
+        fetches a kept image of which the server has neither rows nor bytes any more, its name is answered NEEDS_BYTES once
+        more: the caller sends the bytes again, and they are answered as before. A server that drains ends such a call with
+        UNAVAILABLE, so that its images are submitted elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

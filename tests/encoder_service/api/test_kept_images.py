@@ -1,0 +1,141 @@
+"""Submit calls whose callers keep their images: asked again for what is lost, ended by a drain, withdrawn at their end."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import UnavailableError
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.address import ImageKey
+from encoder_service.app import Server
+from encoder_service.cluster.solo import Solo
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from encoder_service.engine.submit_waiters import Keeper, SubmitWaiters
+from prefill_client import EncoderClient, RowRequest
+from testing.photos import photo
+from tests.calls import collect, named, stub
+from tests.conftest import Gate
+from tests.servers import server_of
+from tests.waiting import PATIENCE_S, soon
+
+PHOTO = photo(120, 80, 77)
+
+
+async def kept(client: EncoderClient, image: bytes = PHOTO) -> Any:
+    """Submit an image in a call that stays open; return the call, its image answered."""
+    call = (await stub(client)).Submit()
+    name, _ = named(3, image)
+    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=True)))
+    if await state_of(call) == pb.STATE_NEEDS_BYTES:
+        await send(call, image)
+        assert await state_of(call) == pb.STATE_QUEUED
+    return call
+
+
+async def state_of(call: Any) -> int:
+    state = (await call.read()).state
+    assert state.index == 3
+    return int(state.state)
+
+
+async def send(call: Any, image: bytes) -> None:
+    await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=3, data=image, last=True)))
+
+
+def lose(server: Server) -> None:
+    """Drop all rows and files, as a store and a source cache that are full of others do."""
+    server.store.flush()
+    server._sources.clear()
+    assert not server.store.contains(server._model.recipe.key(content_digest(PHOTO)).address)
+
+
+async def test_a_kept_image_that_is_lost_is_asked_for_again_once_it_is_fetched(
+    server: Server, client: EncoderClient
+) -> None:
+    call = await kept(client)
+    wanted = [RowRequest(content_digest(PHOTO))]
+    first = (await collect(client, wanted, transports=["inline"]))[0]
+    for _ in range(3):
+        await soon(lambda: server.store.stats().pins == 0)
+        lose(server)
+        fetching = asyncio.create_task(collect(client, wanted, transports=["inline"]))
+        assert await state_of(call) == pb.STATE_NEEDS_BYTES
+        await send(call, PHOTO)
+        assert await state_of(call) == pb.STATE_QUEUED
+        again = (await fetching)[0]
+        assert again.error is None
+        assert (again.array == first.array).all()
+    call.cancel()
+
+
+async def test_a_lost_image_of_a_call_that_does_not_keep_it_stays_unknown(
+    server: Server, client: EncoderClient
+) -> None:
+    assert (await client.submit([PHOTO]))[0].error is None
+    wanted = [RowRequest(content_digest(PHOTO))]
+    await collect(client, wanted, transports=["inline"])
+    await soon(lambda: server.store.stats().pins == 0)
+    lose(server)
+    async with await EncoderClient.connect(server.endpoint) as other:
+        assert (await collect(other, wanted, grace_ms=100))[0].error is not None
+
+
+async def test_a_call_that_ends_withdraws_the_images_it_kept(
+    server: Server, client: EncoderClient, gate: Gate
+) -> None:
+    with gate.closed():
+        first = await kept(client, photo(64, 64, 1))
+        second = await kept(client)
+        assert len(server.jobs) == 2
+        second.cancel()
+        await soon(lambda: len(server.jobs) == 1)
+        first.cancel()
+        await soon(lambda: len(server.jobs) == 0)
+
+
+async def test_a_drain_ends_calls_that_keep_images_at_once(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, drain_s=10 * PATIENCE_S) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        call = await kept(client)
+        async with asyncio.timeout(PATIENCE_S):
+            await server.drain()
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert "draining" in await call.details()
+
+
+async def test_calls_that_keep_images_leave_room_for_fetches(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, max_calls=4) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        calls = [await kept(client) for _ in range(3)]
+        (outcome,) = (await collect(client, [RowRequest(content_digest(PHOTO))])).values()
+        assert outcome.error is None
+        for call in calls:
+            call.cancel()
+
+
+async def test_when_the_keeper_that_was_asked_leaves_another_is_asked() -> None:
+    waiters, key = SubmitWaiters(Solo(), max_waiters=9), ImageKey(bytes(32), bytes(32))
+    first, second, other = Keeper(), Keeper(), Keeper()
+    waiters.keep(key.address, first)
+    waiters.keep(key.address, second)
+    waiters.keep(bytes([1] * 32), other)
+    until = asyncio.get_running_loop().time() + PATIENCE_S
+    waiting = asyncio.create_task(waiters.wait(key, "client", until))
+    await asyncio.sleep(0)
+    assert (len(first.asked), len(second.asked), len(other.asked)) == (0, 1, 0)
+    waiters.keep_no_more(key.address, second)
+    assert first.asked == {key.address: None}
+    assert first.turned.is_set()
+    waiters.wake(key.address)
+    await waiting
+    waiters.end(UnavailableError("over"))
+    assert isinstance(first.end, UnavailableError)
+    assert second.end is None

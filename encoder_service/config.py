@@ -161,7 +161,9 @@ class Config(Settings):
     max_image_pixels: int = knob(100_000_000, help="largest width x height accepted, read from the header")
     max_images_per_call: int = knob(512, help="images in one Submit or Fetch call")
     max_calls: int = knob(
-        1024, help="calls open at a time, three quarters of them from one host; over it RESOURCE_EXHAUSTED"
+        1024,
+        help="calls open at a time, and as many Submit calls, three quarters of them from one host; over it "
+        "RESOURCE_EXHAUSTED",
     )
     max_queued_images: int = knob(4096, help="images waiting to be encoded; over it RESOURCE_EXHAUSTED")
     max_queued_patches: int = knob(

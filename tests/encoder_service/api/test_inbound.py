@@ -169,7 +169,7 @@ async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
         places = server._listener._entrance._places
         raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
         # Three quarters of the places, for one host.
-        held = [await raw.call(OURS + "Submit") for _ in range(6)]
+        held = [await raw.call(OURS + "Fetch") for _ in range(6)]
         await soon(lambda: places.held == 6)
         assert await status(other, await other.call(OURS + "Describe", b"")) == RESOURCE_EXHAUSTED
         health = await other.call("/grpc.health.v1.Health/Check", b"")

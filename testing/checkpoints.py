@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import initialization
 
 # One token a byte, then the markers of Qwen's chat format: a real tokenizer in a vocabulary that stays small.
 SPECIAL_TOKENS = (
@@ -192,7 +193,7 @@ def _model(
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with transformers.initialization.no_init_weights():  # filled below
+        with initialization.no_init_weights():  # filled below
             return getattr(transformers, model_name)(config).eval()
     finally:
         torch.set_default_dtype(previous)

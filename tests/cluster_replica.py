@@ -16,7 +16,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.decode import Decoder
 from encoder_service.observability.scrape import scrape
 from prefill_client import EncoderClient, FetchedRows, RowRequest
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.waiting import PATIENCE_S
 
 

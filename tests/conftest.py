@@ -1,57 +1,75 @@
-"""Fixtures: a seeded checkpoint folder, a real server on free ports, replicas that meet in Redis or a Redis Cluster."""
+"""Fixtures: a seeded checkpoint folder, a real server on free ports, replicas that meet in Redis or a Redis Cluster.
 
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+Every run of pytest imports this file, so what takes long to import (torch alone: three seconds) is imported by the
+fixtures that need it.
+"""
+
+from __future__ import annotations
+
+import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
-import hypothesis
 import pytest
-import torch
-from torch import Tensor
 
-from encoder_contract.errors import EncoderError
-from encoder_service.app import Server
-from encoder_service.cluster.index import RedisIndex, namespace
-from encoder_service.config import Config
-from encoder_service.engine.model import Model, load_model
-from encoder_service.image.decode import Decoder
-from encoder_service.image.source import Source
-from prefill_client import EncoderClient
-from testing.checkpoints import write_checkpoint
-from testing.holding import Holding
-from testing.redis_servers import redis_cluster, redis_server
-from tests.index_replicas import (
-    MODEL,
-    TTL_MS,
-    Join,
-    as_replica,
-    numbers,
-    redis_settings,
-)
-from tests.servers import server_of
-from tests.small_store import STORE_GIB
-from tests.waiting import START_S
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
 
-torch.set_num_threads(2)
-# No example has a time limit: a machine that does something else for a quarter of a second breaks no promise of ours.
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
+    from encoder_service.app import Server
+    from encoder_service.cluster.index import RedisIndex
+    from encoder_service.config import Config
+    from encoder_service.engine.model import Model
+    from encoder_service.image.decode import Decoder
+    from prefill_client import EncoderClient
+    from tests.gate import Gate
+    from tests.index_replicas import Join
+
+TORCH_THREADS = 2
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Set the limits of examples before a test file that has some is imported: its decorators read them."""
+    if b"hypothesis" in module_path.read_bytes():
+        limit_no_example()
+
+
+@cache
+def limit_no_example() -> None:
+    """Give examples no time limit: a machine that stalls for a quarter of a second breaks no promise of ours."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    """Limit the threads of torch where a test file imported it: the towers are small."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(TORCH_THREADS)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave out the hypothesis plugin's report of a run without examples, which imports hypothesis (a second)."""
+    if "hypothesis" not in sys.modules:
+        session.config.pluginmanager.unregister(name="hypothesispytest")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen3-VL checkpoint folder with seeded weights."""
+    from testing.checkpoints import write_checkpoint
+
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")
 def config(checkpoint: Path) -> Config:
     """A configuration whose every bound fits a test."""
+    from encoder_service.config import Config
+    from tests.small_store import STORE_GIB
+
     return Config(
         model=checkpoint,
         listen="127.0.0.1:0",
@@ -67,60 +85,35 @@ def config(checkpoint: Path) -> Config:
 @pytest.fixture(scope="session")
 def model(config: Config) -> Iterator[Model]:
     """The loaded checkpoint."""
+    from encoder_service.engine.model import load_model
+
     model = load_model(config)
     yield model
     model.decoder.close()
 
 
-class Gate:
-    """A real decoder behind a gate: while the gate is closed, decoding waits, as it would behind a busy machine."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._open = threading.Event()
-        self._open.set()
-        self.name, self.deaths = decoder.name, decoder.deaths
-
-    def batches(self, source: Source) -> bool:
-        """Say what the decoder says."""
-        return self._decoder.batches(source)
-
-    def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
-        """Wait for the gate, then decode."""
-        assert self._open.wait(START_S), "nobody opened the gate"
-        return self._decoder.decode_batch(sources)
-
-    def decode_one(self, source: Source) -> Tensor | EncoderError:
-        """Wait for the gate, then decode."""
-        assert self._open.wait(START_S), "nobody opened the gate"
-        return self._decoder.decode_one(source)
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Keep the gate closed."""
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self._open.set()
-
-
 @pytest.fixture
 def gate(model: Model) -> Gate:
     """The gate of this test's server."""
+    from tests.gate import Gate
+
     return Gate(model.decoder)
 
 
 @pytest.fixture
 async def server(config: Config, model: Model, gate: Gate) -> AsyncIterator[Server]:
     """A serving server."""
-    async with server_of(config, replace(model, decoder=cast(Decoder, gate))) as server:
+    from tests.servers import server_of
+
+    async with server_of(config, replace(model, decoder=cast("Decoder", gate))) as server:
         yield server
 
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[EncoderClient]:
     """A client of that server."""
+    from prefill_client import EncoderClient
+
     async with await EncoderClient.connect(server.endpoint) as client:
         yield client
 
@@ -128,6 +121,8 @@ async def client(server: Server) -> AsyncIterator[EncoderClient]:
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     """A Redis: the one that the project brings, whatever this machine has."""
+    from testing.redis_servers import redis_server
+
     with redis_server() as server:
         yield server.url
 
@@ -135,6 +130,8 @@ def redis_url() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def cluster_url() -> Iterator[str]:
     """A Redis Cluster."""
+    from testing.redis_servers import redis_cluster
+
     with redis_cluster() as cluster:
         yield cluster.url
 
@@ -148,6 +145,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
     """Return a function that makes a replica join the fleet of this test."""
+    from encoder_service.cluster.index import RedisIndex, namespace
+    from testing.holding import Holding
+    from tests.index_replicas import MODEL, TTL_MS, as_replica, numbers, redis_settings
+
     url, space = request.getfixturevalue(f"{kind}_url"), namespace(f"test{next(numbers)}", MODEL)
     joined: list[RedisIndex] = []
 

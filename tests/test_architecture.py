@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -88,14 +89,24 @@ def files_in(folder: str) -> list[Path]:
     return [path for path in (PACKAGES.get(folder, ROOT) / folder).rglob("*.py") if "_pb2" not in path.name]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> str:
     relative = path.relative_to(ROOT)
     return "/".join(part for part in relative.with_suffix("").parts if part != "proto")
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
     """Every imported module by its full name; type-checking imports count too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -160,12 +171,11 @@ def test_a_library_is_imported_only_inside_its_fence() -> None:
 
 def test_every_module_says_in_its_first_line_what_it_is() -> None:
     paths = [path for folder in FOLDERS for path in files_in(folder)]
-    texts = {name_of(path): path.read_text() for path in paths}
-    assert [
-        name for name, text in texts.items() if text.strip() and not ast.get_docstring(ast.parse(text))
-    ] == []
+    trees = {name_of(path): tree_of(path) for path in paths}
+    assert [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)] == []
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Return what each module of ours imports of ours, by full names; a package stands for its `__init__`."""
     paths = {
@@ -202,7 +212,7 @@ def test_only_entry_points_read_the_environment() -> None:
 
 
 def _attributes(path: Path) -> set[str]:
-    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    return {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
 
 
 def test_nothing_depends_on_the_wall_clock() -> None:
@@ -211,11 +221,10 @@ def test_nothing_depends_on_the_wall_clock() -> None:
 
 def _reads_wall_clock(path: Path) -> bool:
     calls = ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today")
-    tree = ast.parse(path.read_text())
     return any(
         (isinstance(node, ast.ImportFrom) and node.module == "time" and _names(node) & {"time", "time_ns"})
         or (isinstance(node, ast.Attribute) and ast.unparse(node).endswith(calls))
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of(path))
     )
 
 

@@ -18,7 +18,7 @@ from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.closed_port import closed_port
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
 from tests.processes import run, running
 from tests.waiting import PATIENCE_S, soon

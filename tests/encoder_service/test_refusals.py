@@ -24,7 +24,7 @@ from encoder_service.image.decode import Decoder
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.photos import photo
 from tests.calls import collect, connection, named, naming, raw_submit, stub
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.servers import server_of
 
 

@@ -19,7 +19,7 @@ from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import BY_DEFAULT
 from testing.photos import photo
 from tests.calls import collect, naming, stub
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
 

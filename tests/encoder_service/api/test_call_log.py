@@ -13,7 +13,7 @@ from encoder_service.app import Server
 from encoder_service.observability.logs import ConsoleFormatter, JsonFormatter, toggle_debug
 from prefill_client import EncoderClient
 from tests.calls import stub
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.operator_view import fetches_wait_for, settled, use
 
 

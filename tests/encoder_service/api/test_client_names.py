@@ -16,7 +16,7 @@ from encoder_service.image.decode import Decoder
 from testing.photos import photo
 from testing.traffic import marked
 from tests.calls import naming
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.tcp_proxy import TcpProxy
 
 PLACES = 64

@@ -21,7 +21,7 @@ from encoder_service.image.decode import Decoder
 from prefill_client import EncoderClient
 from testing.photos import photo
 from tests.calls import naming, stub
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.operator_view import numbers, settled
 from tests.servers import server_of
 from tests.waiting import soon, within_some_limit

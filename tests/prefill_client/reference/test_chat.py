@@ -19,7 +19,7 @@ from prefill_client.reference.prefix import PrefixCache
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.reference_model import OneShot
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.waiting import PATIENCE_S
 
 PHOTOS = [photo(300, 220, 1), photo(256, 400, 2, orientation=6), photo(280, 280, 3, orientation=3)]

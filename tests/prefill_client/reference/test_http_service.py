@@ -32,7 +32,7 @@ from prefill_client.reference.metrics import Metrics
 from prefill_client.reference.prefix import PrefixCache
 from prefill_client.reference.trace_folder import TraceFolder
 from testing.photos import data_url, photo
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
 from tests.waiting import PATIENCE_S, soon
 

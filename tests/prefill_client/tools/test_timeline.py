@@ -26,7 +26,7 @@ from prefill_client.tools.timeline import COLOURS, draw
 from prefill_client.tools.trace import Span, read_spans
 from prefill_client.transport.server_clock import ServerClock
 from testing.photos import photo
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
 from tests.waiting import PATIENCE_S
 

@@ -1,0 +1,45 @@
+"""A real decoder that tests can hold up."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from encoder_contract.errors import EncoderError
+from encoder_service.image.decode import Decoder
+from encoder_service.image.source import Source
+from tests.waiting import START_S
+
+
+class Gate:
+    """A real decoder behind a gate: while the gate is closed, decoding waits, as it would behind a busy machine."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._open = threading.Event()
+        self._open.set()
+        self.name, self.deaths = decoder.name, decoder.deaths
+
+    def batches(self, source: Source) -> bool:
+        """Say what the decoder says."""
+        return self._decoder.batches(source)
+
+    def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
+        """Wait for the gate, then decode."""
+        assert self._open.wait(START_S), "nobody opened the gate"
+        return self._decoder.decode_batch(sources)
+
+    def decode_one(self, source: Source) -> Tensor | EncoderError:
+        """Wait for the gate, then decode."""
+        assert self._open.wait(START_S), "nobody opened the gate"
+        return self._decoder.decode_one(source)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Keep the gate closed."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()

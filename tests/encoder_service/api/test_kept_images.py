@@ -1,4 +1,4 @@
-"""Submit calls whose callers keep their images: asked again for what is lost, ended by a drain, withdrawn at their end."""
+"""Submit calls whose callers keep their images: asked again for what is lost, ended by a drain, withdrawn at the end."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ from encoder_service.engine.submit_waiters import Keeper, SubmitWaiters
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, named, stub
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 

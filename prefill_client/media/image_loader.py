@@ -4,11 +4,9 @@ import asyncio
 import base64
 import binascii
 import logging
-import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -17,11 +15,18 @@ from weakref import WeakValueDictionary
 import h11
 from cachetools import LRUCache
 
-from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError, UnavailableError
+from encoder_contract.errors import (
+    EncoderError,
+    ForbiddenError,
+    ImageLimitError,
+    InvalidImageError,
+    UnavailableError,
+)
 from prefill_client.media.destinations import Destinations
-from prefill_client.media.download import NOT_MODIFIED, OK, Response, get
+from prefill_client.media.download import NOT_MODIFIED, OK, ImageHostError, Response, get
 from prefill_client.media.freshness import MAX_FRESH_S, fresh_s
 from prefill_client.media.image_url import ImageUrl
+from prefill_client.media.resolver import Resolver
 from prefill_client.media.single_flight import SingleFlight
 
 log = logging.getLogger(__name__)
@@ -30,8 +35,8 @@ log = logging.getLogger(__name__)
 _DOWNLOADS_OF_A_HOST = 16
 # At once in all: this many images may lie in memory, half received.
 _DOWNLOADS = 64
-# Looking up a name blocks a thread for as long as the resolver likes; these are for nothing else.
-_RESOLVERS = 4
+# At once for one request: names that resolve slowly hold up their own request before they hold up others.
+_LOOKUPS_OF_A_REQUEST = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 3
 
@@ -72,19 +77,40 @@ class ImageLoader:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._unsaid_fresh_s = unsaid_fresh_s
-        self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
-        self._resolve = resolve or self._look_up
+        self._resolve = resolve or Resolver().addresses
         self._tls = tls or ssl.create_default_context()
         self._turns = asyncio.Semaphore(_DOWNLOADS)
         self._host_turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._kept: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
         self._downloads: SingleFlight[_Loaded] = SingleFlight()
 
-    async def load(self, url: str) -> bytes:
-        """Return the bytes.
+    async def load_all(self, urls: Sequence[str]) -> list[bytes]:
+        """Return the bytes of a request's images, in order.
 
-        Raises `InvalidImageError` for a URL that holds or names no image, `ImageLimitError` over the limit,
-        `ForbiddenError` for a destination that is not allowed, `UnavailableError` when a host does not answer.
+        Raises as `load` does, for the first that fails, with its number; the others are then loaded no further.
+        """
+        lookups = asyncio.Semaphore(_LOOKUPS_OF_A_REQUEST)
+
+        async def load(index: int, url: str) -> bytes:
+            try:
+                return await self.load(url, lookups)
+            except EncoderError as error:
+                message = f"image {index}: {error.message}"
+                raise type(error)(message, retry_after_ms=error.retry_after_ms) from error
+
+        loading = [asyncio.ensure_future(load(index, url)) for index, url in enumerate(urls)]
+        try:
+            return await asyncio.gather(*loading)
+        finally:  # when one fails, `gather` leaves the others running, for nobody
+            for each in loading:
+                each.cancel()
+
+    async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:
+        """Return the bytes of an image; `lookups` are the turns in which the names of its request are looked up.
+
+        Raises `InvalidImageError` for a URL that holds or names no image, and `ImageHostError`, which is one, when its
+        host fails; `ImageLimitError` over the limit, `ForbiddenError` for a destination that is not allowed,
+        `UnavailableError` when too many other images are being loaded.
         """
         if url[:5].lower() == "data:":
             return await asyncio.to_thread(self._decode, url)
@@ -92,43 +118,53 @@ class ImageLoader:
         self._destinations.check(parsed)
         kept = self._kept.get(str(parsed))
         if kept is None or kept.fresh_until is None or monotonic() >= kept.fresh_until:
-            kept = await self._downloads.run(str(parsed), partial(self._in_time, parsed))
+            kept = await self._download(parsed, lookups or asyncio.Semaphore(_LOOKUPS_OF_A_REQUEST))
         return kept.data
 
-    async def _in_time(self, url: ImageUrl) -> _Loaded:
+    async def _download(self, url: ImageUrl, lookups: asyncio.Semaphore) -> _Loaded:
+        """Look up the host, each request for itself, then download, once for all requests.
+
+        In this order, so that no request waits for the lookups of another that names the same image.
+        """
+        until = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
-                loaded = await self._follow(url)
-        except TimeoutError as error:
-            raise UnavailableError(f"{url} took more than {self._timeout_s:g} s") from error
+            addresses = await self._addresses(url, lookups, until)
+            download = partial(self._follow, url, addresses, lookups, until)
+            return await self._downloads.run(str(url), download)
         except (OSError, h11.RemoteProtocolError) as error:
-            raise UnavailableError(f"{url} could not be loaded: {error}") from error
+            raise ImageHostError(f"{url} could not be loaded: {error}") from error
         except (ValueError, h11.LocalProtocolError) as error:
             raise InvalidImageError(f"not a URL: {error}") from error
-        if loaded.fresh_until is None:
-            self._kept.pop(str(url), None)
-        elif len(loaded.data) <= self._kept.maxsize:
-            self._kept[str(url)] = loaded
-        return loaded
 
-    async def _follow(self, url: ImageUrl) -> _Loaded:
-        before, fresh, may_be_kept = self._kept.get(str(url)), MAX_FRESH_S, True
-        for _ in range(1 + MAX_REDIRECTS):
-            here = str(url)
-            known = before if before is not None and before.answered_by == here else None
-            response = await self._hop(url, known.asks if known else ())
+    async def _follow(
+        self, url: ImageUrl, addresses: list[str], lookups: asyncio.Semaphore, until: float
+    ) -> _Loaded:
+        """Download a URL, at the addresses of its host, and keep it if that may be."""
+        first, before, fresh, may_be_kept = str(url), self._kept.get(str(url)), MAX_FRESH_S, True
+        for hop in range(1 + MAX_REDIRECTS):
+            if hop:
+                addresses = await self._addresses(url, lookups, until)
+            known = before if before is not None and before.answered_by == str(url) else None
+            response = await self._get(url, addresses, known.asks if known else (), until)
             lasts = fresh_s(response.headers, self._unsaid_fresh_s)
             may_be_kept &= lasts is not None
             fresh = min(fresh, lasts or 0.0)
-            fresh_until = monotonic() + fresh if may_be_kept else None
-            if response.status == OK:
-                return _Loaded(response.body, here, _validators(response), fresh_until)
-            if response.status == NOT_MODIFIED and known is not None:
-                return _Loaded(known.data, here, _validators(response) or known.asks, fresh_until)
+            if response.status == OK or (response.status == NOT_MODIFIED and known is not None):
+                data = known.data if known is not None and response.status == NOT_MODIFIED else response.body
+                asks = _validators(response) or (known.asks if data is not response.body and known else ())
+                loaded = _Loaded(data, str(url), asks, monotonic() + fresh if may_be_kept else None)
+                self._keep(first, loaded)
+                return loaded
             if response.status not in _REDIRECTS or "location" not in response.headers:
-                raise _refusal(url, response.status)
+                raise ImageHostError(f"{url} answered {response.status}")
             url = self._redirected(url, response.headers["location"])
-        raise InvalidImageError(f"more than {MAX_REDIRECTS} redirects, the last to {url}")
+        raise ImageHostError(f"more than {MAX_REDIRECTS} redirects, the last to {url}")
+
+    def _keep(self, url: str, loaded: _Loaded) -> None:
+        if loaded.fresh_until is None:
+            self._kept.pop(url, None)
+        elif len(loaded.data) <= self._kept.maxsize:
+            self._kept[url] = loaded
 
     def _redirected(self, url: ImageUrl, location: str) -> ImageUrl:
         following = url.joined(location)
@@ -137,28 +173,41 @@ class ImageLoader:
         self._destinations.check(following)
         return following
 
-    async def _hop(self, url: ImageUrl, headers: Sequence[tuple[str, str]]) -> Response:
+    async def _addresses(self, url: ImageUrl, lookups: asyncio.Semaphore, until: float) -> list[str]:
+        """Return the addresses of a URL's host that are allowed: those alone are connected to, and no name.
+
+        So a name that changes its mind gains nothing. No turn to download is held here.
+        """
+        late = ImageHostError(f"{url}: its host was not found within {self._timeout_s:g} s")
+        async with _until(until, late), lookups:
+            found = await self._resolve(url.host, url.port)
+        addresses = self._destinations.permitted(found)
+        if found and not addresses:
+            log.info(
+                "an image URL was refused: no address of its host is allowed",
+                extra={"fields": {"host": url.host}},
+            )
+            raise ForbiddenError(f"the addresses of {url.host} are not allowed here")
+        return addresses
+
+    async def _get(
+        self, url: ImageUrl, addresses: list[str], headers: Sequence[tuple[str, str]], until: float
+    ) -> Response:
+        """GET a URL when it is its turn."""
         turns = self._host_turns.get(url.authority) or asyncio.Semaphore(_DOWNLOADS_OF_A_HOST)
         self._host_turns[url.authority] = turns
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(turns)
-            await stack.enter_async_context(self._turns)
-            # Looked up here, checked, and connected to as checked: a name that changes its mind gains nothing.
-            found = await self._resolve(url.host, url.port)
-            addresses = self._destinations.permitted(found)
-            if found and not addresses:
-                log.info(
-                    "an image URL was refused: no address of its host is allowed",
-                    extra={"fields": {"host": url.host}},
-                )
-                raise ForbiddenError(f"the addresses of {url.host} are not allowed here")
-            return await get(url, addresses, max_bytes=self._max_bytes, tls=self._tls, headers=headers)
-
-    async def _look_up(self, host: str, port: int) -> list[str]:
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._resolvers, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        slow = ImageHostError(f"{url} took more than {self._timeout_s:g} s")
+        busy = UnavailableError(
+            f"{url}: {_DOWNLOADS} other images have been loading for {self._timeout_s:g} s"
         )
-        return [str(address[0]) for *_, address in found]
+        async with AsyncExitStack() as stack:
+            async with _until(until, slow):
+                await stack.enter_async_context(turns)
+            async with _until(until, busy):
+                await stack.enter_async_context(self._turns)
+            async with _until(until, slow):
+                return await get(url, addresses, max_bytes=self._max_bytes, tls=self._tls, headers=headers)
+        raise AssertionError("unreachable")
 
     def _decode(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
@@ -177,7 +226,11 @@ def _validators(response: Response) -> tuple[tuple[str, str], ...]:
     return tuple((ours, response.headers[theirs]) for ours, theirs in asked if theirs in response.headers)
 
 
-def _refusal(url: ImageUrl, status: int) -> InvalidImageError | UnavailableError:
-    if status == 429 or status >= 500:
-        return UnavailableError(f"{url} answered {status}")
-    return InvalidImageError(f"{url} answered {status}")
+@asynccontextmanager
+async def _until(until: float, late: EncoderError) -> AsyncIterator[None]:
+    """Bound the block by a moment on the event loop's clock; over it, raise `late`."""
+    try:
+        async with asyncio.timeout_at(until):
+            yield
+    except TimeoutError as error:
+        raise late from error

@@ -191,12 +191,7 @@ class HttpService:
         return asked
 
     async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:
-        loading = [asyncio.ensure_future(self._image_loader.load(url)) for url in asked.image_urls]
-        try:
-            images = await asyncio.gather(*loading)
-        finally:  # when one fails, `gather` leaves the others running, which no request counts any more
-            for each in loading:
-                each.cancel()
+        images = await self._image_loader.load_all(asked.image_urls)
         with self._metrics.first_token_seconds.time():
             prefilled = await self._chat.prefill(
                 asked.prompt_messages(images), on_chunk=self._metrics.on_chunk, trace=trace

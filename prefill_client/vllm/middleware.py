@@ -158,10 +158,7 @@ class _Service:
         if self._loader is None:
             most, timeout_s = client.description.max_image_bytes, self.settings.submit_timeout_s
             self._loader = ImageLoader(self._destinations, max_bytes=most, timeout_s=timeout_s)
-        loading = (self._loader.load(url) for url in urls)
-        loaded = await asyncio.gather(*loading, return_exceptions=True)
-        _raise_first(loaded)
-        return [each for each in loaded if isinstance(each, bytes)]
+        return await self._loader.load_all(urls)
 
     def _named(self, answer: Submitted, producer: bytes) -> tuple[str, list[int]]:
         assert answer.grid is not None, "an answer without an error has a grid"
@@ -169,14 +166,12 @@ class _Service:
         return self._signer.identifier(name), list(answer.grid)
 
 
-def _raise_first(outcomes: Iterable[object]) -> None:
+def _raise_first(outcomes: Iterable[EncoderError | None]) -> None:
     """Raise the first that is an error, with the number of its image."""
     for index, outcome in enumerate(outcomes):
-        if isinstance(outcome, EncoderError):
+        if outcome is not None:
             text = f"image {index}: {outcome.message}"
             raise type(outcome)(text, retry_after_ms=outcome.retry_after_ms) from outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
 
 
 def _caller(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:

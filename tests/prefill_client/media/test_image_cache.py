@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from encoder_contract.errors import ImageLimitError, InvalidImageError, UnavailableError
+from encoder_contract.errors import ImageLimitError, InvalidImageError
 from prefill_client.media.destinations import Destinations
+from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from tests.image_host import BODY, Host, image_host
 
@@ -132,5 +133,5 @@ async def test_a_certificate_is_checked(tmp_path: Path) -> None:
         ours = ImageLoader(rules, max_bytes=1 << 20, timeout_s=30, tls=trusting, resolve=resolve)
         assert await ours.load(f"https://localhost:{port}/a") == BODY
         strangers = ImageLoader(rules, max_bytes=1 << 20, timeout_s=30, resolve=resolve)
-        with pytest.raises(UnavailableError, match="certificate"):
+        with pytest.raises(ImageHostError, match="certificate"):
             await strangers.load(f"https://localhost:{port}/a")

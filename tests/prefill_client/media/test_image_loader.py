@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError, UnavailableError
+from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError
 from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
+from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.reference.http_service import Limits
 from testing.photos import data_url, photo
@@ -73,7 +74,7 @@ async def test_http_images_come_only_from_allowed_hosts_and_within_bounds(album:
         with pytest.raises(error):
             await loader.load(url)
     hasty = ImageLoader(Destinations([album]), max_bytes=1 << 20, timeout_s=0.5)
-    with pytest.raises(UnavailableError):
+    with pytest.raises(ImageHostError):
         await hasty.load(f"http://{album}/slow")
 
 
@@ -91,7 +92,7 @@ DRIPPING = {
 async def test_a_host_that_drips_has_its_time_for_everything_together(what: str) -> None:
     with dripping_host(DRIPPING[what]) as host:
         loader = ImageLoader(Destinations([host]), max_bytes=1 << 20, timeout_s=0.5)
-        with pytest.raises(UnavailableError):
+        with pytest.raises(ImageHostError):
             async with asyncio.timeout(PATIENCE_S):
                 await loader.load(f"http://{host}/")
 

@@ -12,6 +12,7 @@ import pytest
 from encoder_contract.errors import ForbiddenError, InvalidImageError
 from prefill_client.media.destinations import Destinations, is_public
 from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
+from prefill_client.media.resolver import Resolver
 from testing.photos import photo
 
 PHOTO = photo(64, 48, 1)
@@ -121,12 +122,13 @@ async def test_an_inside_address_is_refused_however_it_is_written(written: str, 
     """Also by rules that let every host through: `public`, and any port of the inside host's."""
     url = written.format(port=inside.port)
     asked: list[str] = []
+    resolver = Resolver()
 
     async def resolve(host: str, port: int) -> list[str]:
         asked.append(host)
         if host == "allowed.example":
             raise OSError("no such host")  # what is read as this host goes nowhere
-        return await ImageLoader._look_up(loader, host, port)
+        return await resolver.addresses(host, port)
 
     for rules in (["public"], ["*.example", "localhost", f"localhost:{inside.port}", f"127.1:{inside.port}"]):
         loader = ImageLoader(Destinations(rules), max_bytes=1 << 20, timeout_s=20, resolve=resolve)

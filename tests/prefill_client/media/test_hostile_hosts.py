@@ -1,0 +1,176 @@
+"""Hosts that are allowed and hostile: they hold up neither the event loop nor the images of other hosts."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import h11
+import pytest
+
+from encoder_contract.errors import EncoderError, InvalidImageError
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from tests.flooding_host import flooding_host
+from tests.image_host import BODY, Host, image_host
+from tests.waiting import PATIENCE_S, soon
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+FLOODS = {
+    "one-byte chunks": (CHUNKED, b"1\r\nx\r\n"),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+}
+
+
+class Parsing:
+    """Counts the events of all downloads: in all, and the most between two passes of the event loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events = self.most = self._since = 0
+        next_event = h11.Connection.next_event
+
+        def counted(connection: h11.Connection) -> Any:
+            self.events += 1
+            self._since += 1
+            self.most = max(self.most, self._since)
+            return next_event(connection)
+
+        monkeypatch.setattr(h11.Connection, "next_event", counted)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        async def tick() -> None:
+            while True:
+                self._since = 0
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        try:
+            yield
+        finally:
+            ticking.cancel()
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    async with image_host() as host:
+        yield host
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_host_that_floods_its_answer_is_refused_after_few_events_in_small_slices(
+    flood: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsing = Parsing(monkeypatch)
+    with flooding_host(*FLOODS[flood]) as host:
+        loader = ImageLoader(Destinations([host]), max_bytes=32 << 20, timeout_s=PATIENCE_S)
+        async with parsing.watched():
+            with pytest.raises(InvalidImageError, match=r"pieces|interim"):
+                await loader.load(f"http://{host}/")
+    assert parsing.most <= 32, "events between two passes of the event loop"
+    assert parsing.events <= 2000
+
+
+async def test_an_image_in_chunks_of_usual_sizes_is_loaded() -> None:
+    image = bytes(range(256)) * 1000
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        chunks = [image[begin : begin + 512] for begin in range(0, len(image), 512)]
+        writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" + CHUNKED)
+        writer.writelines(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""])
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        loader = ImageLoader(Destinations([name]), max_bytes=1 << 20, timeout_s=PATIENCE_S)
+        assert await loader.load(f"http://{name}/") == image
+
+
+class Names:
+    """A resolver of ours: names of `slow.test` block their thread until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.released = threading.Event()
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, host: str, port: int, *_: object, **__: object) -> list[Any]:
+        self.asked.append(host)
+        if host.endswith(".slow.test"):
+            self.released.wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    names = Names(monkeypatch)
+    yield names
+    names.released.set()
+
+
+def loader_of(host: Host) -> tuple[ImageLoader, str]:
+    """A loader that may load from the host by any name, and the host's port."""
+    port = host.name.rpartition(":")[2]
+    rules = Destinations([f"*.slow.test:{port}", f"good.test:{port}", "127.0.0.0/8", host.name])
+    return ImageLoader(rules, max_bytes=1 << 20, timeout_s=2 * PATIENCE_S), port
+
+
+async def test_names_that_resolve_slowly_hold_up_no_other(host: Host, names: Names) -> None:
+    loader, port = loader_of(host)
+    slow = [asyncio.create_task(loader.load(f"http://{n}.slow.test:{port}/")) for n in range(5)]
+    await soon(lambda: len(names.asked) >= 4)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await loader.load(f"http://good.test:{port}/") == BODY
+    assert not any(task.done() for task in slow)
+    names.released.set()
+    assert await asyncio.gather(*slow) == [BODY] * 5
+
+
+async def test_a_request_looks_up_few_names_at_a_time_and_each_once(host: Host, names: Names) -> None:
+    loader, port = loader_of(host)
+    urls = [f"http://{n}.slow.test:{port}/{path}" for path in "ab" for n in range(50)]
+    asking = asyncio.create_task(loader.load_all(urls))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await loader.load_all([f"http://good.test:{port}/"]) == [BODY]
+    assert len(names.asked) <= 5
+    names.released.set()
+    assert await asking == [BODY] * 100
+
+
+async def test_lookups_that_nobody_waits_for_any_more_are_not_begun(host: Host, names: Names) -> None:
+    loader, port = loader_of(host)
+    asking = [asyncio.create_task(loader.load(f"http://{n}.slow.test:{port}/")) for n in range(200)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await loader.load(f"http://{host.name}/") == BODY, "an address needs no lookup"
+    begun = len(names.asked)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    names.released.set()
+    assert await loader.load(f"http://good.test:{port}/") == BODY
+    assert len(names.asked) <= begun + 1
+
+
+async def test_a_name_that_stays_slow_takes_one_thread_however_often_it_is_asked_for(
+    host: Host, names: Names
+) -> None:
+    loader, port = loader_of(host)
+    for number in range(5):
+        with suppress(TimeoutError, EncoderError):
+            async with asyncio.timeout(0.01):
+                await loader.load(f"http://same.slow.test:{port}/{number}")
+    await soon(lambda: bool(names.asked))
+    assert names.asked == ["same.slow.test"]
+
+
+async def test_the_first_image_of_a_request_that_fails_is_named_and_ends_the_others(host: Host) -> None:
+    host.answering.clear()
+    loader = host.loader()
+    with pytest.raises(InvalidImageError, match=r"^image 1: "):
+        await loader.load_all([f"http://{host.name}/a", "data:image/png,x"])
+    if host.asked:
+        await asyncio.wait_for(host.ended.wait(), PATIENCE_S)

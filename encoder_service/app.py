@@ -376,6 +376,7 @@ class Server:
             yield Reading("device_memory_bytes", size_bytes, (state,))
         for reason, deaths in model.decoder.deaths.items():
             yield Reading("decoder_restarts", deaths, (reason,))
+        yield Reading("decoder_messages", model.decoder.messages)
         yield Reading("batches", model.tower.graph_batches, ("graph",))
         yield Reading("batches", model.tower.eager_batches, ("eager",))
         yield Reading("padding_patches", model.tower.padding_patches)

@@ -106,7 +106,7 @@ class Config(Settings):
     decode_limit_s: float = knob(
         15.0,
         help="seconds of a processor that decoding an image may take in such a process; of the clock, three times as "
-        "many and three more",
+        "many and three more, but 5 if it uses no processor",
     )
     decode_threads: int = knob(
         0,

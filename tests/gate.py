@@ -19,7 +19,7 @@ class Gate:
         self._decoder = decoder
         self._open = threading.Event()
         self._open.set()
-        self.name, self.deaths = decoder.name, decoder.deaths
+        self.name, self.deaths, self.messages = decoder.name, decoder.deaths, decoder.messages
 
     def batches(self, source: Source) -> bool:
         """Say what the decoder says."""

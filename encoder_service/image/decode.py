@@ -85,6 +85,11 @@ class Decoder:
         self.deaths = dict.fromkeys(DEATHS, 0)
 
     @property
+    def messages(self) -> int:
+        """Lines that decoder processes have printed: here there are none."""
+        return 0
+
+    @property
     def _has_dali(self) -> bool:
         return self._jpegs is not None
 

@@ -5,19 +5,28 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from time import monotonic
 
 import numpy as np
 
 from encoder_contract.errors import EncoderError, InvalidImageError
-from encoder_service.image.decoder_parent import ANSWER_S, DecoderParent, DecoderStartError, Forked
+from encoder_service.image.decoder_parent import ANSWER_S, DecoderParent, Forked
 from encoder_service.image.decoder_process import MESSAGE_BYTES, MESSAGE_CHARACTERS
 from encoder_service.image.pillow import Pixels
 from encoder_service.image.pixel_memory import PixelMemory, needed_bytes
 from encoder_service.image.source import Source
 
 log = logging.getLogger(__name__)
+
+
+# How often a child that has not answered is looked at. One that has used less than so much of a processor in so many
+# seconds of waiting for it hangs: the busiest machine gives it more.
+_LOOK_S, _SOONEST_LOOK_S = 0.5, 0.01
+_HANGING_CPU_S, _HANGING_S = 0.01, 5.0
+_CPU_CLOCK = 2  # of <linux/posix-timers.h>: CPUCLOCK_SCHED of a process
 
 
 class DecoderDiedError(Exception):
@@ -32,7 +41,7 @@ class DecoderChild:
     """One child; used by one thread at a time.
 
     `batches`: it decodes JPEGs with DALI, else any file with Pillow. It may take `memory_bytes`, and for
-    a request `wall_s`. `on_death` is called with the reason.
+    a request `cpu_s` of a processor and `wall_s`. `on_death` is called with the reason.
     """
 
     def __init__(
@@ -42,12 +51,14 @@ class DecoderChild:
         *,
         batches: bool,
         memory_bytes: int,
+        cpu_s: float,
         wall_s: float,
     ) -> None:
         self._parent = parent
         self._on_death = on_death
         self._batches = batches
         self._memory_bytes = memory_bytes
+        self._cpu_s = cpu_s
         self._wall_s = wall_s
         self._forked: Forked | None = None
         self._memories: list[PixelMemory] = []
@@ -68,9 +79,8 @@ class DecoderChild:
             if not hello:
                 forked.channel.close()
                 self._parent.reap(forked)
-                raise DecoderStartError("a decoder process does not start; standard error says why")
+                raise self._parent.start_error()
             self.sandbox = tuple(json.loads(hello)["sandbox"])
-            forked.channel.settimeout(self._wall_s)
             self._forked, self._memories = forked, memories
         return self._forked
 
@@ -89,13 +99,16 @@ class DecoderChild:
         ]
         request = json.dumps({"memory": number, "size": memory.size, "files": files}).encode()
         try:
+            began_s = _cpu_s(forked.pid)
+            forked.channel.settimeout(self._wall_s)
             socket.send_fds(forked.channel, [request], [memory.descriptor] if memory.is_new else [])
             memory.close_descriptor()
-            reply = forked.channel.recv(MESSAGE_BYTES)
-        except TimeoutError:
-            raise self._died("stuck", sources) from None
-        except ConnectionError:
+            reply = self._reply(forked, began_s)
+        except TimeoutError as late:
+            raise self._died(str(late), sources) from None
+        except (ConnectionError, ProcessLookupError):
             reply = b""
+        self._parent.printed.read()
         if not reply:
             raise self._died("", sources)
         said = _parsed(reply, len(sources))
@@ -122,6 +135,28 @@ class DecoderChild:
             self._parent.reap(self._forked)
             self._forked = None
 
+    def _reply(self, forked: Forked, began_s: float) -> bytes:
+        """Return what the child answers, empty if it died. Raises `TimeoutError` with the reason to end it.
+
+        It is watched from here: what runs inside it, once an attacker's, may stop any timer of its own.
+        """
+        ends_at = monotonic() + self._wall_s
+        idle_s, seen_s, used_s = 0.0, 0.0, 0.0
+        while True:
+            look_s = min(_LOOK_S, max(self._cpu_s - used_s, _SOONEST_LOOK_S))
+            forked.channel.settimeout(look_s)
+            try:
+                return forked.channel.recv(MESSAGE_BYTES)
+            except TimeoutError:
+                used_s = _cpu_s(forked.pid) - began_s
+            if used_s > self._cpu_s:
+                raise TimeoutError("time")
+            idle_s += look_s
+            if used_s - seen_s > _HANGING_CPU_S:
+                idle_s, seen_s = 0.0, used_s
+            if idle_s >= _HANGING_S or monotonic() > ends_at:
+                raise TimeoutError("stuck")
+
     def _room(self, sources: Sequence[Source]) -> tuple[int, PixelMemory]:
         """Return a memory that nobody uses and that has room, with its number."""
         number = next(n for n, each in enumerate(self._memories) if each.is_free)
@@ -147,11 +182,17 @@ class DecoderChild:
         return DecoderDiedError(reason)
 
 
+def _cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used, seconds. Raises `ProcessLookupError` if it is gone."""
+    try:
+        return time.clock_gettime(~pid << 3 | _CPU_CLOCK)
+    except OSError as error:
+        raise ProcessLookupError(f"process {pid} is gone") from error
+
+
 def _reason(status: int | None) -> str:
     """Return what a child died of by itself, by its wait status; None if its parent's end was its end."""
     number = os.WTERMSIG(status) if status is not None else signal.SIGKILL
-    if number == signal.SIGPROF:
-        return "time"
     return "killed" if number == signal.SIGKILL else "crashed"
 
 

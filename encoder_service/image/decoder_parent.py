@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +21,53 @@ log = logging.getLogger(__name__)
 ANSWER_S = 60.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptor}, **{settings!r})"
 _MODULE = "encoder_service.image.decoder_process"
+# The environment of these processes, and no more of the server's, which has passwords in it.
 # glibc's settings: memory that was freed is used again, as in the server, but no more than this is kept. And numpy
 # starts no threads, which a fork would lose.
-_ENVIRONMENT = {
+SETTINGS = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "OPENBLAS_NUM_THREADS": "1",
 }
+# Where the interpreter and the libraries are, if the server was told.
+PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONHOME")
+# Of what these processes print, how much is read at a time, and how much is kept for an error at start.
+_PRINTED_BYTES, _LAST_BYTES = 64 << 10, 2000
 
 
 class DecoderStartError(RuntimeError):
     """No decoder process starts."""
+
+
+class Printed:
+    """What decoder processes print to standard error: counted and thrown away, but for the end of it. Thread-safe.
+
+    They write to a pipe that is read after each request, and lose what does not fit into it: nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self._end = b""
+        self._lock = threading.Lock()
+        self._reader, self.writer = os.pipe()
+        for descriptor in (self._reader, self.writer):
+            os.set_blocking(descriptor, False)
+            weakref.finalize(self, os.close, descriptor)
+
+    def read(self) -> None:
+        """Count what was printed since the last time."""
+        with self._lock, suppress(BlockingIOError):
+            printed = os.read(self._reader, _PRINTED_BYTES)
+            self.lines += printed.count(b"\n")
+            self._end = (self._end + printed)[-_LAST_BYTES:]
+            log.debug("a decoder process printed %s", self.end)
+
+    @property
+    def end(self) -> str:
+        """The last line, of what may be an attacker's text."""
+        lines = self._end.decode(errors="replace").splitlines() or ["nothing"]
+        return "".join(letter if letter.isprintable() else "?" for letter in lines[-1])
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +91,7 @@ class DecoderParent:
 
     def __init__(self, **settings: Any) -> None:
         """`settings` are the arguments of `decoder_process.main`."""
+        self.printed = Printed()
         self._settings = settings
         self._lock = threading.Lock()
         self._running: _Process | None = self._launch()
@@ -66,9 +103,7 @@ class DecoderParent:
                 return self._ready().hello or {}
             except OSError as error:
                 self._end()
-                raise DecoderStartError(
-                    "the decoder processes do not start; standard error says why"
-                ) from error
+                raise self.start_error() from error
 
     def fork(self, *, batches: bool, memory_bytes: int) -> Forked:
         """Have it fork a child that may take so much memory. Raises `DecoderStartError` if it cannot."""
@@ -93,6 +128,11 @@ class DecoderParent:
         with self._lock:
             self._end()
 
+    def start_error(self) -> DecoderStartError:
+        """Return the error of a process that ended before it was ready, with the last line that it printed."""
+        self.printed.read()
+        return DecoderStartError(f"no decoder process starts; the last one printed: {self.printed.end}")
+
     # Inside, with the lock held
 
     def _ask(self, command: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
@@ -103,7 +143,7 @@ class DecoderParent:
             except OSError as error:
                 log.warning("the parent of the decoder processes has died and is started again: %s", error)
                 self._end()
-        raise DecoderStartError("the decoder processes do not start; standard error says why")
+        raise self.start_error()
 
     @staticmethod
     def _ask_once(running: _Process, command: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
@@ -128,7 +168,8 @@ class DecoderParent:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, **_ENVIRONMENT},
+                stderr=self.printed.writer,
+                env={**SETTINGS, **{name: os.environ[name] for name in PASSED_ON if name in os.environ}},
                 start_new_session=True,  # Ctrl-C in our terminal is for us alone
             )
         ours.settimeout(ANSWER_S)

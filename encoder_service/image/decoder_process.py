@@ -36,7 +36,7 @@ MESSAGE_BYTES = 1 << 16
 MESSAGE_CHARACTERS = 500  # of an error
 
 
-def main(control_fd: int, *, dali: bool, threads: int, cpu_s: float) -> None:
+def main(control_fd: int, *, dali: bool, threads: int) -> None:
     """Load the decoders, say which, and fork and reap children as told until the server has gone.
 
     `{"fork": batches, "memory_bytes": n}` comes with the child's end of a socket, and is answered with its pid;
@@ -62,7 +62,7 @@ def main(control_fd: int, *, dali: bool, threads: int, cpu_s: float) -> None:
                 if pid == 0:
                     control.close()
                     dali_threads = threads if command["fork"] else 0
-                    _run_child(descriptors[0], parent, dali_threads, command["memory_bytes"], cpu_s)
+                    _run_child(descriptors[0], parent, dali_threads, command["memory_bytes"])
                 answer = {"pid": pid}
                 os.close(descriptors[0])
             control.send(json.dumps(answer).encode())
@@ -86,7 +86,7 @@ def _load(*, dali: bool) -> str:
     return ""
 
 
-def _run_child(descriptor: int, parent: int, dali_threads: int, memory_bytes: int, cpu_s: float) -> NoReturn:
+def _run_child(descriptor: int, parent: int, dali_threads: int, memory_bytes: int) -> NoReturn:
     code = 1
     try:
         sandbox.end_with_parent("decoder", parent)
@@ -94,7 +94,7 @@ def _run_child(descriptor: int, parent: int, dali_threads: int, memory_bytes: in
             jpegs = _warm(DaliJpegs("cpu", dali_threads)) if dali_threads else None
             sandbox.bound(memory_bytes)
             server.send(json.dumps({"sandbox": sandbox.enter()}).encode())
-            _Child(server, jpegs, cpu_s).run()
+            _Child(server, jpegs).run()
         code = 0
     except ConnectionError:  # the server has gone before its answer
         pass
@@ -119,10 +119,9 @@ class _Child:
     True: its pixels are there. Null: DALI refuses it. Else a text, and whether it is about a lack of memory.
     """
 
-    def __init__(self, server: socket.socket, jpegs: DaliJpegs | None, cpu_s: float) -> None:
+    def __init__(self, server: socket.socket, jpegs: DaliJpegs | None) -> None:
         self._server = server
         self._jpegs = jpegs
-        self._cpu_s = cpu_s
         self._memories: dict[int, mmap.mmap] = {}
 
     def run(self) -> None:
@@ -136,10 +135,7 @@ class _Child:
             for descriptor in descriptors:
                 self._memories[number] = mmap.mmap(descriptor, request["size"])
                 os.close(descriptor)
-            # The kernel ends this process, with SIGPROF, if the request takes more processor time than it may.
-            signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
             outcomes = self._outcomes(self._memories[number], request["files"])
-            signal.setitimer(signal.ITIMER_PROF, 0)
             self._server.send(json.dumps(outcomes).encode())
 
     def _outcomes(self, memory: mmap.mmap, files: Sequence[dict[str, Any]]) -> list[Any]:

@@ -64,7 +64,7 @@ class IsolatedDecoder(Decoder):
         self._cpu_s = cpu_s
         self._memory_bytes = _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels
         in_batch = _BESIDE_PIXELS_BYTES + BATCHED_BYTES_PER_PIXEL * max(decode_pixels, MAX_BATCHED_PIXELS)
-        self._parent = DecoderParent(dali=backend != "pillow", threads=threads, cpu_s=cpu_s)
+        self._parent = DecoderParent(dali=backend != "pillow", threads=threads)
         # Whoever takes a child out of its queue has it alone. The last one used is the next: its memory is warm.
         self._batch_child = self._queue_of(1, batches=True, memory_bytes=in_batch)
         self._single_children = self._queue_of(threads, batches=False, memory_bytes=self._memory_bytes)
@@ -72,6 +72,12 @@ class IsolatedDecoder(Decoder):
     @property
     def _has_dali(self) -> bool:
         return bool(self._dali)
+
+    @property
+    def messages(self) -> int:
+        """Lines that the processes have printed to standard error; they are thrown away."""
+        self._parent.printed.read()
+        return self._parent.printed.lines
 
     def start(self) -> None:
         """Wait until it is there; `name` then says what decodes, and what the kernel enforces.
@@ -131,7 +137,12 @@ class IsolatedDecoder(Decoder):
         for _ in range(count):
             children.put(
                 DecoderChild(
-                    self._parent, self._died, batches=batches, memory_bytes=memory_bytes, wall_s=wall_s
+                    self._parent,
+                    self._died,
+                    batches=batches,
+                    memory_bytes=memory_bytes,
+                    cpu_s=self._cpu_s,
+                    wall_s=wall_s,
                 )
             )
         return children

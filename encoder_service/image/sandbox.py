@@ -22,7 +22,7 @@ _LANDLOCK_FILES = {1: 13, 2: 14, 3: 15, 5: 16}
 _LANDLOCK_TCP, _LANDLOCK_SCOPES = (4, 0b11), (6, 0b11)
 
 # What a decoder calls once it is running -> its number on x86-64 and on arm64 (-1: not there). Not among it: whatever
-# opens a file or a socket, starts a process, or reaches another one.
+# opens a file or a socket, starts a process or a thread, reaches another process, or sets a timer.
 _CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, -1), "ppoll": (271, 73),
     "lseek": (8, 62), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
@@ -30,17 +30,17 @@ _CALLS = {
     "sigaltstack": (131, 132), "restart_syscall": (219, 128), "writev": (20, 66), "sched_yield": (24, 124),
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "gettimeofday": (96, 169),
     "getpid": (39, 172), "gettid": (186, 178), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211),
-    "recvmsg": (47, 212), "exit": (60, 93), "exit_group": (231, 94), "getrusage": (98, 165), "setitimer": (38, 103),
+    "recvmsg": (47, 212), "exit": (60, 93), "exit_group": (231, 94), "getrusage": (98, 165),
     "sysinfo": (99, 179), "futex": (202, 98), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
     "set_robust_list": (273, 99), "rseq": (334, 293), "getrandom": (318, 278), "membarrier": (324, 283),
 }  # fmt: skip
 # Calls that are allowed for some values of an argument. A limit is only ever lowered.
-_MMAP, _CLONE, _CLONE3, _PRLIMIT, _TGKILL = (9, 222), (56, 220), (435, 435), (302, 261), (234, 131)
+_MMAP, _PRLIMIT, _TGKILL = (9, 222), (302, 261), (234, 131)
 _FCNTL, _F_DUPFD_CLOEXEC = (72, 25), 1030
 _SECCOMP = (317, 277)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
-_CLONE_THREAD, _MAP_SHARED_ANONYMOUS = 0x10000, 0x21
-_EPERM, _ENOSYS = 1, 38
+_MAP_SHARED_ANONYMOUS, _MAP_GROWSDOWN = 0x21, 0x100
+_EPERM = 1
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 # Of seccomp_data: the call's number, the architecture, and the low half of each argument.
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
@@ -57,7 +57,7 @@ def end_with_parent(name: str, parent: int) -> None:
 
 
 def bound(memory_bytes: int) -> None:
-    """Bound what this process may take from now on: so much memory beside what it has, and no file it could fill."""
+    """Bound what this process may take from now on: so much more memory, and no file, process or thread."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     held = int(status["VmData"].split()[0]) << 10
     for kind, most in (
@@ -65,6 +65,7 @@ def bound(memory_bytes: int) -> None:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, 0),  # of the user's, threads too; root has no such limit
     ):
         resource.setrlimit(kind, (most, most))
 
@@ -128,12 +129,9 @@ def _filter(column: int, architecture: int) -> list[bytes]:
     for numbers in _CALLS.values():
         if numbers[column] >= 0:
             code += [unless_equal(numbers[column], 1), answer(_ALLOW)]
-    # New threads only; a C library that finds no clone3, whose flags a filter cannot see, takes clone.
-    code += [unless_equal(_CLONE3[column], 1), answer(_ERRNO | _ENOSYS)]
-    code += [unless_equal(_CLONE[column], 4), load(argument(0))]
-    code += [unless_any_bit(_CLONE_THREAD, 1), answer(_ALLOW), answer(_ERRNO | _EPERM)]
-    # Memory that RLIMIT_DATA counts, or of files that were handed in.
-    code += [unless_equal(_MMAP[column], 5), load(argument(3))]
+    # Memory that RLIMIT_DATA counts, or of files that were handed in. A stack is not counted.
+    code += [unless_equal(_MMAP[column], 7), load(argument(3))]
+    code += [unless_any_bit(_MAP_GROWSDOWN, 1), answer(_ERRNO | _EPERM)]
     code += [struct.pack("HBBI", 0x54, 0, 0, _MAP_SHARED_ANONYMOUS), unless_equal(_MAP_SHARED_ANONYMOUS, 1)]
     code += [answer(_ERRNO | _EPERM), answer(_ALLOW)]
     # Limits and signals of its own, and of a descriptor only a copy.

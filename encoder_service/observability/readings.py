@@ -25,6 +25,11 @@ READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]]
         ("state",),
     ),
     "decoder_restarts": ("counter", "Decoder processes that ended and were replaced.", ("reason",)),
+    "decoder_messages": (
+        "counter",
+        "Lines that decoder processes printed to standard error; they are thrown away.",
+        (),
+    ),
     "batches": ("counter", "Batches of the tower, in a CUDA graph or eagerly.", ("how",)),
     "padding_patches": ("counter", "Patches of padding, computed to fill the shape of a CUDA graph.", ()),
     "queue_images": ("gauge", "Images between admission and outcome.", ("state", "class")),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,14 @@ from PIL import Image
 from encoder_contract.errors import EncoderError, OverloadedError, UndecodableImageError
 from encoder_service.address import ImageKey
 from encoder_service.engine.failure_cache import FailureCache
-from encoder_service.image import isolated
+from encoder_service.image import decoder_parent, isolated
 from encoder_service.image.decode import DEATHS, Decoder
 from encoder_service.image.decoder_child import _parsed
+from encoder_service.image.decoder_parent import PASSED_ON, SETTINGS, DecoderStartError
 from encoder_service.image.isolated import IsolatedDecoder
 from encoder_service.image.pixel_memory import PixelMemory
 from encoder_service.image.source import Source
-from testing.photos import damaged, encoded, photo
+from testing.photos import damaged, encoded, photo, pixels
 from tests.engines import Changed
 from tests.waiting import START_S
 
@@ -204,17 +206,17 @@ def test_closing_ends_every_process_and_a_further_use_starts_them_again() -> Non
 def test_pixels_stay_what_they_are_while_others_are_decoded(decoder: IsolatedDecoder) -> None:
     images = [photo(64 + seed, 48, seed) for seed in range(6)]
     here = Decoder(backend="pillow").decode(images)
-    for pixels, expected in zip(decoder.decode(images), here, strict=True):
+    for found, expected in zip(decoder.decode(images), here, strict=True):
         assert isinstance(expected, torch.Tensor)
-        assert isinstance(pixels, torch.Tensor)
-        assert torch.equal(pixels, expected)
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, expected)
 
 
 def test_a_parent_whose_server_ended_while_it_was_loading_ends_without_a_word() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
         "from encoder_service.image.decoder_process import main; "
-        f"main({theirs.fileno()}, dali=False, threads=1, cpu_s=1.0)"
+        f"main({theirs.fileno()}, dali=False, threads=1)"
     )
     command = [sys.executable, "-c", program]
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
@@ -231,6 +233,58 @@ def test_all_descriptors_are_taken_at_the_start_and_no_more_however_much_is_deco
             files = [source_of(photo(side, side, seed)) for seed in range(6)]
             assert all(isinstance(each, torch.Tensor) for each in threads.map(decoder.decode_one, files))
         assert psutil.Process().num_fds() <= before
+
+
+def environment(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in lines if line)
+
+
+def test_decoder_processes_have_six_variables_of_the_servers_environment_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ENCSVC_INDEX", "rediss://encoder:secret@redis")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/libraries")
+    with decoding() as decoder:
+        (child,) = children(decoder)
+        for pid in (child, psutil.Process(child).ppid()):
+            assert environment(pid).keys() <= {*SETTINGS, *PASSED_ON}
+            assert environment(pid)["LD_LIBRARY_PATH"] == "/opt/libraries"
+    assert len({*SETTINGS, *PASSED_ON}) == 6
+
+
+def test_what_a_library_prints_is_counted_and_thrown_away(capfd: pytest.CaptureFixture[str]) -> None:
+    noisy = bytearray(
+        encoded(Image.fromarray(pixels(400, 300, 1)).convert("1"), "TIFF", compression="tiff_ccitt")
+    )
+    noisy[8:1000] = bytes(range(248)) * 4  # behind the header are the pixels
+    with decoding() as decoder:
+        before = decoder.messages
+        decoder.decode([bytes(noisy)])
+        assert decoder.messages > before
+    assert capfd.readouterr().err == ""
+
+
+def test_why_no_decoder_starts_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_parent, "_MODULE", "no.such.module")
+    decoder = IsolatedDecoder(threads=1, backend="pillow")
+    with pytest.raises(DecoderStartError, match="No module named 'no'"):
+        decoder.start()
+
+
+def test_a_decoder_that_hangs_without_using_the_processor_is_replaced_long_before_its_limit() -> None:
+    with decoding(cpu_s=10 * START_S) as decoder:
+        (stopped,) = children(decoder)
+        os.kill(stopped, signal.SIGSTOP)
+        outcomes: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: outcomes.append(decoder.decode_one(source_of(PHOTO))), daemon=True
+        )
+        thread.start()
+        thread.join(START_S)
+        assert [type(outcome) for outcome in outcomes] == [OverloadedError]
+        assert deaths(decoder) == {"stuck": 1}
+        assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
 
 
 def test_an_answer_that_makes_no_sense_is_not_believed() -> None:

@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # Enters the sandbox, or a part of it, and prints what the kernel then refuses.
 CHILD = """
-import ctypes, json, mmap, os, signal, socket, sys, threading
+import ctypes, json, mmap, os, resource, signal, socket, sys, threading
 from encoder_service.image import sandbox
 
 def refused(action):
     try:
         action()
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, RuntimeError):  # the last: no new thread
         return True
     return False
 
@@ -29,12 +29,14 @@ def ptrace():  # of the parent; PTRACE_SEIZE
     if libc.ptrace(0x4206, os.getppid(), None, None) != 0:
         raise OSError(ctypes.get_errno(), "ptrace")
 
-def started():
-    thread = threading.Thread(target=lambda: done.append(sum(range(1000))))
-    thread.start()
-    thread.join()
+def worked():
+    while True:
+        asked.acquire()
+        done.append(sum(range(1000)))
+        answered.release()
 
-done = []
+done, asked, answered = [], threading.Semaphore(0), threading.Semaphore(0)
+threading.Thread(target=worked, daemon=True).start()
 sandbox.end_with_parent("decoder", os.getppid())
 if part == "all":
     sandbox.bound(64 << 20)
@@ -60,12 +62,16 @@ print(json.dumps({
         "executed": refused(lambda: os.execv("/bin/true", ["true"])),
         "signalled": refused(lambda: os.kill(os.getppid(), 0)),
         "traced": refused(ptrace),
+        "started as a thread": refused(threading.Thread(target=len).start),
     },
     "memory": {
         "large": refused(lambda: bytearray(128 << 20)),
         "shared": refused(lambda: mmap.mmap(-1, 128 << 20)),
+        "growing as a stack": refused(lambda: mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100)),
     },
-    "works": [refused(started), done, refused(lambda: bytearray(8 << 20))],
+    "timers": {"set": refused(lambda: signal.setitimer(signal.ITIMER_PROF, 0))},
+    "most processes": resource.getrlimit(resource.RLIMIT_NPROC),
+    "works": [asked.release(), answered.acquire(), done, refused(lambda: bytearray(8 << 20))],
 }))
 """
 
@@ -92,9 +98,10 @@ def test_a_process_in_the_sandbox_reaches_no_file_no_network_and_no_other_proces
     found = inside(tmp_path, "all")
     if "seccomp" not in found["enforced"]:
         pytest.skip("this kernel has no seccomp")
-    for kind in ("files", "network", "processes", "memory"):
+    for kind in ("files", "network", "processes", "memory", "timers"):
         assert all(found[kind].values()), found
-    assert found["works"] == [False, [499500], False], "threads and memory within the bound are its own"
+    assert found["most processes"] == [0, 0]
+    assert found["works"] == [None, True, [499500], False], "the threads it had, and memory within the bound"
 
 
 def test_landlock_alone_keeps_files_away(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ class Call:
         self._reasons: Counter[str] = Counter()
         self._stage_ms: dict[str, float] = {}
         self._bytes = 0
-        self._error: EncoderError | None = None
+        # Not the error: its traceback refers to the frames of the call, and they to this.
+        self._status, self._why = "", ""
         self._made_by = {"request": "", "client": ""} | ({"trace": trace_id} if trace_id else {})
         # Every image has its outcome: if the caller disconnects now, that is no failure.
         self.complete = False
@@ -80,12 +81,11 @@ class Call:
 
     def failed(self, error: EncoderError) -> None:
         """Note that the call as a whole failed."""
-        self._error = error
+        self._status, self._why = error.status.name, error.message
 
     def close(self) -> None:
         """Count the call and write its log line: stage times are those of its slowest image."""
-        left = "OK" if self.complete else Status.CANCELLED.name
-        name = left if self._error is None else self._error.status.name
+        name = self._status or ("OK" if self.complete else Status.CANCELLED.name)
         self._metrics.call_ended(self._kind, name)
         fields: dict[str, object] = {**self._made_by, "status": name}
         fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
@@ -93,8 +93,8 @@ class Call:
             fields["bytes"] = self._bytes
         fields["ms"] = round((monotonic() - self._began) * 1000, 1)
         fields |= {f"{stage}_ms": round(ms, 1) for stage, ms in self._stage_ms.items()}
-        if self._error is not None:
-            fields["error"] = self._error.message
+        if self._status:
+            fields["error"] = self._why
         log.info(self._kind, extra={"fields": fields})
 
     def _note(self, outcome: str, error: EncoderError | None) -> None:

@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Collection
 from functools import partial
 
-import grpc
 from grpc_health.v1 import health_pb2 as pb
 
-from encoder_contract.errors import OverloadedError
+from encoder_contract.errors import OverloadedError, Status
 from encoder_service.api import messages
 from encoder_service.api.inbound import Entrance, Methods
 from encoder_service.api.messages import Context
@@ -63,7 +62,7 @@ class Health:
     async def check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         """Answer once; an unknown name is NOT_FOUND, as the protocol requires."""
         if request.service not in self._names:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+            messages.end_with(context, Status.NOT_FOUND, "no such service")
         return pb.HealthCheckResponse(status=self._status)
 
     async def watch(

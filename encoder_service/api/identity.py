@@ -28,13 +28,12 @@ class Identity:
         """Whether callers are identified by more than their host and what they say themselves."""
         return self._tenants is not None
 
-    def is_peer(self, request: pb.FetchRequest, context: Context) -> bool:
-        """Whether another replica of the fleet makes this call, by the signature that comes with it."""
+    def is_peer(self, request: bytes, context: Context) -> bool:
+        """Whether another replica of the fleet makes this call, by the signature of its request as it came."""
         signature = dict(context.invocation_metadata() or ()).get(SIGNATURE_METADATA)
         if self._fleet_key is None or not isinstance(signature, bytes) or not self.advertised:
             return False
-        raw = request.SerializeToString(deterministic=True)
-        return self._fleet_key.signed_request(signature, self.advertised, raw)
+        return self._fleet_key.signed_request(signature, self.advertised, request)
 
     def admit(self, right: Right, caller: pb.Caller, context: Context) -> pb.Caller:
         """Return the caller with the name that its shares count against, and the salt of its addresses.
@@ -54,6 +53,17 @@ class Identity:
         counted.client_id = tenant.name
         counted.tenant_salt = self._fleet_key.salt(tenant.name, caller.tenant_salt)
         return counted
+
+    def check_again(self, right: Right, admitted: pb.Caller, context: Context) -> None:
+        """Check that a caller still is the tenant that it was admitted as, with the right; in a call that stays open.
+
+        Raises `UnauthenticatedError`, `ForbiddenError`.
+        """
+        tenant = self.require(right, context)
+        if tenant is not None and tenant.name != admitted.client_id:
+            raise UnauthenticatedError(
+                f"the token no longer belongs to tenant {admitted.client_id}: call again"
+            )
 
     def holders(self, caller: pb.Caller, context: Context) -> tuple[str, ...]:
         """Return the names that the shares of an admitted caller count against."""

@@ -25,14 +25,16 @@ Methods: TypeAlias = dict[str, Handler]  # of one service, by name
 Request = TypeVar("Request")
 Answers: TypeAlias = "AsyncGenerator[Message | bytes]"
 Parse: TypeAlias = Callable[[bytes], Request]
+Read: TypeAlias = Callable[[], Awaitable[Any]]
 Serve: TypeAlias = "Callable[[Requests[Any], Context], Answers]"
 
 
 class Requests(Generic[Request]):
     """The requests of one call, each parsed when it is read."""
 
-    def __init__(self, raw: AsyncIterator[bytes], parse: Parse[Request]) -> None:
-        self._raw = aiter(raw)
+    def __init__(self, read: Read, parse: Parse[Request]) -> None:
+        """`read` returns the next message, or `grpc.aio.EOF` after the last."""
+        self._read = read
         self._parse = parse
         self._reading: asyncio.Task[bytes | None] | None = None
 
@@ -48,14 +50,18 @@ class Requests(Generic[Request]):
         other = asyncio.ensure_future(unless.wait()) if unless else None
         try:
             # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
-            waited: set[asyncio.Future[Any]] = {reading, other} if other else {reading}
-            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            awaited = (reading, other) if other else (reading,)
+            await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if other is not None:
                 other.cancel()
         if not reading.done():
             raise TimeoutError
-        raw, self._reading = reading.result(), None
+        self._reading = None
+        try:
+            raw = reading.result()
+        finally:
+            del reading, awaited  # its exception refers to this frame: a cycle would keep the call's messages
         if raw is None:
             raise StopAsyncIteration
         return self._parse(raw)
@@ -76,9 +82,13 @@ class Requests(Generic[Request]):
 
     def _begun(self) -> "asyncio.Task[bytes | None]":
         if self._reading is None:
-            self._reading = asyncio.ensure_future(anext(self._raw, None))
+            self._reading = asyncio.create_task(self._next())
             self._reading.add_done_callback(_heard)
         return self._reading
+
+    async def _next(self) -> bytes | None:
+        message = await self._read()
+        return message if isinstance(message, bytes) else None
 
 
 class Entrance:
@@ -102,11 +112,12 @@ class Entrance:
     ) -> Handler:
         """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`."""
 
-        async def handle(raw: AsyncIterator[bytes], context: Context) -> None:
-            async with messages.Border(context, partial(_refused, context)):
+        # gRPC's own iterator of requests is a reference cycle that keeps the last message: `read` is none.
+        async def handle(_unread: AsyncIterator[bytes], context: Context) -> None:
+            with messages.Border(context, partial(_refused, context)):
                 self._enter(context)
                 # When the caller disconnects, its call releases what it holds now, not at garbage collection.
-                async with aclosing(serve(Requests(raw, parse), context)) as answers:
+                async with aclosing(serve(Requests(context.read, parse), context)) as answers:
                     async for answer in answers:
                         await self._send(answer, context)
 
@@ -148,11 +159,14 @@ class Entrance:
         self._served.add(context)
         self._emptied.clear()
 
-        def leave(context: Context) -> None:
+        def leave(_task: "asyncio.Task[Any]") -> None:
             self._places.give_back(holders)
             self._serve_no_more(context)
 
-        context.add_done_callback(leave)  # type: ignore[arg-type]  # the stub's protocol has no name for its argument
+        # gRPC serves a call, to its status, in one task. A callback of the context would be a reference cycle.
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(leave)
 
     def _serve_no_more(self, context: Context) -> None:
         self._served.discard(context)

@@ -1,7 +1,6 @@
 """Translates between protobuf messages and the server's own types, and turns errors into statuses."""
 
-from collections.abc import Callable, Mapping
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
@@ -34,7 +33,8 @@ MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queue
 MAX_PRIORITY = 8
 # Rows have a hundred times as many bytes as their image, so the cost of a message matters. For servers that accept Put.
 PUT_PIECE_BYTES = 1 << 20
-_PIECE_TAG = b"\x1a"  # SubmitRequest.bytes: field 3, length-delimited
+# Fields of a request beside the names of images.
+OTHER_FIELDS = 64
 _CODES: Mapping[Status, grpc.StatusCode] = {
     s: c for s in Status for c in grpc.StatusCode if c.value[0] == s.value
 }
@@ -53,21 +53,30 @@ def max_request_bytes(max_images: int, piece_bytes: int = PIECE_BYTES) -> int:
 def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
     """Return the message; raises `InvalidRequestError` for bytes that are no such message, or too many to parse.
 
-    Two bytes can be a sub-message that takes a hundred in memory: the size of a request bounds how many there are.
+    For requests without a list: the size of one is bound enough for the sub-messages in it.
     """
-    if len(raw) > max_bytes:
-        raise InvalidRequestError(
-            f"this {kind.__name__} may have at most {max_bytes} bytes and has {len(raw)}"
-        )
+    _check_bytes(kind, raw, max_bytes)
     try:
         return kind.FromString(raw)
     except DecodeError as error:
         raise InvalidRequestError(f"the request is not a valid {kind.__name__}") from error
 
 
+def parse_fetch(raw: bytes, max_images: int) -> pb.FetchRequest:
+    """Return the message of a Fetch; raises `InvalidRequestError`."""
+    most = names_bytes(max_images)
+    _check_bytes(pb.FetchRequest, raw, most)
+    _check_count(raw, max_images)
+    return parse(pb.FetchRequest, raw, most)
+
+
 def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
     """Return the message of a Submit; only a piece of an image may be larger than a list of names."""
-    most = max_request_bytes(max_images) if _is_piece(raw) else names_bytes(max_images)
+    if _is_piece(raw):
+        return parse(pb.SubmitRequest, raw, max_request_bytes(max_images))
+    most = names_bytes(max_images)
+    _check_bytes(pb.SubmitRequest, raw, most)
+    _check_count(raw, max_images, pb.SubmitRequest.NAMES_FIELD_NUMBER)
     return parse(pb.SubmitRequest, raw, most)
 
 
@@ -78,10 +87,18 @@ def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryv
     """
     if (piece := parse_rows(raw)) is not None and len(raw) <= SMALL_BYTES + PUT_PIECE_BYTES:
         return piece
-    request = parse(pb.PutRequest, raw, names_bytes(max_images))
+    most = names_bytes(max_images)
+    _check_bytes(pb.PutRequest, raw, most)
+    _check_count(raw, max_images, pb.PutRequest.NAMES_FIELD_NUMBER)
+    request = parse(pb.PutRequest, raw, most)
     if request.WhichOneof("message") == "rows":
         return request.rows.index, memoryview(request.rows.data)
     return request
+
+
+def _check_bytes(kind: type[Message], raw: bytes, most: int) -> None:
+    if len(raw) > most:
+        raise InvalidRequestError(f"this {kind.__name__} may have at most {most} bytes and has {len(raw)}")
 
 
 def check_caller(caller: pb.Caller) -> None:
@@ -181,10 +198,23 @@ def is_local(context: Context) -> bool:
     return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
 
 
-class Border:
-    """Ends a call with the status of whatever its handler raised; an unexpected error is logged under an incident id.
+def end_with(context: Context, status: Status, message: str, retry_after_ms: int = 0) -> None:
+    """Set the status with which a call ends once its handler returns.
 
-    `on_error` is called with the error, which is an `EncoderError` by then.
+    `context.abort` would raise an exception that gRPC keeps: a reference cycle with every frame of the handler, and so
+    with the request, until a garbage collection. It also fails when the caller has left.
+    """
+    context.set_code(_CODES[status])
+    context.set_details(message)
+    if retry_after_ms:
+        context.set_trailing_metadata((("retry-after-ms", str(retry_after_ms)),))
+
+
+class Border:
+    """Ends a call with the status of the error that its handler raised, and suppresses the error.
+
+    An unexpected error is logged under an incident id. `on_error` is called with the error, which is an `EncoderError`
+    by then.
     """
 
     def __init__(
@@ -195,26 +225,82 @@ class Border:
         self._context = context
         self._on_error = on_error
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         """Begin."""
 
-    async def __aexit__(
+    def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
-        """Abort the call if `error` ended it; one that was cancelled, or has its status already, is left alone."""
-        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
-            return
+    ) -> bool:
+        """Set the call's status if `error` ended it; a call that was cancelled is left alone."""
+        if not isinstance(error, Exception):
+            return False
         known = known_error(error)
         self._on_error(known)
-        metadata = (("retry-after-ms", str(known.retry_after_ms)),) if known.retry_after_ms else ()
-        await self._context.abort(_CODES[known.status], known.message, metadata)
+        end_with(self._context, known.status, known.message, known.retry_after_ms)
+        return True
 
 
 def _is_piece(raw: bytes) -> bool:
     """Whether the message is one `bytes` field from end to end, so that there is no list in it."""
-    for length_bytes in range(1, 4):  # of a varint that holds less than 2 MiB
-        if raw[length_bytes : length_bytes + 1] < b"\x80":
-            digits = (byte & 0x7F for byte in raw[length_bytes:0:-1])
-            length = reduce(lambda high, digit: high << 7 | digit, digits, 0)
-            return raw[:1] == _PIECE_TAG and 1 + length_bytes + length == len(raw)
-    return False
+    try:
+        number, _, end = next(_fields(raw))
+    except (InvalidRequestError, StopIteration):
+        return False
+    return number == pb.SubmitRequest.BYTES_FIELD_NUMBER and end == len(raw)
+
+
+def _check_count(raw: bytes, most: int, names_field: int = 0) -> None:
+    """Raise `InvalidRequestError` for a message of more fields than `most` images need, those of its list included.
+
+    Two bytes can be a sub-message that takes a hundred in memory, so fields are counted before they are parsed. The
+    list is the field `names_field`, if that is not 0. Takes about 1 µs for each field, up to those that are allowed.
+    """
+    allowed = most + OTHER_FIELDS
+    for number, begin, end in _fields(raw):
+        allowed -= 1
+        if number == names_field:
+            for _ in _fields(raw[begin:end]):
+                allowed -= 1
+                if allowed < 0:
+                    break
+        if allowed < 0:
+            raise InvalidRequestError(f"the request has more fields than the {most} images of a call need")
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each field of a message, and where its content begins and ends.
+
+    Raises `InvalidRequestError` for bytes that are no message, and for groups, which the contract has none of.
+    """
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at)
+        begin = at
+        match tag & 7:
+            case 0:
+                _, at = _varint(raw, at)
+            case 1:
+                at += 8
+            case 2:
+                size, begin = _varint(raw, at)
+                at = begin + size
+            case 5:
+                at += 4
+            case _:
+                raise InvalidRequestError("the request is not a valid message")
+        if at > len(raw):
+            raise InvalidRequestError("the request is not a valid message: its last field is cut short")
+        yield tag >> 3, begin, at
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at == len(raw):
+            break
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise InvalidRequestError("the request is not a valid message: a number in it does not end")

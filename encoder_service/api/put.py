@@ -75,8 +75,12 @@ class PutCall:
         tokens: Callable[[Grid], int],
         max_images: int,
         segment: int | None,
+        check_caller: Callable[[], None],
     ) -> None:
-        """`segment` is the open file through which rows may come; the call closes it."""
+        """`segment` is the open file through which rows may come; the call closes it.
+
+        `check_caller` raises when the caller may no longer put; it is asked before each list of names.
+        """
         self._room = room
         self._holders = holders
         self._call = call
@@ -84,6 +88,7 @@ class PutCall:
         self._tokens = tokens
         self._max_images = max_images
         self._segment = segment
+        self._check_caller = check_caller
         self._expected: dict[int, _Expected] = {}
         self._late: set[int] = set()  # they have their last answer, but more of their rows may be on the way
 
@@ -124,6 +129,7 @@ class PutCall:
             return await self._piece(index, data)
         kind = request.WhichOneof("message")
         if kind == "names":
+            self._check_caller()
             return await self._names(request.names.names)
         if kind == "shared":
             return await self._piece(request.shared.index, request.shared.extent)

@@ -94,7 +94,8 @@ class EncoderService:
         submitting: SubmitCall | None = None
         call = Call(self._metrics, "submit", messages.trace_id_of(context))
         try:
-            async with messages.Border(context, call.failed):
+            with messages.Border(context, call.failed):
+                self._info.identity.require("submit", context)  # before anything is parsed
                 caller = await self._opened(requests, context)
                 client = _made_by(caller, context, call)
                 submitting = self._submitting(caller, call, client, context)
@@ -112,15 +113,20 @@ class EncoderService:
             call.close()
 
     async def fetch(
-        self, request: pb.FetchRequest, context: Context
+        self, requests: Requests[bytes], context: Context
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
-        caller = request.caller
         call = Call(self._metrics, "fetch", messages.trace_id_of(context))
-        client, held = _made_by(caller, context, call), 0
+        client, held = messages.host(context), 0
         try:
-            async with messages.Border(context, call.failed):
-                is_peer = self._info.identity.is_peer(request, context)
+            with messages.Border(context, call.failed):
+                raw = await requests.first()
+                is_peer = self._info.identity.is_peer(raw, context)
+                if not is_peer:
+                    self._info.identity.require("fetch", context)  # before anything is parsed
+                request = messages.parse_fetch(raw, self._info.description.limits.max_images_per_call)
+                caller = request.caller
+                _made_by(caller, context, call)
                 if not is_peer:
                     caller.CopyFrom(self._info.identity.admit("fetch", caller, context))
                 client = _made_by(caller, context, call)
@@ -142,7 +148,8 @@ class EncoderService:
         putting: PutCall | None = None
         call = Call(self._metrics, "put", messages.trace_id_of(context))
         try:
-            async with messages.Border(context, call.failed):
+            with messages.Border(context, call.failed):
+                self._info.identity.require("put", context)  # before anything is parsed
                 first = await requests.first()
                 if isinstance(first, tuple) or first.WhichOneof("message") != "open":
                     raise InvalidRequestError("the first message of a Put call is `open`")
@@ -175,6 +182,7 @@ class EncoderService:
             tokens=self._info.geometry.tokens,
             max_images=self._info.description.limits.max_images_per_call,
             segment=segment,
+            check_caller=partial(self._info.identity.check_again, "put", opened.caller, context),
         )
 
     def _submitting(self, caller: pb.Caller, call: Call, client: str, context: Context) -> SubmitCall:
@@ -193,6 +201,7 @@ class EncoderService:
             new_key=partial(self._key, caller),
             tokens=self._info.geometry.tokens,
             max_images=limits.max_images_per_call,
+            check_caller=partial(self._info.identity.check_again, "submit", caller, context),
         )
 
     async def _fetching(
@@ -286,8 +295,5 @@ def methods(service: EncoderService, entrance: Entrance, submits: Entrance, max_
         "Describe": entrance.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
         "Submit": submits.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
         "Put": entrance.stream(service.put, partial(messages.parse_put, max_images=max_images)),
-        "Fetch": entrance.one_request(
-            service.fetch,
-            partial(messages.parse, pb.FetchRequest, max_bytes=messages.names_bytes(max_images)),
-        ),
+        "Fetch": entrance.stream(service.fetch, bytes),  # parsed once its caller is admitted
     }

@@ -34,8 +34,12 @@ class SubmitCall:
         new_key: Callable[[pb.ImageName], ImageKey],
         tokens: Callable[[Grid], int],
         max_images: int,
+        check_caller: Callable[[], None],
     ) -> None:
-        """`turns` keeps a call of hundreds of names, which is the client's, from delaying those of others."""
+        """`turns` keeps a call of hundreds of names, which is the client's, from delaying those of others.
+
+        `check_caller` raises when the caller may no longer submit; it is asked before each list of names.
+        """
         self._encoder = encoder
         self._uploads = uploads
         self._call = call
@@ -45,6 +49,7 @@ class SubmitCall:
         self._new_key = new_key
         self._tokens = tokens
         self._max_images = max_images
+        self._check_caller = check_caller
         self._named: set[int] = set()
         self._expected: dict[int, SubmittedImage] = {}
         self._claims: list[Claim] = []
@@ -90,6 +95,7 @@ class SubmitCall:
     async def _answers_to(self, request: pb.SubmitRequest) -> AsyncIterator[pb.SubmitResponse]:
         kind = request.WhichOneof("message")
         if kind == "names":
+            self._check_caller()
             async for answer in self._names(request.names.names, kept=request.names.kept):
                 yield answer
         elif kind == "bytes":

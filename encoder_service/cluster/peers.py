@@ -134,15 +134,14 @@ class Peers:
             await self._channels.pop(endpoint).close()
 
     def _call(self, endpoint: str, request: pb.FetchRequest) -> Any:
+        raw = request.SerializeToString()
         metadata: tuple[tuple[str, bytes], ...] = ()
         if self._key is not None:
-            signature = self._key.sign_request(endpoint, request.SerializeToString(deterministic=True))
-            metadata = ((SIGNATURE_METADATA, signature),)
-        return self._channels.to(endpoint).unary_stream(
-            FETCH,
-            request_serializer=pb.FetchRequest.SerializeToString,
-            response_deserializer=parse_fetch_response,
-        )(request, metadata=metadata)
+            metadata = ((SIGNATURE_METADATA, self._key.sign_request(endpoint, raw)),)
+        fetch: Any = self._channels.to(endpoint).unary_stream(
+            FETCH, response_deserializer=parse_fetch_response
+        )
+        return fetch(raw, metadata=metadata)
 
     def _request(self, key: ImageKey, *, local_only: bool) -> pb.FetchRequest:
         variant = pb.Variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)

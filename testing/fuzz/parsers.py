@@ -68,7 +68,7 @@ def requests(_seed: int, draw: random.Random) -> None:
         images=[pb.FetchImage(digest=draw.randbytes(32))] * draw.randrange(6), grace_ms=5
     )
     raw = mutated(draw, wanted.SerializeToString())
-    _ends_in(lambda: messages.parse(pb.FetchRequest, raw), InvalidRequestError)
+    _ends_in(lambda: messages.parse_fetch(raw, 8), InvalidRequestError)
 
 
 def urls(_seed: int, draw: random.Random) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import gzip
-from collections.abc import AsyncIterator
 from time import thread_time
 from typing import Any
 
@@ -216,12 +215,13 @@ async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: C
 async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -> None:
     sent: list[bytes] = []
 
-    async def raw() -> AsyncIterator[bytes]:
-        for number in range(4):
-            sent.append(b"%d" % number)
-            yield sent[-1]
+    async def read() -> object:
+        if len(sent) == 4:
+            return grpc.aio.EOF
+        sent.append(b"%d" % len(sent))
+        return sent[-1]
 
-    requests = Requests(raw(), bytes)
+    requests = Requests(read, bytes)
     assert await requests.first() == b"0"
     assert len(sent) == 1, "nothing is read unless it is asked for"
     for _ in range(2):  # once is enough

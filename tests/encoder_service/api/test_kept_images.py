@@ -1,4 +1,4 @@
-"""Submit calls whose callers keep their images: asked again for what is lost, ended by a drain, withdrawn at the end."""
+"""Submit calls whose callers keep their images: asked again for what is lost, ended by a drain, withdrawn at last."""
 
 import asyncio
 from typing import Any

@@ -3,7 +3,9 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
@@ -11,6 +13,8 @@ from encoder_contract.errors import (
     ForbiddenError,
     UnauthenticatedError,
 )
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api.tenants import MAX_TOKENS, Tenants
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
@@ -18,7 +22,7 @@ from encoder_service.engine.model import Model
 from prefill_client import Credentials, EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.calls import fetched
+from tests.calls import fetched, naming, refused
 from tests.servers import server_of
 from tests.tenants import TOKENS, As, table
 
@@ -43,6 +47,72 @@ async def test_tokens_are_replaced_without_a_restart(
             assert (await next_one.submit([photo(64, 64, 23)]))[0].error is None
         tenants_file.write_text(before)
         assert (await chat.submit([photo(64, 64, 24)]))[0].error is None
+
+
+async def test_a_token_that_is_taken_out_of_the_file_ends_open_submits_and_puts(
+    guarded: Config, model: Model, tenants_file: Path
+) -> None:
+    both = ["submit", "put"]
+    tenants_file.write_text(table("chat", "old", "new", rights=both) + table("search", "other", rights=both))
+    name = pb.ImageName(digest=b"no digest")
+    for after in (
+        table("chat", "new", rights=both) + table("search", "other", rights=both),
+        table("chat", "new", rights=both) + table("search", "other", "old", rights=both),
+        table("chat", "new", "old", rights=["fetch"]) + table("search", "other", rights=both),
+    ):
+        before = tenants_file.read_text()
+        async with (
+            server_of(guarded, model, accept_put="yes") as server,
+            grpc.aio.insecure_channel(server.endpoint) as channel,
+        ):
+            calls: Any = EncoderServiceStub(channel)
+            metadata = (("authorization", "Bearer old"),)
+            submit = calls.Submit(metadata=metadata, timeout=60)
+            await submit.write(pb.SubmitRequest(open=pb.Caller()))
+            await submit.write(naming(name))
+            assert (await submit.read()).state.state == pb.STATE_FAILED  # but it was let in
+            put = calls.Put(metadata=metadata, timeout=60)
+            producer = pb.Producer(
+                model=b"m", weights=b"w", processor=b"p", dtype="float32", implementation="test"
+            )
+            await put.write(pb.PutRequest(open=pb.PutOpen(producer=producer)))
+            assert (await put.read()).WhichOneof("message") == "opened"
+            tenants_file.write_text(after)
+            expected = ForbiddenError if "fetch" in after else UnauthenticatedError
+            await submit.write(naming(pb.ImageName(index=1, digest=bytes(32))))
+            await put.write(pb.PutRequest(names=pb.PutNames(names=[pb.PutName()])))
+            for call in (submit, put):
+                code, _ = await refused(call)
+                assert code.value[0] == expected.status.value
+        tenants_file.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# nobody\n",
+        "[chat]\n",
+        '[chat]\nrights = ["submit"]\n',
+        "[chat]\ntokens = []\ncertificates = []\n",
+    ],
+    ids=["empty", "a comment", "a name alone", "without a credential", "empty lists"],
+)
+def test_a_file_that_lets_nobody_in_is_an_error_and_the_tenants_before_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}: .*(no tenant|neither a token nor a certificate)"):
+        Tenants(str(path))
+    path.write_text(table("chat", TOKENS["chat"], rights=["fetch"]))
+    tenants = Tenants(str(path))
+    path.write_text(table("search", TOKENS["search"], rights=["fetch"]) + text)
+    if text.startswith("[chat]"):  # one without a credential is wrong beside others, too
+        assert tenants.by_token(TOKENS["chat"]) is not None
+    path.write_text(text)
+    assert tenants.by_token(TOKENS["chat"]) is not None
+    assert "stays in force" in caplog.text
 
 
 def test_a_file_that_could_not_be_read_is_read_once_it_can_be(

@@ -49,10 +49,8 @@ async def test_who_is_no_tenant_is_unauthenticated_in_every_call(guard: Server, 
     async with grpc.aio.insecure_channel(guard.endpoint) as channel:
         service: Any = EncoderServiceStub(channel)
         operator: Any = AdminServiceStub(channel)
-        submit = service.Submit(metadata=metadata)
-        await submit.write(pb.SubmitRequest(open=pb.Caller(client_id="chat")))
-        put = service.Put(metadata=metadata)
-        await put.write(pb.PutRequest(open=pb.PutOpen()))
+        submit = service.Submit(iter([pb.SubmitRequest(open=pb.Caller(client_id="chat"))]), metadata=metadata)
+        put = service.Put(iter([pb.PutRequest(open=pb.PutOpen())]), metadata=metadata)
         request = pb.FetchRequest(images=[pb.FetchImage(digest=b"\1" * 32)])
         for call in (
             service.Describe(pb.DescribeRequest(), metadata=metadata),

@@ -45,3 +45,20 @@ with out_of_collections():
     assert loaded > 50_000
     assert left < 1000
     assert ran.stderr == ""  # nothing that native modules hold is reported as leaked at exit
+
+
+def test_full_collections_come_while_a_server_runs() -> None:
+    """One waits until a quarter as many objects came as the last one left, even of those that are out of it."""
+    program = """
+import gc
+from encoder_service.engine.allocator import out_of_collections
+loaded = [[] for _ in range(1_000_000)]
+with out_of_collections():
+    before = gc.get_stats()[2]["collections"]
+    kept = [[] for _ in range(150_000)]
+    print(gc.get_stats()[2]["collections"] - before)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert int(ran.stdout) > 0

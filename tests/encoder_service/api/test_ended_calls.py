@@ -1,0 +1,168 @@
+"""Ended calls: however a call ends, what it held is freed at once, and the log says only what matters."""
+
+import asyncio
+import gc
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from encoder_contract.errors import InvalidRequestError
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api import messages
+from encoder_service.app import Server
+from testing.attacks import FETCH, SUBMIT
+from testing.raw_http2 import RawConnection, framed
+from tests.processes import running
+from tests.waiting import soon
+
+PUT = FETCH.replace("Fetch", "Put")
+CALLS = 20
+# What a call must not leave behind: its messages, its state, and gRPC's own side of it.
+HELD = (
+    "FetchRequest",
+    "SubmitRequest",
+    "PutRequest",
+    "Caller",
+    "Requests",
+    "Call",
+    "_ServicerContext",
+    "RPCState",
+)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Only reference counts free memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
+    """A connection for messages that are bytes already: none is made by the caller."""
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        yield channel
+
+
+def held() -> Counter[str]:
+    """Count the objects of calls that exist now."""
+    names = Counter(type(each).__name__ for each in gc.get_objects())
+    return Counter({name: names[name] for name in HELD if names[name]})
+
+
+def more_than_one(before: Counter[str]) -> Counter[str]:
+    """Count those that came since; gRPC waits for the next call of each method with a state of its own."""
+    return Counter({name: count for name, count in (held() - before).items() if count > 1})
+
+
+UNKNOWN_MODEL = pb.Caller(model_fingerprint=bytes(32))
+IMAGE = pb.FetchImage(digest=bytes(32))
+NAME = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(digest=b"no digest")]))
+OPEN = pb.SubmitRequest(open=pb.Caller(request_id="r"))
+ENDINGS: dict[str, tuple[str, list[Any]]] = {
+    "refused after it is parsed": (FETCH, [pb.FetchRequest(caller=UNKNOWN_MODEL, images=[IMAGE])]),
+    "answered": (FETCH, [pb.FetchRequest(images=[IMAGE])]),
+    "refused at the first message of a stream": (SUBMIT, [NAME]),
+    "refused in the middle of a stream": (SUBMIT, [OPEN, NAME, OPEN]),
+    "answered, a stream": (SUBMIT, [OPEN, NAME]),
+    "refused, rows": (PUT, [pb.PutRequest(open=pb.PutOpen())]),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_an_ended_call_is_freed_without_a_garbage_collection(
+    channel: grpc.aio.Channel, no_collections: None, ending: str
+) -> None:
+    path, requests = ENDINGS[ending]
+    raw = [request.SerializeToString() for request in requests]
+    before = held()
+    for _ in range(CALLS):
+        call: Any = channel.stream_stream(path)(timeout=60)
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for message in raw:
+                await call.write(message)
+            await call.done_writing()
+        with suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+        assert await call.code() is not grpc.StatusCode.INTERNAL
+        del call
+    await soon(lambda: not more_than_one(before))
+
+
+async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
+    server: Server, no_collections: None
+) -> None:
+    before, places = held(), server._listener._submits._places
+    async with await RawConnection.open(server.endpoint) as connection:
+        for _ in range(CALLS):
+            stream = await connection.call(SUBMIT)
+            await connection.send(stream, framed(OPEN.SerializeToString()))
+            await soon(lambda: places.held == 1)
+            connection.reset_stream(stream)
+            await soon(lambda: places.held == 0)
+        await soon(lambda: not more_than_one(before))
+
+
+@pytest.mark.parametrize("path", [SUBMIT, FETCH, PUT])
+async def test_a_caller_that_leaves_during_its_refusal_is_no_error(
+    server: Server, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """A call that ends without a request is refused; here its caller is gone by then."""
+    listener = server._listener
+    places = (listener._submits if path == SUBMIT else listener._entrance)._places
+    async with await RawConnection.open(server.endpoint) as connection:
+        for _ in range(CALLS):
+            stream = await connection.call(path)
+            await soon(lambda: places.held == 1)
+            connection.reset_stream(stream)
+            await soon(lambda: places.held == 0)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_requests_of_many_empty_messages_are_refused_before_they_are_parsed() -> None:
+    """Two bytes of a message can take a hundred in memory: the fields are counted first."""
+    empty = b"\x12\x00" * 49_000
+    names = b"\x0a\x00" * 49_000
+    opens_and_names = b"\x0a\x00\x12\x00" * 24_000  # each makes a message anew
+    in_list = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName()] * 49_000)).SerializeToString()
+    put = pb.PutRequest(names=pb.PutNames(names=[pb.PutName()] * 49_000)).SerializeToString()
+    assert in_list.endswith(names)
+    for parse, raw in (
+        (messages.parse_fetch, empty),
+        (messages.parse_submit, in_list),
+        (messages.parse_submit, opens_and_names),
+        (messages.parse_put, put),
+    ):
+        with pytest.raises(InvalidRequestError, match="more fields than the 512 images"):
+            parse(raw, 512)
+
+
+async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
+    """A parsed message of this kind takes 5 MB: 300 that stay are 1500 MB."""
+    message = b"\x12\x00" * (messages.names_bytes(512) // 2)
+    with running(checkpoint) as server:
+        process = psutil.Process(server.process.pid)
+        async with grpc.aio.insecure_channel(server.endpoint) as channel:
+
+            async def refused(calls: int) -> None:
+                for _ in range(calls):
+                    call = channel.stream_stream(FETCH)(iter([message]), timeout=100)
+                    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+            await refused(30)  # what a server takes for its first calls, it keeps
+            before = process.memory_info().rss
+            await refused(300)
+            assert process.memory_info().rss - before < 200 * MIB

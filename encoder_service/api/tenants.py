@@ -50,8 +50,9 @@ class Tenants:
         certificates = ["chat.example"]  # names in client certificates
         rights = ["submit", "fetch"]     # of submit, fetch, put, operate, metrics
 
-    It holds no token: whoever reads it cannot call. A change that cannot be read is logged, and what was read before
-    stays in force.
+    It holds no token: whoever reads it cannot call. A file without tenants, or with one that has neither a token nor a
+    certificate, is an error. A change that is an error or cannot be read is logged, and what was read before stays in
+    force.
     """
 
     def __init__(self, path: str) -> None:
@@ -114,6 +115,8 @@ def read_tenants(config: Config) -> Tenants | None:
 
 
 def _entries(tables: Mapping[str, Any]) -> _Entries:
+    if not tables:
+        raise ValueError("it has no tenant: nobody could call")
     by_token: dict[bytes, Tenant] = {}
     by_certificate: dict[str, Tenant] = {}
     for name, table in tables.items():
@@ -130,6 +133,8 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
             raise ValueError(
                 f"[{name}] rights are some of {', '.join(RIGHTS)}, not {', '.join(sorted(unknown))}"
             )
+        if not given["tokens"] and not given["certificates"]:
+            raise ValueError(f"[{name}] has neither a token nor a certificate: nobody could call as it")
         tenant = Tenant(name, frozenset(given["rights"]))
         for token in given["tokens"]:
             if not _SHA256.fullmatch(token):

@@ -78,7 +78,7 @@ class Encoder:
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
         key = image.key
-        source = await self._validator.take(key, data)
+        source = await self._validator.take(key, data, image.claim.client_id)
         grid = self._validator.grid(key, source, image.claimed_grid)
         self._sources.put(source)
         if not self._jobs.knows(key):

@@ -95,7 +95,9 @@ class RowFinder:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
                 elsewhere = (await self._cluster.find([key])).get(key.address)
-            elif (source := await self._source_of(key, is_elsewhere=elsewhere is not None)) is not None:
+            elif (
+                source := await self._source_of(key, claim, is_elsewhere=elsewhere is not None)
+            ) is not None:
                 elsewhere = await self._begin(key, source, claim, failed)
             elif self._jobs.knows(key):
                 elsewhere = ()  # it came while the cluster was asked
@@ -134,7 +136,7 @@ class RowFinder:
         self._waiters.wake(key.address)
         return True
 
-    async def _source_of(self, key: ImageKey, *, is_elsewhere: bool) -> Source | None:
+    async def _source_of(self, key: ImageKey, claim: Claim, *, is_elsewhere: bool) -> Source | None:
         """Return the source of an image if it is here or another replica shared it, and there is a tower for it."""
         if not self._encodes:
             return None
@@ -144,7 +146,7 @@ class RowFinder:
         if (data := await self._cluster.find_source(key)) is None:
             return None
         try:
-            source = await self._validator.take(key, data)
+            source = await self._validator.take(key, data, claim.client_id)
         except DigestMismatchError:
             return None  # bytes in the index may be anyone's: they must not become this image's embedding
         self._sources.put(source)

@@ -1,9 +1,13 @@
 """Validation: the checks on an image's bytes and grid before anything else is done with them."""
 
 import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from time import monotonic
+from typing import TypeVar
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError, InvalidRequestError
@@ -18,6 +22,55 @@ ON_LOOP_BYTES = 4 << 10
 # Two: hashing releases the GIL and reading a header does not, so more threads would only take turns. A pool of its
 # own, so that no other blocking work delays validation.
 THREADS = 2
+
+
+T = TypeVar("T")
+
+
+class ThreadTurns:
+    """A few threads for short work; callers take turns, however much each of them asks for.
+
+    Belongs to one event loop. A caller waits for the work that has a thread, and for one piece of each other caller.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._free = threads
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def run(self, caller: str, work: Callable[[], T]) -> T:
+        """Return what `work` does on a thread. Work that has begun goes on when the call is cancelled."""
+        loop = asyncio.get_running_loop()
+        if not self._free:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.setdefault(caller, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # its thread is free again
+                    self._give_back()
+                raise
+        else:
+            self._free -= 1
+        running = self._threads.submit(work)
+        running.add_done_callback(partial(self._ended, loop))
+        return await asyncio.wrap_future(running)
+
+    def _ended(self, loop: asyncio.AbstractEventLoop, _work: "Future[T]") -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(self._give_back)
+
+    def _give_back(self) -> None:
+        """Give a thread to the caller whose turn it is."""
+        while self._waiting:
+            caller, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[caller] = turns  # behind the others
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 class Validator:
@@ -38,16 +91,17 @@ class Validator:
         self._max_image_pixels = max_image_pixels
         self._formats = formats
         self._on_hash = on_hash
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="validation")
+        self._threads = ThreadTurns(THREADS, "validation")
 
-    async def take(self, key: ImageKey, data: bytes) -> Source:
+    async def take(self, key: ImageKey, data: bytes, caller: str) -> Source:
         """Return `data` as a source if it has the digest of `key` and is within the limits.
 
-        Raises `DigestMismatchError`, `InvalidImageError` or `ImageLimitError`.
+        `caller` is who sent it: callers take turns. Raises `DigestMismatchError`, `InvalidImageError` or
+        `ImageLimitError`.
         """
         if len(data) <= ON_LOOP_BYTES:
             return self._take(key, data)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._take, key, data)
+        return await self._threads.run(caller, partial(self._take, key, data))
 
     def _take(self, key: ImageKey, data: bytes) -> Source:
         began = monotonic()

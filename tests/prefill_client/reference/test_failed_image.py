@@ -25,7 +25,7 @@ class Endless(ImageLoader):
         self.begun = asyncio.Barrier(others + 1)
         self.running = 0
 
-    async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:  # noqa: ARG002
+    async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:
         self.running += 1
         try:
             await self.begun.wait()

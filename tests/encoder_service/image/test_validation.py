@@ -1,0 +1,45 @@
+"""Validation: one caller's many or bad uploads do not delay those of another."""
+
+import asyncio
+from contextlib import suppress
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import DigestMismatchError
+from encoder_contract.geometry import Geometry
+from encoder_service.address import ImageKey
+from encoder_service.image.validation import THREADS, Validator
+from testing.photos import photo
+
+GEOMETRY = Geometry(16, 2, 65536, 16777216)
+UPLOADS = 40
+
+
+def new_validator() -> Validator:
+    return Validator(GEOMETRY, max_image_bytes=1 << 25, max_image_pixels=1 << 25)
+
+
+async def test_uploads_of_one_caller_with_wrong_digests_do_not_delay_that_of_another() -> None:
+    validator, image = new_validator(), photo(300, 200, 1)
+    order: list[str] = []
+
+    async def take(caller: str, data: bytes, digest: bytes) -> None:
+        with suppress(DigestMismatchError):
+            await validator.take(ImageKey(bytes(32), digest), data, caller)
+        order.append(caller)
+
+    wrong = [take("attacker", bytes(1 << 20), bytes(32)) for _ in range(UPLOADS)]
+    await asyncio.gather(*wrong, take("victim", image, content_digest(image)))
+    assert len(order) == UPLOADS + 1
+    # Those that have a thread go first, and as many more that get one while the victim's turn comes.
+    assert order.index("victim") <= 3 * THREADS
+
+
+async def test_a_cancelled_upload_leaves_its_turn_to_the_next() -> None:
+    validator, image = new_validator(), photo(300, 200, 1)
+    key = ImageKey(bytes(32), content_digest(image))
+    takes = [asyncio.create_task(validator.take(key, image, "a")) for _ in range(4 * THREADS)]
+    await asyncio.sleep(0)
+    for each in takes[:-1]:
+        each.cancel()
+    assert (await takes[-1]).data == image
+    assert (await validator.take(key, image, "b")).data == image

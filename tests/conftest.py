@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from tests import checkpoint_cache
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
     from encoder_service.app import Server
@@ -27,6 +29,35 @@ if TYPE_CHECKING:
     from tests.index_replicas import Join
 
 TORCH_THREADS = 2
+
+# Whose tests start a server or a process: by what a test file imports, and by the fixtures that a test asks for.
+STARTING_MODULES = {
+    "subprocess",
+    "testing.redis_servers",
+    "testing.replicas",
+    "testing.server_process",
+    "tests.cluster_replica",
+    "tests.language_servers",
+    "tests.lost_device",
+    "tests.processes",
+    "tests.servers",
+}
+STARTING_FIXTURES = {"server", "start", "guard", "redis", "redis_url", "cluster_url", "join", "join_watched"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start a server or a process, so that `make test-quick` can leave them out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("process")
+
+
+def starts_processes(test: pytest.Function) -> bool:
+    """Whether a test starts a server or a process, or shares its file with one that does."""
+    imported = vars(test.module).values()
+    modules = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in imported}
+    return bool(modules & STARTING_MODULES) or bool(STARTING_FIXTURES & {*test.fixturenames})
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
@@ -57,11 +88,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3-VL checkpoint folder with seeded weights."""
-    from testing.checkpoints import write_checkpoint
+def kept_checkpoint(pytestconfig: pytest.Config) -> Callable[..., Path]:
+    """Return a function that gives the folder `write_checkpoint` fills, from an earlier run if there was one.
 
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    Its arguments are those of `write_checkpoint`, less the folder. A test must not change what it gets.
+    """
+    return partial(checkpoint_cache.kept_checkpoint, pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(kept_checkpoint: Callable[..., Path]) -> Path:
+    """A small Qwen3-VL checkpoint folder with seeded weights, which a test must not change."""
+    return kept_checkpoint()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from bench.harness.tables import markdown
 from bench.sizing import BENCHMARK as SIZING
 from testing.attacks import ATTACKS
 
+pytestmark = pytest.mark.process
+
 BROKEN = replace(SIZING, arguments=("--no-such-flag",))
 GOOD = Result("store", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
 

@@ -12,6 +12,8 @@ from demo.run import demo
 from encoder_contract.digest import content_digest
 from testing.photos import photo
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def photos(tmp_path: Path) -> list[Path]:

@@ -17,6 +17,8 @@ from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
 from testing.photos import photo
 
+pytestmark = pytest.mark.slow
+
 # What a machine with torch may lack; what each part cannot do without, because it is what it measures.
 LACKING = {
     "transformers",

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.precision import BFLOAT16, FP8, FP8_COSINE, compared, comparison
 from testing.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.slow
 
 
 def test_fp8_stands_beside_bfloat16_of_both_with_its_worst_row_and_the_bar(tmp_path: Path) -> None:

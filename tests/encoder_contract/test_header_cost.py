@@ -18,6 +18,8 @@ from encoder_contract.orientation import orientation
 from testing.hostile_images import png_chunk
 from testing.photos import encoded, photo
 
+pytestmark = pytest.mark.slow
+
 PNG_START = photo(8, 8, 1, "PNG")[:33]
 WEBP_START = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0" + bytes([12]) + bytes(9)
 XMP = b"http://ns.adobe.com/xap/1.0/\0" + b"tiff:Orientation" * 99

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from testing.checkpoints import write_checkpoint
 from testing.photos import damaged, photo
 from tests.processes import running
 
@@ -26,10 +26,10 @@ MAX_GROWTH_BYTES = 16 << 20
 
 
 @pytest.fixture(scope="module")
-def small_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_images(kept_checkpoint: Callable[..., Path]) -> Path:
     """A checkpoint that resizes whatever it gets to 16 patches: the files are the work here, not the tower."""
     size = {"shortest_edge": 1024, "longest_edge": 4096}
-    return write_checkpoint(tmp_path_factory.mktemp("small"), preprocessor={"size": size})
+    return kept_checkpoint(preprocessor={"size": size})
 
 
 async def submit(stub: Any, files: list[bytes]) -> dict[int, int | str]:

@@ -22,6 +22,8 @@ from prefill_client.vllm.settings import Settings
 from testing.photos import photo
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 ROWS = 64  # of the smallest image, which all of these are
 WINDOW = 2 * ROWS
 # One step touches three images at most, and as many again are fetched ahead: host memory has room for no more.

@@ -29,6 +29,8 @@ from encoder_service.store import Pin, Store
 from testing.photos import photo
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 GRID = Grid(1, 4, 4)
 FILE = photo(64, 64, 1)
 HEADER = read_header(FILE)

@@ -18,6 +18,8 @@ from encoder_service.image.decode import Decoder
 from encoder_service.image.isolated import IsolatedDecoder
 from testing.photos import damaged, encoded, photo
 
+pytestmark = pytest.mark.slow
+
 MODES = [
     ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"),
     ("PNG", "LA"), ("PNG", "P"), ("PNG", "1"), ("PNG", "I;16"), ("WEBP", "RGB"), ("WEBP", "RGBA"),

@@ -14,6 +14,8 @@ from encoder_service.image.resize import PlainResize, exact_patches
 from encoder_service.image.resize_choice import make_resize
 from testing.photos import photo, pixels
 
+pytestmark = pytest.mark.slow
+
 QWEN3_VL = Geometry(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
 QWEN25_VL = Geometry(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=12845056)
 SMALL = Geometry(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=50176)

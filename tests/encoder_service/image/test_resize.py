@@ -18,6 +18,8 @@ from encoder_service.image.patches import to_patches
 from encoder_service.image.resize import PlainResize, exact_patches, resized
 from encoder_service.image.resize_choice import make_resize
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -13,6 +13,8 @@ from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler import Claim, Limits, Scheduler, State, Task, least_work_left
 from encoder_service.scheduler.policy import STRETCH, allowance
 
+pytestmark = pytest.mark.slow
+
 PATCHES = 100
 
 

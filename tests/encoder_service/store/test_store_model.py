@@ -10,6 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from encoder_contract.errors import OverloadedError
 from tests.small_store import PAGE_BYTES, PAGE_ROWS, embedding, make_store, read
 
+pytestmark = pytest.mark.slow
+
 
 class StoreMachine(RuleBasedStateMachine):
     """Anything anyone may do, in any order. `versions` is all the model knows: what an address means while held."""

@@ -8,6 +8,8 @@ import transformers
 
 from testing.checkpoints import SPECIAL_TOKENS, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
 def test_transformers_loads_every_tensor_of_a_sharded_checkpoint(tmp_path, model_type):

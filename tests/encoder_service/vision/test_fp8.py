@@ -11,7 +11,6 @@ from encoder_service.vision import load_tower, model_fingerprint
 from encoder_service.vision.fp8 import Fp8Linear, full_blocks
 from encoder_service.vision.linear import Linear
 from encoder_service.vision.pointwise import FP8, FP8_MAX, PlainPointwise
-from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 DEPTH = 6
@@ -19,15 +18,12 @@ MODEL_TYPES = ["qwen3_vl", "qwen2_5_vl", "qwen3_5"]
 GRIDS = [Grid(1, 8, 12), Grid(1, 16, 16)]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {
-        kind: write_checkpoint(root / kind, kind, depth=DEPTH, dtype=torch.bfloat16) for kind in MODEL_TYPES
-    }
+def folders(kept_checkpoint):
+    return {kind: kept_checkpoint(kind, depth=DEPTH, dtype=torch.bfloat16) for kind in MODEL_TYPES}
 
 
 def load(folder, precision="fp8", dtype="bfloat16"):

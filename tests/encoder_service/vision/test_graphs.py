@@ -11,8 +11,9 @@ from encoder_service.vision import load_tower
 from encoder_service.vision.attention_backends import SegmentAttention
 from encoder_service.vision.graphs import Budget, Graphs, StaticInputs, budgets, padded_lengths
 from encoder_service.vision.segments import Segments
-from testing.checkpoints import write_checkpoint
 from testing.reference_tower import random_patches, row_errors
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 
@@ -26,10 +27,10 @@ class ByBounds(SegmentAttention):
 
 
 @pytest.fixture(scope="module")
-def towers(tmp_path_factory):
+def towers(kept_checkpoint):
     towers = {}
     for kind in ("qwen3_vl", "qwen2_5_vl"):
-        folder = write_checkpoint(tmp_path_factory.mktemp(kind), kind, depth=2)
+        folder = kept_checkpoint(kind, depth=2)
         processor = ProcessorSettings.from_folder(folder)
         towers[kind] = load_tower(folder, device="cpu", dtype="float32", processor=processor)
     return towers

@@ -15,15 +15,14 @@ from encoder_service.vision import load_tower, model_fingerprint
 from encoder_service.vision.checkpoint import VisionTensors
 from encoder_service.vision.linear import Linear, packing_available
 from encoder_service.vision.pointwise import PlainPointwise
-from testing.checkpoints import write_checkpoint
 from testing.reference_tower import random_patches
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return write_checkpoint(
-        tmp_path_factory.mktemp("checkpoint"), depth=2, vision={"deepstack_visual_indexes": [0]}
-    )
+def original(kept_checkpoint):
+    return kept_checkpoint(depth=2, vision={"deepstack_visual_indexes": [0]})
 
 
 @pytest.fixture
@@ -86,10 +85,12 @@ def test_missing_left_over_and_misshapen_tensors_are_all_named(folder):
         assert problem in str(error.value)
 
 
-def test_a_folder_without_config_or_weights_or_with_a_lost_shard_is_refused(original, tmp_path):
+def test_a_folder_without_config_or_weights_or_with_a_lost_shard_is_refused(
+    original, kept_checkpoint, tmp_path
+):
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load_tower(tmp_path, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(original))
-    folder = write_checkpoint(tmp_path / "sharded", depth=2, shards=3)
+    folder = shutil.copytree(kept_checkpoint(depth=2, shards=3), tmp_path / "sharded")
     lost = sorted(folder.glob("*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(FileNotFoundError, match=lost.name):
@@ -171,8 +172,8 @@ def test_a_config_without_what_equals_the_defaults_loads(folder):
     assert load(folder).spec.position_side == 48
 
 
-def test_fingerprint_is_the_same_however_the_folder_is_sharded(tmp_path):
-    one, many = (write_checkpoint(tmp_path / str(shards), depth=2, shards=shards) for shards in (1, 4))
+def test_fingerprint_is_the_same_however_the_folder_is_sharded(kept_checkpoint):
+    one, many = (kept_checkpoint(depth=2, shards=shards) for shards in (1, 4))
     assert model_fingerprint(one) == model_fingerprint(many)
     assert len(model_fingerprint(one)) == 32
 

@@ -15,8 +15,9 @@ from encoder_service.vision import load_tower
 from encoder_service.vision.families import read_spec
 from encoder_service.vision.pointwise import Norm, PlainPointwise
 from encoder_service.vision.pointwise_choice import make_pointwise
-from testing.checkpoints import write_checkpoint
 from testing.reference_tower import random_patches, row_errors
+
+pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -26,9 +27,8 @@ from encoder_service.vision.pointwise_triton import TritonPointwise, difference,
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {kind: write_checkpoint(root / kind, kind, depth=2) for kind in ("qwen3_vl", "qwen2_5_vl")}
+def folders(kept_checkpoint):
+    return {kind: kept_checkpoint(kind, depth=2) for kind in ("qwen3_vl", "qwen2_5_vl")}
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])

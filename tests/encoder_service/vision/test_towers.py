@@ -10,7 +10,6 @@ from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import flops, load_tower
 from encoder_service.vision.tables import window_order
-from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"]
@@ -18,13 +17,12 @@ MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"]
 GRIDS = [Grid(1, 8, 12), Grid(1, 2, 2), Grid(1, 34, 20), Grid(1, 4, 40), Grid(1, 22, 18)]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {kind: write_checkpoint(root / kind, kind, shards=2) for kind in MODEL_TYPES}
+def folders(kept_checkpoint):
+    return {kind: kept_checkpoint(kind, shards=2) for kind in MODEL_TYPES}
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
 from prefill_client.media.resolver import Resolver
 from testing.photos import photo
 
+pytestmark = pytest.mark.slow
+
 PHOTO = photo(64, 48, 1)
 
 

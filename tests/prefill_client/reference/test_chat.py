@@ -1,7 +1,7 @@
 """Chat requests end to end: a real server, the prefetching session and the reference engine."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from prefill_client.reference.chat import Chat, Prefilled
 from prefill_client.reference.engine import Engine
 from prefill_client.reference.language_model import LanguageModel, load_language_model
 from prefill_client.reference.prefix import PrefixCache
-from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.reference_model import OneShot
 from tests.gate import Gate
 from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.slow
 
 PHOTOS = [photo(300, 220, 1), photo(256, 400, 2, orientation=6), photo(280, 280, 3, orientation=3)]
 # Float32 rounding: the server's rows differ by up to 1e-5 of their size from those of `transformers`.
@@ -121,8 +122,10 @@ async def test_placeholder_in_a_users_text_is_refused(chat: Chat) -> None:
         await chat.prefill([user("look: <|image_pad|>", PHOTOS[0])])
 
 
-async def test_encoder_of_another_model_is_refused_at_start(client: EncoderClient, tmp_path: Path) -> None:
-    other = load_language_model(write_checkpoint(tmp_path, "qwen2_5_vl"), dtype=torch.float32)
+async def test_encoder_of_another_model_is_refused_at_start(
+    client: EncoderClient, kept_checkpoint: Callable[..., Path]
+) -> None:
+    other = load_language_model(kept_checkpoint("qwen2_5_vl"), dtype=torch.float32)
     with pytest.raises(ModelMismatchError, match="512 wide, this model takes 128"):
         Engine(other, row_width=client.description.width)
 
@@ -168,8 +171,10 @@ class TestPrefixCache:
         self.kept(engine, prefixes, expand_prompt(np.arange(200, 221), self.IMAGE, []))
         assert prefixes.tokens == 11  # one that is too long for the bound is not kept
 
-    def test_linear_attention_is_reused_whole_or_not_at_all(self, tmp_path: Path) -> None:
-        model = load_language_model(write_checkpoint(tmp_path, "qwen3_5"), dtype=torch.float32)
+    def test_linear_attention_is_reused_whole_or_not_at_all(
+        self, kept_checkpoint: Callable[..., Path]
+    ) -> None:
+        model = load_language_model(kept_checkpoint("qwen3_5"), dtype=torch.float32)
         engine, prefixes = Engine(model, row_width=model.width), PrefixCache(100)
         self.kept(engine, prefixes, expand_prompt([1, 2, 3, 4], self.IMAGE, []))
         assert prefixes.take(expand_prompt([1, 2, 3, 5, 6], self.IMAGE, []), []) is None

@@ -1,6 +1,7 @@
 """The reference engine: chunked prefill with rows from outside against the one-shot model with pixels."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,8 @@ from encoder_contract.geometry import Grid
 from prefill_client import Layout, expand_prompt, plan
 from prefill_client.reference.engine import Engine, prefill
 from prefill_client.reference.language_model import load_language_model
-from testing.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.slow
 
 GRIDS = [Grid(1, 8, 6), Grid(1, 4, 4), Grid(1, 10, 12), Grid(1, 2, 2)]
 MERGE = 2
@@ -39,8 +41,7 @@ class OneShot:
         return self.rows[image][begin:end]
 
 
-def reference_model(folder: Path, model_type: str) -> OneShot:
-    write_checkpoint(folder, model_type)
+def reference_model(folder: Path) -> OneShot:
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     grids = torch.tensor([list(grid) for grid in GRIDS])
     vision = model.config.vision_config
@@ -71,8 +72,8 @@ def reference_model(folder: Path, model_type: str) -> OneShot:
 
 
 @pytest.fixture(scope="module")
-def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> OneShot:
-    return reference_model(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+def qwen3_vl(kept_checkpoint: Callable[..., Path]) -> OneShot:
+    return reference_model(kept_checkpoint("qwen3_vl"))
 
 
 def engine_of(reference: OneShot) -> Engine:
@@ -91,8 +92,10 @@ async def test_chunked_prefill_ends_in_the_one_shot_logits(qwen3_vl: OneShot, ch
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
-async def test_other_architectures_end_in_the_one_shot_logits_too(model_type: str, tmp_path: Path) -> None:
-    reference = reference_model(tmp_path, model_type)
+async def test_other_architectures_end_in_the_one_shot_logits_too(
+    model_type: str, kept_checkpoint: Callable[..., Path]
+) -> None:
+    reference = reference_model(kept_checkpoint(model_type))
     for chunk_tokens in (10, 33):
         logits = await prefill(engine_of(reference), reference.layout, GRIDS, chunk_tokens, reference.fetch)
         assert relative_error(logits, reference.logits) < 5e-6, chunk_tokens
@@ -139,10 +142,10 @@ def test_rows_of_another_width_are_refused_at_start(qwen3_vl: OneShot, width: in
         Engine(load_language_model(qwen3_vl.folder), row_width=width)
 
 
-def test_more_levels_than_layers_are_refused_at_start(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, text_layers=2)
+def test_more_levels_than_layers_are_refused_at_start(kept_checkpoint: Callable[..., Path]) -> None:
+    folder = kept_checkpoint(text_layers=2)
     with pytest.raises(ModelMismatchError, match="3 DeepStack levels, 2 layers"):
-        load_language_model(tmp_path)
+        load_language_model(folder)
 
 
 async def test_rows_that_do_not_fit_their_window_are_refused(qwen3_vl: OneShot) -> None:

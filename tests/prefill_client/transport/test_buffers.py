@@ -3,9 +3,12 @@
 import gc
 
 import numpy as np
+import pytest
 import torch
 
 from prefill_client.transport.buffers import MIN_POOLED_BYTES, Buffers
+
+pytestmark = pytest.mark.slow
 
 SIZE = 4 * MIN_POOLED_BYTES
 

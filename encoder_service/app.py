@@ -55,7 +55,7 @@ from encoder_service.observability.collectors import (
     queue_readings,
     store_readings,
 )
-from encoder_service.observability.logs import toggle_debug
+from encoder_service.observability.logs import dropped_lines, toggle_debug
 from encoder_service.observability.metrics import Metrics
 from encoder_service.observability.readings import Reading
 from encoder_service.observability.watch import Watch
@@ -372,6 +372,7 @@ class Server:
             peak_flops=self._config.device_peak_tflops * 1e12,
         )
         yield Reading("draining", self.draining)
+        yield Reading("log_dropped", dropped_lines())
         for state, size_bytes in asdict(model.device.memory()).items():
             yield Reading("device_memory_bytes", size_bytes, (state,))
         for reason, deaths in model.decoder.deaths.items():

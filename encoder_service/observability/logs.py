@@ -2,8 +2,18 @@
 
 import json
 import logging
+import os
+import select
 import sys
+import threading
+from collections import deque
+from contextlib import suppress
 from datetime import UTC, datetime
+
+# Lines that wait to be written: minutes of a busy server's log, or a second of one under attack.
+MAX_WAITING_BYTES = 4 << 20
+# How long the end of the process waits for lines to be written.
+FLUSH_S = 2.0
 
 
 class JsonFormatter(logging.Formatter):
@@ -47,9 +57,97 @@ class ConsoleFormatter(logging.Formatter):
         )
 
 
+class QueuedHandler(logging.Handler):
+    """Writes lines on a thread of its own, so that a log that nobody reads stops no other thread.
+
+    A line that does not fit into `max_bytes` of waiting lines is dropped and counted in `dropped`. A line that cannot
+    be written (a full disk, a closed pipe) is lost.
+    """
+
+    def __init__(self, file: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
+        """`file` is a file descriptor: a lock of `sys.stderr` would be held while a write waits."""
+        super().__init__()
+        self.dropped = 0
+        self._file = file
+        self._max_bytes = max_bytes
+        self._lines: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._told = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        # A daemon, as it may wait for a reader for ever.
+        threading.Thread(target=self._write_all, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the line of `record`, or drop it."""
+        try:
+            line = self._line(record)
+        except Exception:  # noqa: BLE001 - a record that cannot be formatted; its default handling would write, and wait
+            line = b""
+        with self._changed:
+            if not line or self._waiting_bytes + len(line) > self._max_bytes:
+                self.dropped += 1
+                return
+            self._lines.append(line)
+            self._waiting_bytes += len(line)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, at most `FLUSH_S`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting_bytes, FLUSH_S)
+
+    def close(self) -> None:
+        """End the thread once the lines that wait are written."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        super().close()
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return (self.format(record) + "\n").encode(errors="backslashreplace")
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    return
+                line = self._lines.popleft()
+            with suppress(OSError):
+                _write(self._file, line)
+            with self._changed:
+                self._waiting_bytes -= len(line)
+                told = self.dropped - self._told
+                if told and not self._lines:
+                    self._told = self.dropped
+                    words = "%d log lines were dropped: they were not read in time"
+                    record = logging.LogRecord(__name__, logging.WARNING, "", 0, words, (told,), None)
+                    self.emit(record)
+                self._changed.notify_all()
+
+
+def _write(file: int, line: bytes) -> None:
+    """Write all of a line, to a file that may be set not to block."""
+    left = memoryview(line)
+    while left:
+        try:
+            left = left[os.write(file, left) :]
+        except BlockingIOError:
+            waiting = select.poll()
+            waiting.register(file, select.POLLOUT)
+            waiting.poll()
+
+
+def dropped_lines() -> int:
+    """Return how many lines of the process's log were dropped."""
+    handlers = logging.getLogger().handlers
+    return sum(handler.dropped for handler in handlers if isinstance(handler, QueuedHandler))
+
+
 def set_up_logging(level: str, style: str) -> None:
     """Send the log to standard error; `style` is console or json."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = QueuedHandler(sys.stderr.fileno())
     handler.setFormatter(
         JsonFormatter() if style == "json" else ConsoleFormatter("%(asctime)s %(levelname)-7s %(message)s")
     )

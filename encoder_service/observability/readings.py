@@ -17,6 +17,7 @@ READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]]
         "Always 1; the labels say what is served and how.",
         ("model", "model_type", "fingerprint", "dtype", "device", "attention", "decoder"),
     ),
+    "log_dropped": ("counter", "Log lines dropped because nobody read them in time.", ()),
     "draining": ("gauge", "1 while the server drains: it refuses new calls.", ()),
     "device_peak_flops": ("gauge", "Floating-point operations per second the device can do at best.", ()),
     "device_memory_bytes": (

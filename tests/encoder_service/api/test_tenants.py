@@ -79,8 +79,8 @@ async def test_a_tenant_may_do_what_its_rights_say_and_no_more(as_tenant: As) ->
         (submitted,) = await chat.submit([picture])
         assert submitted.error is None
         assert (await fetched(chat, submitted.digest)).error is None
-        call = (await stub(chat)).Put(metadata=(("authorization", f"Bearer {TOKENS['chat']}"),))
-        await call.write(pb.PutRequest(open=pb.PutOpen()))
+        opened = iter([pb.PutRequest(open=pb.PutOpen())])
+        call = (await stub(chat)).Put(opened, metadata=(("authorization", f"Bearer {TOKENS['chat']}"),))
         assert await refused(call) == (grpc.StatusCode.PERMISSION_DENIED, "tenant chat has no right to put")
     async with as_tenant(TOKENS["reader"]) as reader:
         (submitted,) = await reader.submit([picture])

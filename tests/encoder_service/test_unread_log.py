@@ -1,0 +1,119 @@
+"""A log that nobody reads: the server goes on, drops lines and counts them."""
+
+import fcntl
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import pytest
+
+from encoder_service.observability.logs import ConsoleFormatter, QueuedHandler
+from testing.attacks import FETCH
+from tests.processes import SCRIPTS
+from tests.small_store import STORE_GIB
+from tests.waiting import START_S, soon
+
+PIPE_BYTES = 4096  # the smallest that Linux makes
+LINES = 200
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A small pipe: what reads and what writes."""
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    yield reads, writes
+    for file in (reads, writes):
+        os.close(file)
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("test", logging.INFO, "", 0, text, (), None)
+
+
+async def test_lines_of_an_unread_log_are_dropped_and_counted_and_those_kept_come_in_order(
+    pipe: tuple[int, int],
+) -> None:
+    reads, writes = pipe
+    handler = QueuedHandler(os.dup(writes), max_bytes=2 * PIPE_BYTES)
+    handler.setFormatter(ConsoleFormatter("%(message)s"))
+    for number in range(LINES):
+        handler.handle(record(f"{number:03} {'x' * 95}"))
+    kept = LINES - handler.dropped
+    assert 2 * PIPE_BYTES // 100 <= kept < LINES
+    written = b""
+    with os.fdopen(os.dup(reads), "rb", buffering=0) as file:
+        os.set_blocking(reads, False)
+
+        def complete() -> bool:
+            nonlocal written
+            written += file.read(1 << 16) or b""
+            return b"dropped" in written and written.endswith(b"\n")
+
+        await soon(complete)
+    *lines, notice = written.decode().splitlines()
+    numbers = [int(line[:3]) for line in lines]
+    assert len(numbers) == kept
+    assert numbers == sorted(numbers)
+    assert notice.startswith(f"{LINES - kept} log lines were dropped")
+    handler.close()
+
+
+def test_the_end_of_a_process_writes_the_lines_that_wait(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    handler = QueuedHandler(os.open(path, os.O_WRONLY | os.O_CREAT))
+    handler.setFormatter(ConsoleFormatter("%(message)s"))
+    for number in range(LINES):
+        handler.handle(record(str(number)))
+    handler.flush()
+    assert path.read_text().split() == [str(number) for number in range(LINES)]
+    handler.close()
+
+
+def test_a_record_that_cannot_be_formatted_is_counted(pipe: tuple[int, int]) -> None:
+    handler = QueuedHandler(os.dup(pipe[1]))
+    handler.handle(logging.LogRecord("test", logging.INFO, "", 0, "%d", ("no number",), None))
+    assert handler.dropped == 1
+    handler.close()
+
+
+async def test_a_server_whose_log_nobody_reads_answers_probes_and_ends_at_sigterm(
+    checkpoint: Path, tmp_path: Path, pipe: tuple[int, int]
+) -> None:
+    flags = [
+        "--model",
+        checkpoint,
+        "--device",
+        "cpu",
+        "--store-host-gib",
+        STORE_GIB,
+        "--store-prefault",
+        "no",
+    ]
+    flags += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--torch-threads", "1"]
+    command = [str(word) for word in (SCRIPTS / "encoder-service", "serve", *flags)]
+    said = tmp_path / "said"
+    with said.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=pipe[1])
+    try:
+        await soon(lambda: " listening " in said.read_text(), START_S)
+        where = dict(re.findall(r"^ +(listening|metrics) +(\S+)\n", said.read_text(), re.MULTILINE))
+        async with grpc.aio.insecure_channel(where["listening"]) as channel:
+            for _ in range(LINES):  # a line each: more than the pipe holds
+                call = channel.stream_stream(FETCH)(iter([b"\xff"]), timeout=30)
+                assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with urlopen(f"{where['metrics']}healthz", timeout=30) as answer:
+            assert answer.status == 200
+        with urlopen(f"{where['metrics']}metrics", timeout=30) as answer:
+            assert b"encsvc_log_dropped_total 0.0" in answer.read()
+    finally:
+        process.terminate()
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

@@ -125,24 +125,27 @@ def fleet_section() -> Section:
     ]
 
 
-# Room for four of the largest requests: about what the device encodes while a request of 32 images ages.
-OVERLOAD_LIMITS = replace(UNLIMITED, images=128)
+# Room for four of the largest requests: about what the device encodes while a request of 32 images ages. All of it for
+# one client, as the bound on waiting is one for the requests of a client.
+OVERLOAD_LIMITS = replace(UNLIMITED, images=128, client_share=0.99)
 
 
 def overload_section() -> Section:
     """Offer ten times what the encoder can do, with a bounded queue."""
-    names = ("0.8", "10")
     machine = {"limits": OVERLOAD_LIMITS}
-    calm, flood = answer(
-        [Trial(OURS, Load(SKEWED, load=float(load), clients=16), count, 2, machine)
-         for load, count in zip(names, (4000, 10_000), strict=True)]
+    asked = [("0.8", 1), ("10", 1), ("0.8", 16), ("10", 16)]
+    found = answer(
+        [Trial(OURS, Load(SKEWED, load=float(load), clients=clients), 4000 if load == "0.8" else 10_000, 2, machine)
+         for load, clients in asked]
     )  # fmt: skip
+    calm, flood = found[:2]
     rows = [
-        (name, f.mean, f.p99, f"{f.refused:.0%}", str(f.most_queued_images), f"{f.retry_after_ms / 1000:.0f}")
-        for name, f in zip(names, (calm, flood), strict=True)
-    ]
+        (load, str(clients), f.mean, f.p99, f"{f.refused:.0%}", str(f.most_queued_images),
+         f"{f.retry_after_ms / 1000:.0f}") for (load, clients), f in zip(asked, found, strict=True)
+    ]  # fmt: skip
     heads = (
         "load",
+        "clients",
         "mean TTFT of the admitted",
         "p99",
         "requests refused",

@@ -78,7 +78,7 @@ class Encoder:
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
         key = image.key
-        source = await self._validator.take(key, data, image.claim.client_id)
+        source = await self._validator.take(key, data, image.claim.holder)
         grid = self._validator.grid(key, source, image.claimed_grid)
         self._sources.put(source)
         if not self._jobs.knows(key):
@@ -152,7 +152,7 @@ class Encoder:
                 self._queue(image, source, grid)
                 return LookupResult(grid)
             if image.claimed_grid is not None:  # a full queue refuses before bytes are sent
-                self._jobs.check_room(image.claim.client_id, image.claimed_grid.patches)
+                self._jobs.check_room(image.claim.holder, image.claimed_grid.patches)
         except EncoderError as error:
             self._cluster.release(image.key.address)
             return error

@@ -90,7 +90,7 @@ async def row_requests(
     key_of: Callable[[pb.FetchImage], ImageKey],
     claim: Callable[[int, float], Claim],
     turns: Turns,
-    client_id: str,
+    holder: str,
 ) -> list[RowRequest]:
     """Return what a call asks for, by image, with the windows and the first need of each.
 
@@ -107,7 +107,7 @@ async def row_requests(
         named.setdefault(name, []).append(image)
     wanted: list[RowRequest] = []
     for some, pieces in name_turns(list(named.values())):
-        await turns.take(client_id, pieces)
+        await turns.take(holder, pieces)
         wanted += [
             RowRequest(
                 key_of(same[0]),
@@ -149,13 +149,14 @@ class FetchCall:
         call: Call,
         finder: RowFinder,
         *,
+        holder: str,
         sender: Sender,
         rows: RowFormat,
         pin_room: PinRoom,
         turns: Turns,
         fleet_key: FleetKey | None = None,
     ) -> None:
-        """`turns` keeps a call of hundreds of images from delaying the calls of others.
+        """`turns` keeps a call of hundreds of images, which is the holder's, from delaying the calls of others.
 
         With `fleet_key`, the caller is a peer, and the rows are signed.
         """
@@ -167,9 +168,9 @@ class FetchCall:
         self._rows = rows
         self._turns = turns
         self._fleet_key = fleet_key
-        self._client_id = images[0].claim.client_id
+        self._holder = holder
         places = len(images) if sender.holds else PINNED_AHEAD
-        self._holds = Holds(pin_room, self._client_id, places, rows.row_bytes)
+        self._holds = Holds(pin_room, self._holder, places, rows.row_bytes)
 
     async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the messages of the call; rows are already framed, as bytes.
@@ -181,7 +182,7 @@ class FetchCall:
         tasks: set[asyncio.Task[_Outcome]] = set()
         try:
             for some, pieces in name_turns(self._images):
-                await self._turns.take(self._client_id, pieces)
+                await self._turns.take(self._holder, pieces)
                 tasks |= {asyncio.create_task(self._resolve(wanted)) for wanted in some}
             for resolved in asyncio.as_completed(tasks):
                 outcome = await resolved
@@ -201,7 +202,7 @@ class FetchCall:
             await self._end(tasks)
 
     async def _rows_in_reach(self, wanted: RowRequest) -> FetchResult:
-        await self._turns.take(self._client_id)
+        await self._turns.take(self._holder)
         found = await self._rows_of(wanted)
         await self._sender.reach(found.pin)
         return found
@@ -225,7 +226,7 @@ class FetchCall:
         """Yield the outcome of one name: its error, or its rows."""
         if isinstance(result, EncoderError):
             self._call.fetched("failed", wait_s, {}, result)
-            await self._turns.take(self._client_id)
+            await self._turns.take(self._holder)
             yield pb.FetchResponse(error=messages.error_message(window.index, result))
             return
         self._call.fetched(result.source, wait_s, result.stage_ms)
@@ -236,11 +237,11 @@ class FetchCall:
             await _sign(ready, result.pin, self._fleet_key)
         message: pb.FetchResponse | bytes = pb.FetchResponse(ready=ready)
         for frame in self._sender.frames(ready, result.pin):
-            await self._turns.take(self._client_id, _pieces(message))
+            await self._turns.take(self._holder, _pieces(message))
             yield message
             message = frame
         # Counted before the last message, as a caller that has it may end the call at once.
-        await self._turns.take(self._client_id, _pieces(message))
+        await self._turns.take(self._holder, _pieces(message))
         self._call.transferred(self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began)
         yield message
 
@@ -248,7 +249,7 @@ class FetchCall:
         running = [task for task in tasks if not task.done()]
         try:
             for some, pieces in name_turns(running):
-                await self._turns.take(self._client_id, pieces)
+                await self._turns.take(self._holder, pieces)
                 for task in some:
                     task.cancel()
                 await asyncio.gather(*some, return_exceptions=True)

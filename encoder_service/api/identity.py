@@ -36,11 +36,12 @@ class Identity:
         return self._fleet_key.signed_request(signature, self.advertised, request)
 
     def admit(self, right: Right, caller: pb.Caller, context: Context) -> pb.Caller:
-        """Return the caller with the name that its shares count against, and the salt of its addresses.
+        """Return the caller with its counted name, the salt of its addresses, and the priority that it may use.
 
-        With tenants, both are its tenant's; the salt that the caller sent is mixed in, so a tenant can keep its own
-        users apart. Without, the name is what it calls itself, unless its host uses many names, and the salt is the one
-        it sent. Raises `UnauthenticatedError`, `ForbiddenError`, and `InvalidRequestError` for a field over its limit.
+        With tenants, all are its tenant's; the salt that the caller sent is mixed in, so a tenant can keep its own
+        users apart. Without, the name is what it calls itself, unless its host uses many names, the salt is the one
+        it sent, and a priority above 0 counts as 0. Raises `UnauthenticatedError`, `ForbiddenError`, and
+        `InvalidRequestError` for a field over its limit.
         """
         messages.check_caller(caller)
         tenant = self.require(right, context)
@@ -48,9 +49,11 @@ class Identity:
         counted.CopyFrom(caller)
         if tenant is None:
             counted.client_id = self._names.counted(caller.client_id, messages.host(context))
+            counted.priority = min(caller.priority, 0)
             return counted
         assert self._fleet_key is not None
         counted.client_id = tenant.name
+        counted.priority = min(caller.priority, tenant.max_priority)
         counted.tenant_salt = self._fleet_key.salt(tenant.name, caller.tenant_salt)
         return counted
 
@@ -66,11 +69,17 @@ class Identity:
             )
 
     def holders(self, caller: pb.Caller, context: Context) -> tuple[str, ...]:
-        """Return the names that the shares of an admitted caller count against."""
+        """Return what the shares of an admitted caller count against: its holder first, then what that belongs to.
+
+        The holder is the tenant. Without tenants it is the client's name at its host, or the host itself; names are
+        free to invent, so some shares count against the host, too.
+        """
         if self.has_tenants:
-            return (f"client {caller.client_id}",)
-        host = messages.host(context)  # client names are free to invent: a host has one share for all of them
-        return f"client {caller.client_id or host}", f"host {host}"
+            return (f"tenant {caller.client_id}",)
+        host = messages.host(context)
+        if caller.client_id == host:
+            return (f"host {host}",)
+        return f"client {caller.client_id} of {host}", f"host {host}"
 
     def require(self, right: Right | None, context: Context) -> Tenant | None:
         """Return the tenant that calls, if there are tenants. Raises `UnauthenticatedError`, `ForbiddenError`."""

@@ -1,8 +1,11 @@
 """Translates between protobuf messages and the server's own types, and turns errors into statuses."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address, ip_network
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -178,9 +181,28 @@ def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
 
 
 def host(context: Context) -> str:
-    """Return where the caller is: its address without the port; all of this host's Unix sockets are one."""
-    peer: str = context.peer()
-    return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
+    """Return the host that a caller's shares count against; all of this host's Unix sockets are one."""
+    return host_of(context.peer())
+
+
+@lru_cache(4096)
+def host_of(peer: str) -> str:
+    """Return the host of a peer as gRPC writes it: an IPv4 address, or the /64 network of an IPv6 address.
+
+    A host has all addresses of its /64 network. An IPv4 address that is mapped into IPv6 is that IPv4 address.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    try:
+        address = ip_address(unquote(rest.rpartition(":")[0]).strip("[]"))
+    except ValueError:
+        return peer.rpartition(":")[0]
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is None:
+            return f"ipv6:{ip_network((int(address), 64), strict=False)}"
+        address = address.ipv4_mapped
+    return f"ipv4:{address}"
 
 
 def request_id_of(context: Context) -> str:

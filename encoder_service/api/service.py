@@ -36,6 +36,8 @@ from encoder_service.scheduler.turns import Turns
 from encoder_service.store import Store
 
 SERVICE = "encoder_contract.v1.EncoderService"
+# Whom the shares of other replicas count against. Those of callers begin with another word: see `Identity.holders`.
+PEER = "peer"
 
 
 class EncoderService:
@@ -97,8 +99,8 @@ class EncoderService:
             with messages.Border(context, call.failed):
                 self._info.identity.require("submit", context)  # before anything is parsed
                 caller = await self._opened(requests, context)
-                client = _made_by(caller, context, call)
-                submitting = self._submitting(caller, call, client, context)
+                _note_caller(caller, context, call)
+                submitting = self._submitting(caller, call, context)
                 async for answer in submitting.answers(requests):
                     yield answer
                 # The requests of a cancelled call end just as those of a complete one, a moment before the cancellation
@@ -117,7 +119,7 @@ class EncoderService:
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
         call = Call(self._metrics, "fetch", messages.trace_id_of(context))
-        client, held = messages.host(context), 0
+        holder, held = PEER, 0
         try:
             with messages.Border(context, call.failed):
                 raw = await requests.first()
@@ -126,21 +128,22 @@ class EncoderService:
                     self._info.identity.require("fetch", context)  # before anything is parsed
                 request = messages.parse_fetch(raw, self._info.description.limits.max_images_per_call)
                 caller = request.caller
-                _made_by(caller, context, call)
+                _note_caller(caller, context, call)
                 if not is_peer:
                     caller.CopyFrom(self._info.identity.admit("fetch", caller, context))
-                client = _made_by(caller, context, call)
+                    holder = self._info.identity.holders(caller, context)[0]
+                _note_caller(caller, context, call)
                 self._admit(caller)
-                self._fetch_room.take((client,), len(request.images))
+                self._fetch_room.take((holder,), len(request.images))
                 held = len(request.images)
-                wanted = await self._wanted(request, client, context)
+                wanted = await self._wanted(request, holder)
                 # When the caller leaves, its pins are released now, not at garbage collection.
-                fetching = await self._fetching(request, wanted, call, context, is_peer=is_peer)
+                fetching = await self._fetching(request, wanted, call, context, holder)
                 async with aclosing(fetching.answers()) as answers:
                     async for message in answers:
                         yield message
         finally:
-            self._fetch_room.give_back((client,), held)
+            self._fetch_room.give_back((holder,), held)
             call.close()
 
     async def put(self, requests: Requests[PutMessage], context: Context) -> AsyncGenerator[pb.PutResponse]:
@@ -155,7 +158,7 @@ class EncoderService:
                     raise InvalidRequestError("the first message of a Put call is `open`")
                 caller = first.open.caller
                 caller.CopyFrom(self._info.identity.admit("put", caller, context))
-                _made_by(caller, context, call)
+                _note_caller(caller, context, call)
                 putting = self._putting(first.open, call, context)
                 async for answer in putting.answers(requests):
                     yield answer
@@ -185,19 +188,20 @@ class EncoderService:
             check_caller=partial(self._info.identity.check_again, "put", opened.caller, context),
         )
 
-    def _submitting(self, caller: pb.Caller, call: Call, client: str, context: Context) -> SubmitCall:
+    def _submitting(self, caller: pb.Caller, call: Call, context: Context) -> SubmitCall:
         if not self._info.encodes:
             raise ModelMismatchError(
                 "this server has no tower (--store-only): submit images to one that encodes, or put their rows"
             )
         limits = self._info.description.limits
+        holders = self._info.identity.holders(caller, context)
         return SubmitCall(
             self._encoder,
-            self._uploads(caller, context),
+            self._uploads(holders),
             call,
             turns=self._turns,
-            client_id=client,
-            new_claim=partial(_claim, caller, uuid4().hex, context),
+            holder=holders[0],
+            new_claim=partial(_claim, caller, holders[0], uuid4().hex),
             new_key=partial(self._key, caller),
             tokens=self._info.geometry.tokens,
             max_images=limits.max_images_per_call,
@@ -210,8 +214,7 @@ class EncoderService:
         wanted: Sequence[RowRequest],
         call: Call,
         context: Context,
-        *,
-        is_peer: bool,
+        holder: str,
     ) -> FetchCall:
         grace_ms = min(request.grace_ms, self._info.description.limits.max_grace_ms)
         rows_of = (
@@ -224,11 +227,12 @@ class EncoderService:
             wanted,
             call,
             self._finder,
+            holder=holder,
             sender=self._info.transports.choose(request, is_local=messages.is_local(context)),
             rows=self._info.rows,
             pin_room=self._pin_room,
             turns=self._turns,
-            fleet_key=self._info.fleet_key if is_peer else None,
+            fleet_key=self._info.fleet_key if holder == PEER else None,
         )
 
     async def _opened(self, requests: Requests[pb.SubmitRequest], context: Context) -> pb.Caller:
@@ -239,10 +243,10 @@ class EncoderService:
         self._admit(caller)
         return caller
 
-    def _uploads(self, caller: pb.Caller, context: Context) -> Uploads:
+    def _uploads(self, holders: Sequence[str]) -> Uploads:
         return Uploads(
             self._upload_room,
-            self._info.identity.holders(caller, context),
+            holders,
             max_image_bytes=self._info.description.limits.max_image_bytes,
             idle_s=self._info.upload_idle_s,
         )
@@ -252,7 +256,7 @@ class EncoderService:
             raise UnavailableError("the server is draining: use another one")
         self._info.check_model(caller)
 
-    async def _wanted(self, request: pb.FetchRequest, client: str, context: Context) -> list[RowRequest]:
+    async def _wanted(self, request: pb.FetchRequest, holder: str) -> list[RowRequest]:
         most = self._info.description.limits.max_images_per_call
         if not 0 < len(request.images) <= most:
             raise InvalidRequestError(f"a Fetch call names 1 to {most} images, got {len(request.images)}")
@@ -261,20 +265,21 @@ class EncoderService:
             key_of = partial(messages.put_image_key, by, salt=request.caller.tenant_salt)
         else:
             key_of = partial(self._key, request.caller)
-        claim = partial(_claim, request.caller, uuid4().hex, context)
-        return await row_requests(request.images, key_of, claim, self._turns, client)
+        # What a peer asks for is for those who brought the images here: see `Claim`.
+        claim = partial(_claim, request.caller, "" if holder == PEER else holder, uuid4().hex)
+        return await row_requests(request.images, key_of, claim, self._turns, holder)
 
     def _key(self, caller: pb.Caller, image: pb.ImageName | pb.FetchImage) -> ImageKey:
         return messages.image_key(self._info.recipe, image.digest, image.variant, caller.tenant_salt)
 
 
 def _claim(
-    caller: pb.Caller, call_id: str, context: Context, chunk: int = 0, needed_at: float | None = None
+    caller: pb.Caller, holder: str, call_id: str, chunk: int = 0, needed_at: float | None = None
 ) -> Claim:
     """Return a claim of a call: demanded if there is a `needed_at` (a Fetch), else speculative (a Submit)."""
     return Claim(
         request_id=caller.request_id or call_id,
-        client_id=caller.client_id or messages.host(context),
+        holder=holder,
         priority=caller.priority,
         chunk=chunk,
         needed_at=needed_at,
@@ -282,11 +287,10 @@ def _claim(
     )
 
 
-def _made_by(caller: pb.Caller, context: Context, call: Call) -> str:
-    """Note in the call's record who makes it; return the client that its shares count against."""
+def _note_caller(caller: pb.Caller, context: Context, call: Call) -> None:
+    """Note in the call's record who makes it."""
     client = caller.client_id or messages.host(context)
     call.made_by(caller.request_id or messages.request_id_of(context), client)
-    return client
 
 
 def methods(service: EncoderService, entrance: Entrance, submits: Entrance, max_images: int) -> Methods:

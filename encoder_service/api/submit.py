@@ -29,14 +29,14 @@ class SubmitCall:
         call: Call,
         *,
         turns: Turns,
-        client_id: str,
+        holder: str,
         new_claim: Callable[[], Claim],
         new_key: Callable[[pb.ImageName], ImageKey],
         tokens: Callable[[Grid], int],
         max_images: int,
         check_caller: Callable[[], None],
     ) -> None:
-        """`turns` keeps a call of hundreds of names, which is the client's, from delaying those of others.
+        """`turns` keeps a call of hundreds of names, which is the holder's, from delaying those of others.
 
         `check_caller` raises when the caller may no longer submit; it is asked before each list of names.
         """
@@ -44,7 +44,7 @@ class SubmitCall:
         self._uploads = uploads
         self._call = call
         self._turns = turns
-        self._client_id = client_id
+        self._holder = holder
         self._new_claim = new_claim
         self._new_key = new_key
         self._tokens = tokens
@@ -152,7 +152,7 @@ class SubmitCall:
 
     async def _names(self, names: Sequence[pb.ImageName], *, kept: bool) -> AsyncIterator[pb.SubmitResponse]:
         for some, pieces in name_turns(names):
-            await self._turns.take(self._client_id, pieces)
+            await self._turns.take(self._holder, pieces)
             for answer in await self._answers_to_names(some, kept=kept):
                 yield answer
 

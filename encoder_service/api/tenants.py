@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from encoder_service.config import Config, ConfigError, flag
+from encoder_service.scheduler.task import MAX_PRIORITY, MIN_PRIORITY
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Tenant:
 
     name: str
     rights: frozenset[str]
+    max_priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Tenants:
         tokens = ["6b86b273…"]          # SHA-256 of each token, 64 hexadecimal digits
         certificates = ["chat.example"]  # names in client certificates
         rights = ["submit", "fetch"]     # of submit, fetch, put, operate, metrics
+        max_priority = 0                 # -8 to 8; a caller's higher one counts as this
 
     It holds no token: whoever reads it cannot call. A file without tenants, or with one that has neither a token nor a
     certificate, is an error. A change that is an error or cannot be read is logged, and what was read before stays in
@@ -124,9 +127,9 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
             raise ValueError(
                 f"[{name}] must be a table whose name has 1 to 64 letters, digits and any of _ . @ -"
             )
-        if unknown := table.keys() - {"tokens", "certificates", "rights"}:
+        if unknown := table.keys() - {"tokens", "certificates", "rights", "max_priority"}:
             raise ValueError(
-                f"[{name}] has {', '.join(sorted(unknown))}; it takes tokens, certificates and rights"
+                f"[{name}] has {', '.join(sorted(unknown))}; it takes tokens, certificates, rights and max_priority"
             )
         given = {key: _strings(name, key, table.get(key, [])) for key in ("tokens", "certificates", "rights")}
         if unknown := {*given["rights"]} - {*RIGHTS}:
@@ -135,7 +138,7 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
             )
         if not given["tokens"] and not given["certificates"]:
             raise ValueError(f"[{name}] has neither a token nor a certificate: nobody could call as it")
-        tenant = Tenant(name, frozenset(given["rights"]))
+        tenant = Tenant(name, frozenset(given["rights"]), _priority(name, table.get("max_priority", 0)))
         for token in given["tokens"]:
             if not _SHA256.fullmatch(token):
                 raise ValueError(f"[{name}] tokens are SHA-256 of tokens, 64 hexadecimal digits each")
@@ -143,6 +146,14 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
         for certificate in given["certificates"]:
             _add(by_certificate, certificate, tenant)
     return _Entries(by_token, by_certificate)
+
+
+def _priority(tenant: str, value: object) -> int:
+    if type(value) is not int or not MIN_PRIORITY <= value <= MAX_PRIORITY:
+        raise ValueError(
+            f"[{tenant}] max_priority is an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, not {value!r}"
+        )
+    return value
 
 
 def _strings(tenant: str, key: str, value: object) -> list[str]:

@@ -127,10 +127,10 @@ class JobQueue:
         rate = self._scheduler.patches_per_s
         return patches / rate if rate else 0.0
 
-    def check_room(self, client_id: str, patches: int) -> None:
+    def check_room(self, holder: str, patches: int) -> None:
         """Raise `OverloadedError` or `ImageLimitError` if an image of so many patches would be refused now."""
         with self._turn:
-            self._scheduler.check_room(client_id, patches)
+            self._scheduler.check_room(holder, patches)
 
     # The event loop's side
 
@@ -240,6 +240,11 @@ class JobQueue:
             else:
                 self._apart_pixels -= job.task.source_pixels
             self._turn.notify_all()
+
+    def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
+        """Report for how many seconds a thread was decoding these jobs together, whether or not they are good."""
+        with self._turn:
+            self._scheduler.decoded([job.task for job in jobs], seconds)
 
     def put_apart(self, job: Job) -> None:
         """Report that the batch decoder failed on a job's image: it is to be decoded by itself."""

@@ -102,7 +102,7 @@ class RowFinder:
             elif self._jobs.knows(key):
                 elsewhere = ()  # it came while the cluster was asked
             else:
-                elsewhere = await self._waiters.wait(key, claim.client_id, deadline)
+                elsewhere = await self._waiters.wait(key, claim.holder, deadline)
 
     async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
         """Start encoding, or wait for the replica that does, unless it `failed`; return where the image is then."""
@@ -146,7 +146,7 @@ class RowFinder:
         if (data := await self._cluster.find_source(key)) is None:
             return None
         try:
-            source = await self._validator.take(key, data, claim.client_id)
+            source = await self._validator.take(key, data, claim.holder)
         except DigestMismatchError:
             return None  # bytes in the index may be anyone's: they must not become this image's embedding
         self._sources.put(source)

@@ -21,7 +21,7 @@ class Keeper:
 
 
 class SubmitWaiters:
-    """Up to `max_waiters` waiters, shared among clients, for any number of addresses. One event loop's."""
+    """Up to `max_waiters` waiters, shared among holders, for any number of addresses. One event loop's."""
 
     def __init__(self, cluster: Cluster, max_waiters: int) -> None:
         self._cluster = cluster
@@ -30,7 +30,7 @@ class SubmitWaiters:
         self._keepers: dict[bytes, dict[Keeper, None]] = {}
         self._end: EncoderError | None = None
 
-    async def wait(self, key: ImageKey, client_id: str, until: float) -> Locations:
+    async def wait(self, key: ImageKey, holder: str, until: float) -> Locations:
         """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
 
         A caller that keeps the image is asked for it. Raises `UnknownImageError` at `until`, on the clock of the loop,
@@ -41,7 +41,7 @@ class SubmitWaiters:
         unknown = UnknownImageError(key.unknown)
         if asyncio.get_running_loop().time() >= until:
             raise unknown
-        self._room.take((client_id,))
+        self._room.take((holder,))
         waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(key.address, set()).add(waiter)
         self._cluster.search(key, self.wake)
@@ -52,7 +52,7 @@ class SubmitWaiters:
         except TimeoutError:
             raise unknown from None
         finally:
-            self._room.give_back((client_id,))
+            self._room.give_back((holder,))
             self._leave(key.address, waiter)
 
     def keep(self, address: bytes, keeper: Keeper) -> None:

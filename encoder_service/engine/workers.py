@@ -77,6 +77,7 @@ class Prepare:
                 return
             log.warning("%d images were not decoded; they follow one by one", len(jobs), exc_info=error)
             decoded = [None] * len(jobs)
+        self._jobs.decoded(jobs, monotonic() - began)
         good: list[tuple[Job, Tensor]] = []
         for job, pixels in zip(jobs, decoded, strict=True):
             if pixels is None:
@@ -92,6 +93,7 @@ class Prepare:
             pixels = self._decoder.decode_one(job.source)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             pixels = self._jobs.known_error(error)
+        self._jobs.decoded([job], monotonic() - began)
         if self._decoded(job, pixels, began) and not isinstance(pixels, EncoderError):
             self._metrics.decoded("pillow")
             self._cut([(job, pixels)], stream)

@@ -24,11 +24,11 @@ class Limits:
     source_bytes: int
     # Claims cost memory but no device time, so joining a queued image is free up to this number.
     claims: int
-    # The share of each limit that a single client may fill. With several clients, each may hold share / (1 - share)
-    # times what is still free: greedy clients converge to equal shares, and some space stays free.
+    # The share of each limit that a single holder may fill. With several, each may hold share / (1 - share) times what
+    # is still free: greedy holders converge to equal shares, and some space stays free.
     client_share: float = 0.75
-    # How long the queue may take to drain at the measured rate: bounds waiting on any hardware. An empty queue
-    # accepts any image.
+    # How long the queue may take to drain at the measured rate: bounds waiting on any hardware. It is shared as the
+    # other limits are. An empty queue accepts any image.
     seconds: float = math.inf
 
     def __post_init__(self) -> None:
@@ -58,30 +58,30 @@ class Rate:
 
 
 class Admission:
-    """Counts what is queued, in total and by client, and refuses what would exceed a limit or a share."""
+    """Counts what is queued, in total and by holder, and refuses what would exceed a limit or a share."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.held = Amount()
         self.rate = Rate()
-        self._clients: dict[str, Amount] = {}
+        self._holders: dict[str, Amount] = {}
 
     @property
-    def clients(self) -> int:
-        """Number of clients with queued tasks."""
-        return len(self._clients)
+    def holders(self) -> int:
+        """Number of holders with queued tasks."""
+        return len(self._holders)
 
     def admit(self, task: Task) -> None:
         """Count a new task. Raises `OverloadedError`, and `ImageLimitError` for one that can never fit."""
         asked = Amount()
         asked.add(task)
-        self.check(task.client_id, asked)
+        self.check(task.holder, asked)
         self.held.add(task)
-        self._clients.setdefault(task.client_id, Amount()).add(task)
+        self._holders.setdefault(task.holder, Amount()).add(task)
 
-    def check(self, client_id: str, asked: Amount) -> None:
-        """Raise what `admit` would raise for `asked` more work of a client, without counting it."""
-        mine = self._clients.get(client_id, Amount())
+    def check(self, holder: str, asked: Amount) -> None:
+        """Raise what `admit` would raise for `asked` more work of a holder, without counting it."""
+        mine = self._holders.get(holder, Amount())
         for name in (field.name for field in fields(Amount)):
             limit, want = getattr(self.limits, name), getattr(asked, name)
             free = limit - getattr(self.held, name)
@@ -91,13 +91,17 @@ class Admission:
                 raise self.refusal(f"the queue is full: {limit} {name}")
             if mine.images and getattr(mine, name) + want > self._share(free - want):
                 raise self.refusal(f"this client's share of the queue is full ({name})")
-        patches = self.held.patches + asked.patches
-        rate = self.rate.patches_per_s
-        if self.held.images and rate and patches / rate > self.limits.seconds:
-            raise self.refusal(f"the queue would take longer than {self.limits.seconds:g} s")
+        seconds = self.limits.seconds
+        free_patches = seconds * self.rate.patches_per_s - self.held.patches - asked.patches
+        if not self.held.images or not self.rate.patches_per_s or seconds == math.inf:
+            return
+        if free_patches < 0:
+            raise self.refusal(f"the queue would take longer than {seconds:g} s")
+        if mine.images and mine.patches + asked.patches > self._share(free_patches):
+            raise self.refusal(f"this client's share of the queue is full ({seconds:g} s)")
 
     def check_claim(self, mine: int, held: int) -> None:
-        """Raise `OverloadedError` unless a client with `mine` of the `held` claims may have one more."""
+        """Raise `OverloadedError` unless a holder with `mine` of the `held` claims may have one more."""
         free = self.limits.claims - held
         if free < 1:
             raise self.refusal("too many callers are waiting")
@@ -107,10 +111,10 @@ class Admission:
     def release(self, task: Task) -> None:
         """Undo `admit`."""
         self.held.add(task, -1)
-        mine = self._clients[task.client_id]
+        mine = self._holders[task.holder]
         mine.add(task, -1)
         if not mine.images:
-            del self._clients[task.client_id]
+            del self._holders[task.holder]
 
     def refusal(self, message: str) -> OverloadedError:
         """Return the error for a refused caller; its retry hint is the time in which enough of the queue drains."""
@@ -119,6 +123,6 @@ class Admission:
             hint = 1000 * DRAINED_BEFORE_RETRY * self.held.patches / rate
         return OverloadedError(message, retry_after_ms=round(min(max(hint, MIN_RETRY_MS), MAX_RETRY_MS)))
 
-    def _share(self, free: int) -> int:
+    def _share(self, free: float) -> int:
         share = self.limits.client_share
         return math.floor(free * share / (1 - share))

@@ -16,7 +16,7 @@ LAST_LANE = 2 * SPECULATIVE_LANE
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order over claims: by lane, then by request, then by claim; the smallest first.
+    """An order over the claims of one holder: by lane, then by request, then by claim; the smallest first.
 
     The keys must not depend on the time of asking; a request's key is read again whenever its `left_patches`
     or `mark` change. `blocking_first` puts claims whose `needed_at` has passed before those ahead of need.
@@ -33,6 +33,11 @@ class Policy:
         if not claim.demanded:
             return SPECULATIVE_LANE + lane
         return lane + self.is_ahead(claim, now)
+
+    @staticmethod
+    def is_demanded(lane: int) -> bool:
+        """Whether claims in this lane are demanded; otherwise they are speculative."""
+        return lane < SPECULATIVE_LANE
 
     def is_ahead(self, claim: Claim, now: float) -> bool:
         """Whether this policy ranks the claim behind blocking ones, because no chunk needs it yet."""

@@ -12,6 +12,7 @@ from encoder_service.scheduler.task import Amount, Claim, State, Task
 
 # A speculative batch takes at most this share of the budget: a demanded image waits for it no longer than that.
 SPECULATIVE_BUDGET_SHARE = 0.25
+APART = (State.APART, State.LARGE)
 DECODING = (State.PREPARING, State.PREPARING_APART)
 
 Batch = Sequence[Task]
@@ -68,7 +69,7 @@ class Scheduler:
         """
         if self.claim(claim, address, now):
             return False
-        task = Task(address, patches, source_bytes, claim.client_id, source_pixels)
+        task = Task(address, patches, source_bytes, claim.holder, source_pixels)
         if apart:
             task.state = self._apart(task)
         self._admission.admit(task)
@@ -76,15 +77,17 @@ class Scheduler:
         self._table.attach(claim, task, now)
         return True
 
-    def check_room(self, client_id: str, patches: int) -> None:
+    def check_room(self, holder: str, patches: int) -> None:
         """Raise what `admit` would for a new image of `patches`, before its bytes are requested."""
-        self._admission.check(client_id, Amount(1, patches))
+        self._admission.check(holder, Amount(1, patches))
 
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
         """Attach a claim to an existing task; return False if there is none. Raises `OverloadedError`."""
-        mine = self._table.claims_by[claim.client_id]
-        self._admission.check_claim(mine, self._table.claims)
         task = self._table.tasks.get(address)
+        if task is not None:
+            claim.holder = claim.holder or task.holder
+        holder = self._table.holders.get(claim.holder)
+        self._admission.check_claim(holder.claims if holder else 0, self._table.claims)
         if task is None:
             return False
         self._table.attach(claim, task, now)
@@ -116,12 +119,13 @@ class Scheduler:
         taken: list[Task] = []
         patches = pixels = 0
         while len(taken) < max_images:
-            task = self._table.orders[State.WAITING].first(now)
-            if task is None or not self._has_room_ahead(task, now):
+            first = self._table.orders[State.WAITING].first(now)
+            if first is None or not self._has_room_ahead(task := _task(first), now):
                 break
             patches, pixels = patches + task.patches, pixels + task.source_pixels
             if taken and (patches > max_patches or pixels > max_pixels):
                 break
+            self._table.take(task)
             self._table.move(task, State.PREPARING, now)
             taken.append(task)
         return taken
@@ -132,9 +136,13 @@ class Scheduler:
         It has at most `max_pixels`, or it is large, if `large` tasks may be taken too: those hold up no others.
         """
         for state in self._apart_states(now):
-            task = self._table.orders[state].first(now)
-            fits = large if state is State.LARGE else task is not None and task.source_pixels <= max_pixels
-            if task is not None and fits and self._has_room_ahead(task, now):
+            first = self._table.orders[state].first(now)
+            if first is None:
+                continue
+            task = _task(first)
+            fits = large if state is State.LARGE else task.source_pixels <= max_pixels
+            if fits and self._has_room_ahead(task, now):
+                self._table.take(task)
                 self._table.move(task, State.PREPARING_APART, now)
                 return [task]
         return []
@@ -142,6 +150,20 @@ class Scheduler:
     def is_large(self, task: Task) -> bool:
         """Whether a task has more source pixels than are decoded at a time."""
         return task.source_pixels > self._large_pixels
+
+    def decoded(self, tasks: Sequence[Task], seconds: float) -> None:
+        """Report for how many seconds a thread was decoding these tasks together, whether or not they are good.
+
+        Their holders were charged their patches when they were taken, so that they get equal parts of the device. What
+        decoding took longer than encoding is charged now, in patches that the device encodes in that time.
+        """
+        pixels = sum(task.source_pixels for task in tasks)
+        for task in tasks:
+            part = task.source_pixels / pixels if pixels else 1 / len(tasks)
+            beyond = seconds * part * self.patches_per_s - task.patches
+            shared = APART if task.decoded_from in APART else (task.decoded_from,)
+            for state in shared if beyond > 0 else ():
+                self._table.orders[state].charge(task, beyond)
 
     def put_apart(self, task: Task, now: float) -> None:
         """Report that the batch decoder failed on a task: it is to be decoded by itself."""
@@ -172,14 +194,15 @@ class Scheduler:
     def next_overtaking(self, batch: Batch, now: float, most_patches: int) -> list[Task]:
         """Take the first task if it may be encoded in the middle of `batch`; return it, or nothing.
 
-        It is demanded, has at most `most_patches`, and is in no lower class than the batch.
+        It is demanded, has at most `most_patches`, and is in no lower lane than what its holder has in the batch.
         """
         first = self._table.orders[State.PREPARED].first(now)
-        if first is None or not first.demanded or first.patches > most_patches:
+        if first is None or not first.demanded or _task(first).patches > most_patches:
             return []
-        if self._table.lane(first, now) > min(self._table.lane(task, now) for task in batch):
+        if any(self._table.comes_before(task, first, now) for task in batch):
             return []
-        return self._start([first], now)
+        self._table.take(task := _task(first))
+        return self._start([task], now)
 
     def done(self, batch: Batch, seconds: float) -> None:
         """Report that a batch is encoded, and how long the device was busy with it."""
@@ -240,7 +263,7 @@ class Scheduler:
             source_bytes=self._admission.held.source_bytes,
             requests=len(self._table.requests),
             claims=self._table.claims,
-            clients=self._admission.clients,
+            clients=self._admission.holders,
             patches_per_s=self.patches_per_s,
         )
 
@@ -263,18 +286,21 @@ class Scheduler:
             return []
         room = budget_patches if first.demanded else int(budget_patches * SPECULATIVE_BUDGET_SHARE)
         batch: list[Task] = []
-        task: Task | None = first
-        while task is not None and task.demanded == first.demanded and (not batch or task.patches <= room):
+        claim: Claim | None = first
+        while claim is not None and claim.demanded == first.demanded:
+            task = _task(claim)
+            if batch and task.patches > room:
+                break
             batch.append(task)
             room -= task.patches
-            self._table.leave_order(task)
-            task = order.first(now)
+            self._table.take(task)
+            claim = order.first(now)
         return batch
 
     def _start(self, batch: list[Task], now: float) -> list[Task]:
         for task in batch:
             self._table.move(task, State.ENCODING, now)
-            self._table.clock_patches += task.patches
+            self._table.encoding(task)
         return batch
 
     def _again(self, batch: list[Task]) -> None:
@@ -312,10 +338,7 @@ class Scheduler:
         orders = self._table.orders
         prepared = orders[State.PREPARED]
         if prepared.first(now) is None:
-            return task.state in (
-                State.APART,
-                State.LARGE,
-            )  # all that is ahead is decoded together, which may never cease
+            return task.state in APART  # all that is ahead is decoded together, which may never cease
         return orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:
@@ -325,3 +348,8 @@ class Scheduler:
     def _forget(self, task: Task) -> None:
         self._table.close(task)
         self._admission.release(task)
+
+
+def _task(claim: Claim) -> Task:
+    assert claim.task is not None
+    return claim.task

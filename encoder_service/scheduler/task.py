@@ -33,11 +33,14 @@ class Task:
     address: bytes
     patches: int
     source_bytes: int
-    client_id: str  # the client that admitted it, whose share of the queue it counts towards
+    holder: str  # the holder that admitted it, whose share of the queue it counts towards
     source_pixels: int = 0  # of the image file: the cost of decoding
     state: State = State.WAITING
     claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set
     demands: int = 0
+    # Who wanted it when it was last taken out of an order: the holders of demanded claims, and of speculative ones.
+    payers: dict[bool, list[str]] = field(default_factory=dict, repr=False)
+    decoded_from: State = State.WAITING  # where it waited to be decoded
 
     @property
     def demanded(self) -> bool:
@@ -49,12 +52,14 @@ class Task:
 class Claim:
     """One call's interest in one task: attached once, ended by `withdraw` or by the task's outcome.
 
+    The holder is whom it counts against: the unit of every share. An empty one, which is another replica's, becomes
+    the holder that admitted the task. `priority` orders the claims of one holder.
     `needed_at` is in seconds on the caller's clock; None means that a chunk is waiting for it already.
     A claim that is not `demanded` is speculative: `needed_at` is then ignored.
     """
 
     request_id: str
-    client_id: str
+    holder: str
     priority: int = 0
     chunk: int = 0
     needed_at: float | None = None
@@ -71,15 +76,16 @@ class Claim:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request of a language model, while any of its images is outstanding.
+    """One request of a holder's language model, while any of its images is outstanding.
 
-    `mark` is the reading of the work clock (patches handed to the device so far) when the request last named
-    an image it had not named before: naming a new image restarts ageing, so that an identifier that is reused
+    `mark` is the reading of the holder's work clock (patches handed to the device for it so far) when the request last
+    named an image it had not named before: naming a new image restarts ageing, so that an identifier that is reused
     does not stay the oldest one for ever. `scale` is the policy's scale of a large request at that time, in
     patches; 0 before any request has ended.
     """
 
     request_id: str
+    holder: str
     number: int  # order of arrival, unique
     mark: int = 0
     scale: float = 0.0
@@ -87,6 +93,14 @@ class Request:
     named_patches: int = 0  # of all images it ever named here
     # Outstanding task -> number of claims on it.
     tasks: dict[Task, int] = field(default_factory=dict, repr=False)
+
+
+@dataclass(eq=False, slots=True)
+class Holder:
+    """What is counted for a holder while it has claims: those, and its work clock in patches."""
+
+    claims: int = 0
+    clock_patches: int = 0
 
 
 @dataclass(slots=True)

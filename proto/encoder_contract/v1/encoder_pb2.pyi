@@ -350,17 +350,21 @@ class Caller(google.protobuf.message.Message):
     CLIENT_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Groups the calls of one request, so that the server knows how much work the request still has. Empty: the
-    call is its own request. At most 128 bytes.
+    call is its own request. At most 128 bytes. The same identifier of another client is another request.
     """
     priority: builtins.int
-    """Larger is more urgent; 0 is normal. -8 to 8."""
+    """Larger is more urgent; 0 is normal. -8 to 8. It orders the images of this client, not those of others. One above
+    the tenant's max_priority counts as that; without tenants, one above 0 counts as 0.
+    """
     model_fingerprint: builtins.bytes
     """When given, the server refuses a call that was meant for another model (FAILED_PRECONDITION)."""
     processor_fingerprint: builtins.bytes
     tenant_salt: builtins.bytes
     """Part of the address; empty unless tenants must not share embeddings. At most 64 bytes."""
     client_id: builtins.str
-    """Counts towards this client's share of the queue; empty: the peer's address stands for it."""
+    """Names the client, together with its host; empty: the host is the client. Every share counts against the client:
+    of the queue, the device, decoding. With tenants, the tenant is the client whatever this says.
+    """
     def __init__(
         self,
         *,

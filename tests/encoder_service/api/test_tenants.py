@@ -184,7 +184,7 @@ async def test_shares_are_the_tenants_whatever_its_callers_call_themselves(
         waiting = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
         room = guard.service._fetch_room
         await soon(lambda: room.held == 3)
-        assert dict(room._holders) == {"chat": 2, "search": 1}
+        assert dict(room._holders) == {"tenant chat": 2, "tenant search": 1}
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

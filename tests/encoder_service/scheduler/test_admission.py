@@ -126,7 +126,7 @@ def test_clients_that_always_want_more_end_up_with_equal_shares_and_leave_room()
         (task,) = scheduler.next_to_prepare(0.0, 1, 1)
         scheduler.prepared(task, 0.0)
         batch = scheduler.next_batch(0.0, 10)
-        held[task.client_id] -= 1
+        held[task.holder] -= 1
         scheduler.done(batch, 0.1)
     assert held == {client: pytest.approx(3 / 10 * 130, abs=2) for client in held}
     assert admit(scheduler, "newcomer", client="newcomer").task

@@ -1,6 +1,8 @@
 """Thousands of random schedules against a naive model, and whole deployments in simulation."""
 
 import random
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -23,24 +25,58 @@ class Model:
     """What a slow, obvious scheduler would know, from the same calls."""
 
     clock: int = 0
-    marks: dict[str, int] = field(default_factory=dict)
-    arrivals: list[str] = field(default_factory=list)
+    clocks: dict[str, int] = field(default_factory=dict)  # by holder
+    marks: dict[tuple[str, str], int] = field(default_factory=dict)
+    # By stage and class: what each holder was charged, and the tag of the one that was served last.
+    charged: dict[tuple[State, bool], dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    served: dict[tuple[State, bool], int] = field(default_factory=lambda: defaultdict(int))
 
     def named(self, claim: Claim, live: list[Claim]) -> None:
-        others = [c for c in live if c.task and c is not claim and c.request_id == claim.request_id]
+        name = claim.holder, claim.request_id
+        clock = self.clocks.setdefault(claim.holder, self.clock)
+        others = [c for c in live if c.task and c is not claim and (c.holder, c.request_id) == name]
         if claim.task not in [c.task for c in others]:
-            self.marks[claim.request_id] = self.clock
+            self.marks[name] = clock
+
+    def tag(self, state: State, claim: Claim) -> int:
+        stage = state, claim.demanded
+        return max(self.served[stage], self.charged[stage].get(claim.holder, 0))
 
     def rank(self, task: Task, live: list[Claim], now: float) -> tuple:
         ranks = []
         for claim in (c for c in live if c.task is task):
-            tasks = {c.task for c in live if c.request_id == claim.request_id and c.task}
-            due = self.marks[claim.request_id] + allowance(sum(t.patches for t in tasks), claim.request.scale)
+            name = claim.holder, claim.request_id
+            tasks = {c.task for c in live if (c.holder, c.request_id) == name and c.task}
+            due = self.marks[name] + allowance(sum(t.patches for t in tasks), claim.request.scale)
             ahead = claim.demanded and claim.needed_at is not None and claim.needed_at > now
-            ranks.append((not claim.demanded, -claim.priority, ahead, due))
+            ranks.append((not claim.demanded, self.tag(task.state, claim), -claim.priority, ahead, due))
         return min(ranks)
 
+    def take(self, task: Task, state: State, claims: list[Claim]) -> None:
+        tags = {(c.demanded, c.holder): self.tag(state, c) for c in claims}
+        demanded = any(c.demanded for c in claims)
+        self.served[state, demanded] = max(
+            self.served[state, demanded], min(tag for (kind, _), tag in tags.items() if kind == demanded)
+        )
+        for (kind, holder), tag in tags.items():
+            self.charged[state, kind][holder] = tag + task.patches
 
+    def started(self, task: Task, claims: list[Claim]) -> None:
+        self.clock += task.patches
+        for holder in {c.holder for c in claims}:
+            self.clocks[holder] += task.patches
+
+    def forget(self, live: list[Claim], tasks: list[Task]) -> None:
+        self.clocks = {holder: self.clocks[holder] for holder in {c.holder for c in live}}
+        for state, worked_on in WORKED_ON.items():
+            for demanded in (False, True):
+                waits = any(c.task.state is state and c.demanded is demanded for c in live)
+                if not waits and not any(t.state in worked_on for t in tasks):
+                    self.charged[state, demanded].clear()
+                    self.served[state, demanded] = 0
+
+
+WORKED_ON = {State.WAITING: (State.PREPARING,), State.PREPARED: (State.ENCODING, State.SPLIT)}
 LIMITS = Limits(images=12, patches=1500, source_bytes=9000, claims=25, client_share=0.6)
 AHEAD_PATCHES, AHEAD_IMAGES, BUDGET = 300, 4, 250
 
@@ -116,18 +152,26 @@ class Schedule:
                 assert dropped is task
                 self.outcome(dropped, "dropped")
 
-    def expected(self, state: State) -> list[tuple]:
-        tasks = [t for t in self.tasks if t.state is state and t.claims]
-        return sorted(self.model.rank(t, self.live, self.now) for t in tasks)
+    def took(self, state: State, ask: Callable[[], list[Task]]) -> list[Task]:
+        """Return what `ask` takes out of `state`; each must have been the best of those left there."""
+        left = [t for t in self.tasks if t.state is state and t.claims]
+        taken = ask()
+        now = [(task, task.state) for task in left]
+        for task, _ in now:
+            task.state = state
+        for task in taken:
+            ranks = {id(t): self.model.rank(t, self.live, self.now) for t in left}
+            assert ranks[id(task)] == min(ranks.values())
+            self.model.take(task, state, list(task.claims))
+            left.remove(task)
+        for task, after in now:
+            task.state = after
+        return taken
 
     def prepare(self) -> None:
-        order = self.expected(State.WAITING)
-        before = {
-            id(t): self.model.rank(t, self.live, self.now) for t in self.tasks if t.state is State.WAITING
-        }
-        taken = self.scheduler.next_to_prepare(self.now, BUDGET, 3)
-        assert [before[id(t)] for t in taken] == order[: len(taken)]
-        self.preparing += taken
+        self.preparing += self.took(
+            State.WAITING, lambda: self.scheduler.next_to_prepare(self.now, BUDGET, 3)
+        )
 
     def prepared(self) -> None:
         if self.preparing:
@@ -140,18 +184,20 @@ class Schedule:
 
     def start(self) -> None:
         retry = any(t.state is State.SPLIT for t in self.tasks)
-        order = self.expected(State.PREPARED)
-        ranks = {id(t): self.model.rank(t, self.live, self.now) for t in self.tasks if t.claims}
-        batch = self.scheduler.next_batch(self.now, BUDGET)
-        assert bool(batch) == bool(order or retry), "work-conserving"
+        is_ready = any(t.state is State.PREPARED and t.claims for t in self.tasks)
+
+        def next_batch() -> list[Task]:
+            return self.scheduler.next_batch(self.now, BUDGET)
+
+        batch = next_batch() if retry else self.took(State.PREPARED, next_batch)
+        assert bool(batch) == (is_ready or retry), "work-conserving"
         if not batch:
             return
-        if not retry:
-            assert [ranks[id(t)] for t in batch] == order[: len(batch)]
         assert all(t.claims for t in batch), "a departed task is never batched"
         assert len({t.demanded for t in batch}) == 1 or retry
         assert len(batch) == 1 or sum(t.patches for t in batch) <= BUDGET
-        self.model.clock += sum(t.patches for t in batch)
+        for task in batch:
+            self.model.started(task, list(task.claims))
         self.batches.append(batch)
 
     def end(self) -> None:
@@ -171,6 +217,7 @@ class Schedule:
 
     def check(self) -> None:
         self.live = [claim for claim in self.live if claim.task]
+        self.model.forget(self.live, self.tasks)
         held = [t for t in self.tasks if t.state is not State.GONE]
         assert len({t.address for t in held}) == len(held), "single flight"
         snapshot = self.scheduler.snapshot()
@@ -216,7 +263,7 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
             while True:
                 number += 1
                 patches = small_patches[number % len(small_patches)]
-                small = Claim(f"s{number}", f"c{number % 40}", demanded=True)
+                small = Claim(f"s{number}", "big", demanded=True)
                 scheduler.admit(small, f"s{number}".encode(), patches, 1000, 0.0)
         except OverloadedError:
             pass

@@ -1,0 +1,174 @@
+"""Whom a call counts against: a tenant, a name at a host, or a host; and two tenants at one server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from encoder_contract.errors import OverloadedError
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api.identity import Identity
+from encoder_service.api.messages import host_of
+from encoder_service.api.tenants import Tenants
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from encoder_service.image.decode import Decoder
+from prefill_client import Credentials, EncoderClient, RowRequest
+from testing.photos import photo
+from testing.traffic import marked
+from tests.calls import collect
+from tests.gate import Gate
+from tests.servers import server_of
+from tests.tenants import TOKENS, table
+from tests.waiting import soon
+
+PICTURE = photo(64, 64, 9100)
+
+
+def from_peer(peer: str, token: str = "") -> Any:
+    """The context of a call, as far as it says who calls."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    return SimpleNamespace(peer=lambda: peer, invocation_metadata=lambda: metadata, auth_context=dict)
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.7:50051", "ipv4:10.0.0.7"),
+        ("ipv6:[2001:db8:1:2:aaaa::1]:50051", "ipv6:2001:db8:1:2::/64"),
+        ("ipv6:%5B2001:db8:1:2:bbbb:cccc::9%5D:1", "ipv6:2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:3::1]:50051", "ipv6:2001:db8:1:3::/64"),
+        ("ipv6:[::ffff:10.0.0.7]:50051", "ipv4:10.0.0.7"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:1", "ipv6:fe80::/64"),
+        ("unix:", "unix:"),
+        ("ipv6:[nonsense]:1", "ipv6:[nonsense]"),
+    ],
+)
+def test_the_host_of_a_caller_is_its_ipv4_address_or_the_network_of_its_ipv6_address(
+    peer: str, host: str
+) -> None:
+    assert host_of(peer) == host
+
+
+def test_all_addresses_of_an_ipv6_network_are_one_holder() -> None:
+    identity = Identity(None, None)
+    holders = set()
+    for number in range(50):
+        context = from_peer(f"ipv6:[2001:db8::{number:x}]:{1000 + number}")
+        caller = identity.admit("submit", pb.Caller(client_id=f"name {number}"), context)
+        holders.add(identity.holders(caller, context))
+    assert len(holders) == 5, "four names, and the host"
+    assert {each[-1] for each in holders} == {"host ipv6:2001:db8::/64"}
+
+
+def test_a_name_at_another_host_is_another_holder() -> None:
+    identity = Identity(None, None)
+    callers = [from_peer(f"ipv4:10.0.0.{n}:1") for n in (1, 2)]
+    named = [identity.admit("submit", pb.Caller(client_id="chat"), context) for context in callers]
+    first, second = (
+        identity.holders(caller, context)[0] for caller, context in zip(named, callers, strict=True)
+    )
+    assert first != second
+
+
+def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path, guarded: Config) -> None:
+    path = tmp_path / "priorities.toml"
+    path.write_text(
+        table("chat", TOKENS["chat"], rights=["submit"])
+        + table("search", TOKENS["search"], rights=["submit"])
+        + "max_priority = 3\n"
+    )
+    tenants = Identity(Tenants(str(path)), guarded.fleet_key())
+    unknown = Identity(None, None)
+
+    def used(identity: Identity, priority: int, token: str = "") -> int:
+        context = from_peer("ipv4:10.0.0.1:1", token)
+        return int(identity.admit("submit", pb.Caller(priority=priority), context).priority)
+
+    assert [used(unknown, asked) for asked in (8, 1, 0, -8)] == [0, 0, 0, -8]
+    assert [used(tenants, asked, TOKENS["chat"]) for asked in (8, 0, -3)] == [0, 0, -3]
+    assert [used(tenants, asked, TOKENS["search"]) for asked in (8, 3, 2, -3)] == [3, 3, 2, -3]
+
+
+@pytest.mark.parametrize("value", ["9", "-9", "1.0", "true", '"8"'])
+def test_a_max_priority_that_is_no_priority_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "priorities.toml"
+    path.write_text(f"{table('chat', TOKENS['chat'], rights=['submit'])}max_priority = {value}\n")
+    with pytest.raises(ValueError, match=r"\[chat\] max_priority is an integer from -8 to 8"):
+        Tenants(str(path))
+
+
+# Two tenants at one server
+
+
+@pytest.fixture
+async def gated(guarded: Config, model: Model, gate: Gate) -> AsyncIterator[Server]:
+    """A server of tenants whose decoder waits at a gate, and which decodes little ahead."""
+    behind = replace(model, decoder=cast(Decoder, gate))
+    async with server_of(guarded, behind, max_queue_s=160.0) as server:
+        yield server
+
+
+@asynccontextmanager
+async def tenants_of(server: Server, tmp_path: Path) -> AsyncIterator[tuple[EncoderClient, EncoderClient]]:
+    """The clients of the tenants `chat` and `search`."""
+    clients = []
+    for name in ("chat", "search"):
+        path = tmp_path / f"{name}.token"
+        path.write_text(TOKENS[name])
+        credentials = Credentials(token_file=str(path))
+        clients.append(await EncoderClient.connect(server.endpoint, credentials=credentials))
+    async with clients[0] as chat, clients[1] as search:
+        yield chat, search
+
+
+async def test_requests_of_one_tenant_hold_up_no_image_of_another_whatever_they_say(
+    gated: Server, gate: Gate, tmp_path: Path
+) -> None:
+    """Priority 8, the request identifier of the other, and 24 requests before it."""
+    done: list[str] = []
+
+    async def want(client: EncoderClient, name: str, number: int, **said: Any) -> None:
+        (submitted,) = await client.submit([marked(PICTURE, number)], **said)
+        assert submitted.error is None
+        asked.append(name)
+        rows = await collect(client, [RowRequest(submitted.digest)], **said)
+        assert rows[0].error is None
+        done.append(name)
+
+    asked: list[str] = []
+    async with tenants_of(gated, tmp_path) as (chat, search):
+        with gate.closed():
+            flood = [
+                asyncio.create_task(want(chat, "chat", n, priority=8, request_id=f"r{n}")) for n in range(24)
+            ]
+            await soon(lambda: gated.jobs.snapshot().claims == 48)
+            victim = asyncio.create_task(want(search, "search", 100, request_id="r0"))
+            await soon(lambda: gated.jobs.snapshot().claims == 50)
+            assert gated.jobs.snapshot().requests == 25, "r0 is another request for each tenant"
+        await asyncio.gather(victim, *flood)
+    # The first two were being decoded, and two more may leave in the batch of the victim.
+    assert done.index("search") <= 8, done
+
+
+async def test_a_tenant_that_fills_the_seconds_of_the_queue_leaves_room_for_another(
+    gated: Server, gate: Gate, tmp_path: Path
+) -> None:
+    async with tenants_of(gated, tmp_path) as (chat, search):
+        (first,) = await chat.submit([PICTURE])
+        assert (await collect(chat, [RowRequest(first.digest)]))[0].error is None
+        assert first.grid is not None
+        with gated.jobs._turn:  # measured as if an image of this size took 16 s of the 160
+            gated.jobs._scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
+        with gate.closed():
+            taken = await chat.submit([marked(PICTURE, n) for n in range(24)], timeout_s=2)
+            assert 5 <= sum(each.error is None for each in taken) <= 8
+            assert {type(each.error) for each in taken if each.error} == {OverloadedError}
+            (other,) = await search.submit([marked(PICTURE, 100)], timeout_s=2)
+            assert other.error is None

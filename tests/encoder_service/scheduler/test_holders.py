@@ -1,0 +1,240 @@
+"""Shares between holders: the order of images, queue seconds, decode time and request identifiers."""
+
+import pytest
+
+from encoder_contract.errors import OverloadedError
+from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler.order import MAX_ABSENT, FairQueue, Line
+from encoder_service.scheduler.task import Request
+from tests.scheduling import PATCHES, encode_order, make, names, prepare_all, want
+
+
+def fill(scheduler, client, count, *, requests=1, prefix="", **kind) -> list[Claim]:
+    """Want `count` images for one holder, spread over `requests` requests."""
+    return [
+        want(scheduler, f"{prefix or client}{n}", f"{client}-r{n % requests}", client=client, **kind)
+        for n in range(count)
+    ]
+
+
+def first_of(order: list[str], client: str) -> int:
+    return next(place for place, name in enumerate(order) if name.startswith(client))
+
+
+# Device time
+
+
+def test_a_priority_orders_images_within_its_holder_only():
+    scheduler = make()
+    fill(scheduler, "loud", 40, priority=8)
+    fill(scheduler, "calm", 3)
+    order = encode_order(scheduler)
+    assert {name[:4] for name in order[:2]} == {"loud", "calm"}
+    assert [name for name in order[:6] if name.startswith("calm")] == ["calm0", "calm1", "calm2"]
+
+
+def test_a_small_image_does_not_wait_for_the_requests_of_another_holder():
+    scheduler = make(ahead_patches=4 * PATCHES, ahead_images=4)
+    fill(scheduler, "busy", 24, requests=24)
+    prepare_all(scheduler)
+    scheduler.done(scheduler.next_batch(0.0, PATCHES), 1.0)
+    want(scheduler, "small", "one", client="small", patches=PATCHES)
+    assert encode_order(scheduler).index("small") <= 1
+
+
+def test_holders_with_work_left_get_equal_patches_whatever_the_size_of_their_images():
+    scheduler = make()
+    fill(scheduler, "large", 20, patches=400)
+    fill(scheduler, "small", 200, patches=40)
+    done = {"large": 0, "small": 0}
+    prepare_all(scheduler)
+    for _ in range(60):
+        for task in (batch := scheduler.next_batch(0.0, 1)):
+            done[task.address.decode().rstrip("0123456789")] += task.patches
+        scheduler.done(batch, 0.1)
+        assert abs(done["large"] - done["small"]) <= 400
+
+
+def test_a_batch_holds_images_of_every_holder_that_has_some():
+    scheduler = make()
+    for client in ("a", "b", "c"):
+        fill(scheduler, client, 10)
+    prepare_all(scheduler)
+    batch = names(scheduler.next_batch(0.0, 6 * PATCHES))
+    assert sorted(name[0] for name in batch) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_a_holder_alone_gets_the_whole_device():
+    scheduler = make()
+    fill(scheduler, "a", 5)
+    fill(scheduler, "b", 1)
+    order = encode_order(scheduler)
+    assert sorted(order) == ["a0", "a1", "a2", "a3", "a4", "b0"]
+    assert order[2:] == ["a1", "a2", "a3", "a4"]
+
+
+def test_a_holder_that_returns_has_saved_up_nothing():
+    scheduler = make()
+    want(scheduler, "early", "e", client="idle")
+    fill(scheduler, "busy", 200)
+    prepare_all(scheduler)
+    for _ in range(101):
+        scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
+    fill(scheduler, "idle", 50)
+    order = encode_order(scheduler)
+    assert 45 <= sum(name.startswith("busy") for name in order[:100]) <= 55
+
+
+def test_a_holder_that_asks_for_one_image_at_a_time_gets_no_more_than_its_share():
+    """What a holder had is remembered while it has nothing queued, as long as others wait."""
+    scheduler = make()
+    fill(scheduler, "queued", 400, patches=10)
+    done = {"queued": 0, "single": 0}
+    for turn in range(40):
+        want(scheduler, f"single{turn}", f"s{turn}", client="single", patches=100)
+        prepare_all(scheduler)
+        while scheduler.waiting_images:
+            batch = scheduler.next_batch(0.0, 1)
+            scheduler.done(batch, 0.1)
+            name = batch[0].address.decode().rstrip("0123456789")
+            done[name] += batch[0].patches
+            if name == "single":
+                break
+    assert done["single"] <= done["queued"] + 200
+
+
+def test_speculative_images_that_were_never_encoded_earn_no_turn_for_demanded_ones():
+    scheduler = make()
+    fill(scheduler, "busy", 200)
+    fill(scheduler, "waiting", 1, prefix="guess", demanded=False)
+    prepare_all(scheduler)
+    for _ in range(100):
+        scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
+    fill(scheduler, "waiting", 50)
+    order = encode_order(scheduler)
+    assert 45 <= sum(name.startswith("busy") for name in order[:100]) <= 55
+
+
+def test_an_image_that_two_holders_want_counts_against_both():
+    """Otherwise one name could submit and another fetch, and be served as if it had had nothing."""
+    scheduler = make()
+    for number in range(40):
+        want(scheduler, f"shared{number}", "s", client="submitter")
+        want(scheduler, f"shared{number}", "f", client="fetcher")
+    fill(scheduler, "other", 40)
+    order = encode_order(scheduler)
+    assert 18 <= sum(name.startswith("other") for name in order[:40]) <= 22
+
+
+def test_a_small_image_of_another_holder_overtakes_a_batch_of_a_higher_priority():
+    scheduler = make()
+    fill(scheduler, "large", 1, patches=1000, priority=8)
+    prepare_all(scheduler)
+    batch = scheduler.next_batch(0.0, 1)
+    want(scheduler, "own", "r", client="large", patches=100)
+    prepare_all(scheduler)
+    assert scheduler.next_overtaking(batch, 0.0, 500) == [], "of its own holder, and of a lower priority"
+    want(scheduler, "other", "r", client="small", patches=100)
+    prepare_all(scheduler)
+    assert names(scheduler.next_overtaking(batch, 0.0, 500)) == ["other"]
+
+
+# Decoding
+
+
+def test_another_holder_is_decoded_while_one_has_filled_what_is_decoded_ahead():
+    scheduler = make(ahead_patches=10 * PATCHES, ahead_images=10)
+    fill(scheduler, "busy", 100, requests=100)
+    prepare_all(scheduler)
+    scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
+    prepare_all(scheduler)
+    want(scheduler, "other", "r", client="other")
+    assert names(scheduler.next_to_prepare(0.0, 1000, 10)) == ["other"]
+    want(scheduler, "png", "r", client="png", apart=True)
+    assert names(scheduler.next_apart(0.0, 1000)) == ["png"]
+
+
+def test_images_of_all_holders_are_decoded_in_turn():
+    scheduler = make()
+    fill(scheduler, "busy", 50, requests=50, apart=True)
+    fill(scheduler, "calm", 5, apart=True)
+    decoded = [names(scheduler.next_apart(0.0, 1000))[0] for _ in range(10)]
+    assert sum(name.startswith("calm") for name in decoded) == 5
+
+
+def test_seconds_of_decoding_count_against_their_holder():
+    scheduler = make()
+    want(scheduler, "measured", client="warm")
+    prepare_all(scheduler)
+    scheduler.done(scheduler.next_batch(0.0, 1), 1.0)  # a hundred patches a second
+    fill(scheduler, "slow", 50, apart=True)
+    fill(scheduler, "fast", 200, apart=True)
+    seconds = {"slow": 0.0, "fast": 0.0}
+    for _ in range(120):
+        (task,) = scheduler.next_apart(0.0, 1000)
+        client = task.address.decode().rstrip("0123456789")
+        took = 20.0 if client == "slow" else 2.0
+        seconds[client] += took
+        scheduler.decoded([task], took)
+        scheduler.prepared(task, 0.0)
+    assert seconds["slow"] == pytest.approx(seconds["fast"], abs=25)
+
+
+# Request identifiers
+
+
+def test_a_request_identifier_means_another_request_for_each_holder():
+    scheduler = make()
+    want(scheduler, "other", "rival", client="victim", patches=2 * PATCHES)
+    for number in range(50):
+        want(scheduler, f"greedy{number}", "chat-1", client="greedy")
+    want(scheduler, "mine", "chat-1", client="victim")
+    assert scheduler.snapshot().requests == 3
+    order = encode_order(scheduler)
+    assert order.index("mine") < order.index("other")
+    assert order.index("mine") <= 1
+
+
+# Queue seconds
+
+
+def measured(seconds: float) -> Scheduler:
+    """Return a scheduler that measured a hundred patches a second."""
+    limits = Limits(images=1000, patches=10**6, source_bytes=10**9, claims=1000, seconds=seconds)
+    scheduler = make(limits)
+    want(scheduler, "first", client="warm")
+    prepare_all(scheduler)
+    scheduler.done(scheduler.next_batch(0.0, 1), 1.0)
+    return scheduler
+
+
+def test_a_holder_cannot_fill_the_seconds_of_the_queue():
+    scheduler = measured(seconds=48.0)
+    with pytest.raises(OverloadedError, match=r"share of the queue is full \(48 s\)"):
+        fill(scheduler, "greedy", 48)
+    assert scheduler.queued.patches == 36 * PATCHES
+    assert fill(scheduler, "other", 9)
+
+
+def test_a_holder_with_nothing_queued_takes_what_is_left_of_the_seconds():
+    scheduler = measured(seconds=10.0)
+    want(scheduler, "large", client="greedy", patches=4 * PATCHES)
+    with pytest.raises(OverloadedError, match="share of the queue"):
+        want(scheduler, "larger", client="greedy", patches=4 * PATCHES)
+    assert want(scheduler, "same", client="other", patches=4 * PATCHES).task
+
+
+# The number of holders
+
+
+def test_holders_that_have_nothing_queued_are_forgotten():
+    queue = FairQueue()
+    line = Line(Request("r", "always", 0), lane=0)
+    queue.place(line, (0, 0.0, 0.0, 0, line))
+    for number in range(3 * MAX_ABSENT):
+        queue.charge(f"host-{number}", 100 + number)
+    assert len(queue) <= MAX_ABSENT + 1
+    assert queue.tag(f"host-{number}") == 100 + number, "those that owe the most are remembered"
+    queue.charge("always", 10**6)
+    queue.serve(["always"])
+    assert len(queue) == 1

@@ -74,7 +74,9 @@ ENVIRONMENT = {
 
 # Who reads the wall clock, which may jump: nothing waits, expires or is ordered by it, for all that is monotonic.
 WALL_CLOCK = {
+    "encoder_service/api/identity": "refuses signatures of replicas that are a minute old, which are played back",
     "encoder_service/app": "tells the starts of a replica apart",
+    "encoder_service/cluster/peers": "says when a call to a replica was signed",
     "encoder_service/observability/top": "shows how old a process is",
     "prefill_client/media/freshness": "reads a host's Expires that comes without its Date",
     "prefill_client/reference/completions": "says when an answer was made",

@@ -1,5 +1,8 @@
 """Identity: who makes a call, and therefore what it may do and see, and whose share it uses."""
 
+import logging
+from time import time
+
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -8,6 +11,10 @@ from encoder_service.api.client_names import ClientNames
 from encoder_service.api.messages import Context
 from encoder_service.api.tenants import Right, Tenant, Tenants
 
+log = logging.getLogger(__name__)
+
+# How far the clocks of two replicas may differ, and how long a call that was overheard can be played back.
+MAX_SKEW_S = 60.0
 _BEARER = "Bearer "
 # Where gRPC puts the names of a client's certificate.
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
@@ -33,7 +40,18 @@ class Identity:
         signature = dict(context.invocation_metadata() or ()).get(SIGNATURE_METADATA)
         if self._fleet_key is None or not isinstance(signature, bytes) or not self.advertised:
             return False
-        return self._fleet_key.signed_request(signature, self.advertised, request)
+        signed_at = self._fleet_key.request_signed_at(signature, self.advertised, request)
+        if signed_at is None:
+            return False
+        away_s = time() - signed_at
+        if abs(away_s) > MAX_SKEW_S:
+            log.warning(
+                "a replica's call was signed %.0f s ago by our clock, over %g s away: played back, or clocks differ",
+                away_s,
+                MAX_SKEW_S,
+            )
+            return False
+        return True
 
     def admit(self, right: Right, caller: pb.Caller, context: Context) -> pb.Caller:
         """Return the caller with its counted name, the salt of its addresses, and the priority that it may use.

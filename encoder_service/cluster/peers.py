@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, time
 from typing import Any, cast
 
 import grpc
@@ -137,7 +137,7 @@ class Peers:
         raw = request.SerializeToString()
         metadata: tuple[tuple[str, bytes], ...] = ()
         if self._key is not None:
-            metadata = ((SIGNATURE_METADATA, self._key.sign_request(endpoint, raw)),)
+            metadata = ((SIGNATURE_METADATA, self._key.sign_request(endpoint, raw, time())),)
         fetch: Any = self._channels.to(endpoint).unary_stream(
             FETCH, response_deserializer=parse_fetch_response
         )

@@ -15,6 +15,7 @@ SIGNATURE_BYTES = 32
 SIGNATURE_METADATA = "fleet-signature-bin"
 """Where a replica's call carries the signature of its request."""
 
+_TIME = struct.Struct("<d")
 _GRID = struct.Struct("<III")
 
 
@@ -41,13 +42,20 @@ class FleetKey:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def sign_request(self, endpoint: str, request: bytes) -> bytes:
-        """Sign a call of ours to the replica that advertises `endpoint`: to another one it is worth nothing."""
-        return self._sign(self._secrets[0], "request", [endpoint.encode(), request])
+    def sign_request(self, endpoint: str, request: bytes, at_s: float) -> bytes:
+        """Sign a call of ours to the replica that advertises `endpoint`: to another one it is worth nothing.
 
-    def signed_request(self, signature: bytes, endpoint: str, request: bytes) -> bool:
-        """Whether a replica made this call to us, who advertise `endpoint`."""
-        return self._believes(signature, "request", [endpoint.encode(), request])
+        `at_s` is the time, seconds since 1970; the signature carries it.
+        """
+        time = _TIME.pack(at_s)
+        return time + self._sign(self._secrets[0], "request", [time, endpoint.encode(), request])
+
+    def request_signed_at(self, signature: bytes, endpoint: str, request: bytes) -> float | None:
+        """Return when a replica made this call to us, who advertise `endpoint`; None if none did."""
+        time, signature = signature[: _TIME.size], signature[_TIME.size :]
+        if not self._believes(signature, "request", [time, endpoint.encode(), request]):
+            return None
+        return float(_TIME.unpack(time)[0])
 
     def sign_rows(self, address: bytes, grid: Grid, rows: Iterable[memoryview]) -> bytes:
         """Sign all rows of an image; `rows` are their bytes in order. Takes milliseconds for tens of megabytes."""

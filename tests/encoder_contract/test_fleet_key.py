@@ -11,6 +11,7 @@ from encoder_contract.geometry import Grid
 OLD, NEW = b"an old secret of thirty-two bytes", b"a new secret of thirty-two bytes."
 KEY = FleetKey([OLD])
 ADDRESS, GRID, ROWS = b"a" * 32, Grid(1, 2, 4), bytes(range(64))
+NOW_S = 1_790_000_000.0
 
 
 def pieces(rows: bytes = ROWS, length: int = 10) -> list[memoryview]:
@@ -34,12 +35,20 @@ def test_rows_are_believed_however_they_are_cut_and_only_as_they_are() -> None:
 
 
 def test_a_request_is_for_one_replica_and_for_one_purpose() -> None:
-    signature = KEY.sign_request("10.0.0.5:50051", b"request")
-    assert KEY.signed_request(signature, "10.0.0.5:50051", b"request")
-    assert not KEY.signed_request(signature, "10.0.0.6:50051", b"request")
-    assert not KEY.signed_request(signature, "10.0.0.5:5005", b"1request")
-    assert not KEY.signed_request(signature, "10.0.0.5:50051", b"another")
-    assert KEY.seal_file(b"k" * 32, b"request")[:SIGNATURE_BYTES] != signature
+    signature = KEY.sign_request("10.0.0.5:50051", b"request", NOW_S)
+    assert KEY.request_signed_at(signature, "10.0.0.5:50051", b"request") == NOW_S
+    assert KEY.request_signed_at(signature, "10.0.0.6:50051", b"request") is None
+    assert KEY.request_signed_at(signature, "10.0.0.5:5005", b"1request") is None
+    assert KEY.request_signed_at(signature, "10.0.0.5:50051", b"another") is None
+    assert KEY.seal_file(b"k" * 32, b"request")[:SIGNATURE_BYTES] not in signature
+
+
+def test_the_time_of_a_request_cannot_be_changed() -> None:
+    signature = KEY.sign_request("a:1", b"request", NOW_S)
+    later = KEY.sign_request("a:1", b"request", NOW_S + 3600)
+    assert KEY.request_signed_at(later[:8] + signature[8:], "a:1", b"request") is None
+    for damaged in (b"", signature[:8], signature[:-1], signature[8:], signature + b"x"):
+        assert KEY.request_signed_at(damaged, "a:1", b"request") is None
 
 
 def test_a_file_comes_out_as_it_went_in_or_not_at_all() -> None:
@@ -65,9 +74,9 @@ def test_a_secret_is_replaced_in_steps_and_every_pair_on_the_way_believes_each_o
 def test_a_file_of_secrets_has_one_a_line_and_none_is_short_or_told(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(NEW + b"\r\n\n  " + OLD + b"\n")
-    signature = FleetKey([NEW]).sign_request("a:1", b"")
-    assert FleetKey.read(str(path)).signed_request(signature, "a:1", b"")
-    assert FleetKey.read(str(path)).sign_request("a:1", b"") == signature
+    signature = FleetKey([NEW]).sign_request("a:1", b"", NOW_S)
+    assert FleetKey.read(str(path)).request_signed_at(signature, "a:1", b"") == NOW_S
+    assert FleetKey.read(str(path)).sign_request("a:1", b"", NOW_S) == signature
     for content in (b"", b"\n", b"hunter2\n", OLD + b"\nhunter2"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="32 characters") as refusal:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from encoder_contract.framing import checksum, frame_rows
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.api.identity import MAX_SKEW_S
 from encoder_service.cluster import contract
 from encoder_service.cluster.index import RedisIndex
 from encoder_service.cluster.peers import FETCH
@@ -196,8 +198,13 @@ async def test_what_a_forger_heard_makes_nobody_else_sign_for_it(start: Start) -
             call.cancel()
             return bytes(answer.ready.signature)
 
-        raw = request.SerializeToString(deterministic=True)
-        assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw)) != b""
+        raw, now = request.SerializeToString(), time.time()
+        assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw, now)) != b""
+        for away_s in (
+            -MAX_SKEW_S - 60,
+            MAX_SKEW_S + 60,
+        ):  # an old one that is played back, a clock that is wrong
+            assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw, now + away_s)) == b""
         assert await signature_of(metadata[SIGNATURE_METADATA]) == b""
         assert await signature_of(b"") == b""
 

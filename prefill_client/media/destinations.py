@@ -38,8 +38,8 @@ class Destinations:
     def __init__(self, rules: Collection[str]) -> None:
         """Take rules; none allows no URL. Raises `ValueError` for what is no rule.
 
-        A host (`cdn.example.org`), with a port unless it is that of the scheme (`cdn.example.org:8443`), or all below
-        a name (`*.example.org`), at public addresses; `public`: every host, at public addresses and the ports of http
+        A host (`cdn.example.org`) at every port, or at one (`cdn.example.org:8443`), or all below a name
+        (`*.example.org`), at public addresses; `public`: every host, at public addresses and the ports of http
         and https; an address (`10.1.2.3:8000`, `[fd00::1]`), whether or not it is public; a network (`10.1.0.0/16`):
         hosts that are allowed may have its addresses.
         """
@@ -51,13 +51,12 @@ class Destinations:
 
     def check(self, url: ImageUrl) -> None:
         """Raise `ForbiddenError` if images from this host and port are not allowed."""
-        port = None if url.port == DEFAULT_PORTS[url.scheme] else url.port
-        if self._public and port is None:
+        if self._public and url.port == DEFAULT_PORTS[url.scheme]:
             return
         labels = url.host.split(".")
         parents = (".".join(["*", *labels[begin:]]) for begin in range(1, len(labels)))
         for host in (url.host, *parents):
-            if (host, port) in self._hosts or (host, url.port) in self._hosts:
+            if (host, None) in self._hosts or (host, url.port) in self._hosts:
                 return
         raise ForbiddenError(f"images from {url.authority} are not allowed here")
 

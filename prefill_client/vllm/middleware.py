@@ -20,6 +20,7 @@ from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from prefill_client.client import EncoderClient
 from prefill_client.images import Submitted
 from prefill_client.media.destinations import Destinations
+from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.transport.connection import traceparent
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
@@ -41,6 +42,8 @@ _HTTP = {
     Status.PERMISSION_DENIED: (403, "PermissionDeniedError"),
     Status.INTERNAL: (500, "InternalServerError"),
 }
+# As vLLM answers for an image that its host does not have.
+_IMAGE_HOST = (422, "UnprocessableEntityError")
 _DOWN = (503, "ServiceUnavailableError")
 # What says that the service cannot help now, and not that something is wrong with an image.
 _SERVICE_DOWN = (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.RESOURCE_EXHAUSTED, Status.INTERNAL)
@@ -241,7 +244,7 @@ def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping
 
 async def _refuse(send: Send, error: EncoderError) -> None:
     """Answer with the error's own text, as vLLM words its own."""
-    code, kind = _HTTP.get(error.status, _DOWN)
+    code, kind = _IMAGE_HOST if isinstance(error, ImageHostError) else _HTTP.get(error.status, _DOWN)
     body = json.dumps(
         {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
     ).encode()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,34 @@ def right(checkpoint: Path, service: ServerProcess) -> list[list[dict[str, float
 @pytest.fixture(scope="module")
 def http(checkpoint: Path, service: ServerProcess, right: object) -> Iterator[HttpEngine]:
     """A `vllm serve` with our three flags."""
-    with serving(checkpoint, service.endpoint) as engine:
+    with serving(checkpoint, service.endpoint, "--allowed-media-domains", "127.0.0.1", "*.invalid") as engine:
         yield engine
+
+
+class Album(BaseHTTPRequestHandler):
+    """A host of images: one that is there, and paths that name the status of their answer."""
+
+    def do_GET(self) -> None:
+        status = 200 if self.path == "/photo" else int(self.path[1:])
+        if not status:  # it hangs up
+            return
+        body = photo(120, 80, 3, "PNG") if status == 200 else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def album() -> Iterator[str]:
+    """A host of images at a port that the engine's `--allowed-media-domains` does not name."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Album) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def content(parts: list[Any]) -> list[dict[str, Any]]:
@@ -216,6 +243,27 @@ def test_what_cannot_be_served_is_refused_with_its_own_text(
     response = http.chat([{"type": "text", "text": "x"}, part], **body)
     assert (response.status_code, response.json()["error"]["code"]) == (status, status)
     assert told in response.json()["error"]["message"]
+
+
+def test_an_image_is_loaded_from_an_allowed_domain_at_any_port(http: HttpEngine, album: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": f"{album}/photo"}}
+    assert http.chat([{"type": "text", "text": "x"}, part]).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/404", "/500", "/503", "/429", "/0"])
+def test_a_host_of_images_that_fails_is_the_callers_error(http: HttpEngine, album: str, path: str) -> None:
+    """Stock vLLM answers 422 for a 404, too."""
+    part = {"type": "image_url", "image_url": {"url": album + path}}
+    response = http.chat([{"type": "text", "text": "x"}, part])
+    assert response.status_code == 422
+    assert response.json()["error"]["type"] == "UnprocessableEntityError"
+    assert f"image 0: {album}{path} " in response.json()["error"]["message"]
+
+
+def test_a_host_of_images_that_does_not_exist_is_the_callers_error(http: HttpEngine) -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://nowhere.invalid/x.png"}}
+    response = http.chat([{"type": "text", "text": "x"}, part])
+    assert (response.status_code, response.json()["error"]["code"]) == (422, 422)
 
 
 def test_named_parts_on_other_routes_end_with_an_error_and_the_engine_lives(http: HttpEngine) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError
-from prefill_client import EncoderClient
+from prefill_client import EncoderClient, __version__
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.reference.http_service import Limits
 from testing.photos import data_url, photo
 from tests.dripping_host import HEAD, dripping_host
+from tests.image_host import image_host
 from tests.prefill_client.reference.test_http_service import serving, user
 from tests.waiting import PATIENCE_S
 
@@ -76,6 +77,28 @@ async def test_http_images_come_only_from_allowed_hosts_and_within_bounds(album:
     hasty = ImageLoader(Destinations([album]), max_bytes=1 << 20, timeout_s=0.5)
     with pytest.raises(ImageHostError):
         await hasty.load(f"http://{album}/slow")
+
+
+async def test_a_host_without_a_port_is_allowed_at_every_port_and_public_only_at_the_usual_ones(
+    album: str,
+) -> None:
+    for rules, allowed in (
+        (["127.0.0.1"], True),
+        (["127.0.0.1:1"], False),
+        (["public", "127.0.0.0/8"], False),
+    ):
+        loader = ImageLoader(Destinations(rules), max_bytes=1 << 20, timeout_s=PATIENCE_S)
+        if allowed:
+            assert await loader.load(f"http://{album}/photo") == FIRST
+        else:
+            with pytest.raises(ForbiddenError):
+                await loader.load(f"http://{album}/photo")
+
+
+async def test_a_host_is_told_who_asks() -> None:
+    async with image_host() as host:
+        await host.loader().load(f"http://{host.name}/a")
+        assert f"User-Agent: encoder-service/{__version__}\r\n".encode() in host.asked[0]
 
 
 # What a bad host sends, and how fast; a header's lines and a body that grow without an end.

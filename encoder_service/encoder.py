@@ -80,15 +80,16 @@ class Encoder:
         key = image.key
         source = await self._validator.take(key, data, image.claim.holder)
         grid = self._validator.grid(key, source, image.claimed_grid)
-        self._sources.put(source)
         if not self._jobs.knows(key):
             # The lease is usually ours already, but not if another caller gave it up or the bytes took too long.
             acquired = await self._cluster.acquire([key.address])
             if key.address not in acquired.granted:  # a peer holds it or encodes it
+                self._sources.put(source, image.claim.holder)
                 self._waiters.wake(key.address)
                 self._cluster.share_source(key, data)
                 return LookupResult(grid, cached=key.address in acquired.located)
         queued = self._queue(image, source, grid)
+        self._sources.put(source, image.claim.holder)  # not before: a refused file pushes out no other
         self._cluster.share_source(key, data)
         return LookupResult(grid, cached=not queued)
 

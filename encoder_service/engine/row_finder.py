@@ -149,5 +149,5 @@ class RowFinder:
             source = await self._validator.take(key, data, claim.holder)
         except DigestMismatchError:
             return None  # bytes in the index may be anyone's: they must not become this image's embedding
-        self._sources.put(source)
+        self._sources.put(source, claim.holder)
         return source

@@ -22,7 +22,7 @@ from encoder_service.image.decode import Decoder
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.traffic import marked
-from tests.calls import collect
+from tests.calls import collect, named, raw_submit
 from tests.gate import Gate
 from tests.servers import server_of
 from tests.tenants import TOKENS, table
@@ -172,3 +172,17 @@ async def test_a_tenant_that_fills_the_seconds_of_the_queue_leaves_room_for_anot
             assert {type(each.error) for each in taken if each.error} == {OverloadedError}
             (other,) = await search.submit([marked(PICTURE, 100)], timeout_s=2)
             assert other.error is None
+
+
+async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: Model, gate: Gate) -> None:
+    """Or refused uploads would push out the files of others. They name no grid: only their bytes tell the size."""
+    behind = replace(model, decoder=cast(Decoder, gate))
+    async with (
+        server_of(config, behind, max_queued_images=4) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        with gate.closed():
+            states = await raw_submit(client, [named(n, marked(PICTURE, n)) for n in range(12)])
+            last = [each[-1].state for each in states.values()]
+            assert {pb.STATE_QUEUED, pb.STATE_FAILED} == {*last}
+            assert len(server._sources) == last.count(pb.STATE_QUEUED)

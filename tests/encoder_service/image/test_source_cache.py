@@ -96,3 +96,34 @@ def test_asking_for_its_size_on_another_thread_harms_nothing(number: int) -> Non
         clock.now += 200
         sources.put(of(b"b", 10))
         assert (sources.get(b"b") is not None, sources.held_bytes, len(sources)) == (True, 10, 1)
+
+
+def test_the_holder_with_the_most_bytes_makes_room() -> None:
+    sources = SourceCache(max_bytes=100, ttl_s=100)
+    sources.put(of(b"calm", 10), "calm")
+    for number in range(50):
+        sources.put(of(b"%d" % number, 10), "greedy")
+    assert sources.held_bytes == 100, "what nobody else needs is used"
+    assert sources.get(b"calm") is not None
+    for number in range(10):
+        sources.put(of(b"more %d" % number, 10), "calm")
+    assert sum(sources.get(b"%d" % number) is not None for number in range(50)) == 5
+    assert sources.get(b"49") is not None, "its least recently used go first"
+
+
+def test_a_large_file_of_a_new_holder_is_kept() -> None:
+    sources = SourceCache(max_bytes=30, ttl_s=100)
+    sources.put(of(b"small", 10), "a")
+    sources.put(of(b"large", 25), "b")
+    assert sources.get(b"large") is not None
+    assert (len(sources), sources.held_bytes) == (1, 25)
+
+
+def test_a_file_counts_against_the_holder_that_sent_it_first() -> None:
+    sources = SourceCache(max_bytes=30, ttl_s=100)
+    sources.put(of(b"a", 10), "first")
+    sources.put(of(b"b", 10), "second")
+    sources.put(of(b"a", 10), "second")
+    sources.put(of(b"c", 10), "second")
+    sources.put(of(b"d", 10), "third")
+    assert [sources.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ MODES = [
     ("JPEG2000", "RGBA", {"codeblock_size": (32, 32), "irreversible": True}),
 ]  # fmt: skip
 
-# Decodes and resizes one file in a process of its own, and prints by how much its largest memory exceeds what it had
-# after a small one.
+# Answers each line, the arguments of a measurement, with its outcome. Each is made in a fork of this process: torch is
+# imported once, and no measurement finds what another has left in the allocator.
 CHILD = """
-import json, sys
+import json, os, resource, sys
 from pathlib import Path
 from encoder_contract.geometry import Geometry
 from encoder_service.image.decode import Decoder
@@ -45,14 +46,34 @@ def most_bytes():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
-small, large, backend = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-decoder, geometry = Decoder(threads=1, backend=backend), Geometry(16, 2, 65536, 1 << 20)
-for file in (small, large):
-    before = most_bytes()
-    (pixels,) = decoder.decode([file.read_bytes()])
-    height, width, _ = pixels.shape
-    to_patches([pixels], [geometry.grid(width, height)], PlainResize(geometry))
-print(json.dumps({"bytes": most_bytes() - before, "pixels": width * height}))
+def memory(small, large, backend):
+    decoder, geometry = Decoder(threads=1, backend=backend), Geometry(16, 2, 65536, 1 << 20)
+    for file in (small, large):
+        before = most_bytes()
+        (pixels,) = decoder.decode([Path(file).read_bytes()])
+        height, width, _ = pixels.shape
+        to_patches([pixels], [geometry.grid(width, height)], PlainResize(geometry))
+    return {"bytes": most_bytes() - before, "pixels": width * height}
+
+def shortage(path):
+    file = Path(path).read_bytes()
+    decoder = Decoder(threads=1, backend="pillow")
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    no_limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + (8 << 20), no_limit[1]))
+    (short,) = decoder.decode([file])
+    resource.setrlimit(resource.RLIMIT_AS, no_limit)
+    (pixels,) = decoder.decode([file])
+    return {"error": type(short).__name__, "retryable": getattr(short, "retryable", None),
+            "hint": getattr(short, "retry_after_ms", 0), "then": type(pixels).__name__}
+
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    if not (child := os.fork()):
+        print(json.dumps({"memory": memory, "shortage": shortage}[name](*arguments)), flush=True)
+        os._exit(0)
+    if failed := os.waitpid(child, 0)[1]:
+        sys.exit(f"{line}: ended with {failed}")
 """
 
 
@@ -64,18 +85,32 @@ def picture(mode: str, side: int) -> Image.Image:
     return rgb.convert(mode)
 
 
-def run(*arguments: str, code: str = CHILD) -> dict[str, Any]:
+Measure = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    """A function that measures one thing in a process of its own."""
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=path, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    command = [sys.executable, "-c", CHILD]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=path
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def measure(name: str, *arguments: str | Path) -> dict[str, Any]:
+            print(json.dumps([name, *map(str, arguments)]), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+            assert answer, "the process failed, see what it said"
+            return json.loads(answer)  # type: ignore[no-any-return]
+
+        yield measure
 
 
 @pytest.mark.parametrize(("kind", "mode", "options"), MODES)
 @pytest.mark.parametrize("backend", ["pillow", "dali"])
-def test_a_pixel_takes_no_more_memory_than_the_formula_says(tmp_path, kind, mode, options, backend):
+def test_a_pixel_takes_no_more_memory_than_the_formula_says(measure, tmp_path, kind, mode, options, backend):
     batched = backend == "dali"
     if batched:
         pytest.importorskip("nvidia.dali")
@@ -83,34 +118,16 @@ def test_a_pixel_takes_no_more_memory_than_the_formula_says(tmp_path, kind, mode
             pytest.skip("Pillow's")
     for name, side in (("small", 64), ("large", SIDE)):
         picture(mode, side).save(tmp_path / name, kind, **options)
-    most = run(str(tmp_path / "small"), str(tmp_path / "large"), backend)
+    most = measure("memory", tmp_path / "small", tmp_path / "large", backend)
     allowed = BATCHED_BYTES_PER_PIXEL if batched else PILLOW_BYTES_PER_PIXEL
     file_bytes = 2 * (tmp_path / "large").stat().st_size
     assert most["bytes"] - file_bytes <= allowed * most["pixels"], most["bytes"] / most["pixels"]
 
 
-SHORT = """
-import json, resource, sys
-from pathlib import Path
-from encoder_service.image.decode import Decoder
-
-file = Path(sys.argv[1]).read_bytes()
-decoder = Decoder(threads=1, backend="pillow")
-held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-no_limit = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (held + (8 << 20), no_limit[1]))
-(short,) = decoder.decode([file])
-resource.setrlimit(resource.RLIMIT_AS, no_limit)
-(pixels,) = decoder.decode([file])
-print(json.dumps({"error": type(short).__name__, "retryable": getattr(short, "retryable", None),
-                  "hint": getattr(short, "retry_after_ms", 0), "then": type(pixels).__name__}))
-"""
-
-
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
-def test_a_shortage_of_memory_is_not_the_images_fault(tmp_path, kind):
+def test_a_shortage_of_memory_is_not_the_images_fault(measure, tmp_path, kind):
     picture("RGB", SIDE).save(tmp_path / "image", kind)
-    outcome = run(str(tmp_path / "image"), code=SHORT)
+    outcome = measure("shortage", tmp_path / "image")
     assert outcome == {"error": "OverloadedError", "retryable": True, "hint": 500, "then": "Tensor"}
 
 

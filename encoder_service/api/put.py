@@ -29,6 +29,8 @@ from encoder_service.store import Incoming, Store
 
 # Threads of their own: whoever reads from a caller's file keeps nobody else from hashing or sending.
 _copies = ThreadPoolExecutor(4, "from-segment")
+# And these read what has arrived, and wait for nobody.
+_checks = ThreadPoolExecutor(2, "check-rows")
 # How often an idle call checks whether the server drains: engines keep theirs open, and a drain waits for them.
 LOOK_S = 0.5
 _HOLDINGS = {"held": pb.HOLDING_HELD, "yours": pb.HOLDING_YOURS, "wait": pb.HOLDING_WAIT}
@@ -58,7 +60,7 @@ class _Expected:
     lease: Lease
     tokens: int
     incoming: Incoming | None = None
-    reading: "asyncio.Future[None] | None" = None
+    working: "asyncio.Future[None] | None" = None  # a thread that reads or writes its rows
     held_bytes: int = 0
 
 
@@ -216,8 +218,11 @@ class PutCall:
             return [self._fail(end.index, AbandonedError("the caller gave the image up"))]
         try:
             if (incoming := self._begun(expected)) is not None:
-                if not expected.lease.open:
-                    raise DeadlineError(LATE)
+                _require_open(expected.lease)
+                incoming.check(end.checksum)
+                expected.working = asyncio.get_running_loop().run_in_executor(_checks, incoming.check_finite)
+                await asyncio.shield(expected.working)
+                _require_open(expected.lease)
                 incoming.complete(end.checksum).release()
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
             return [self._fail(end.index, error)]
@@ -251,10 +256,10 @@ class PutCall:
         """Copy a piece of rows out of the caller's file."""
         if self._segment is None or extent.offset > MAX_OFFSET:
             raise InvalidRequestError("no segment is open that could hold rows there")
-        expected.reading = asyncio.get_running_loop().run_in_executor(
+        expected.working = asyncio.get_running_loop().run_in_executor(
             _copies, _read_and_close, incoming, os.dup(self._segment), extent.offset, extent.length
         )
-        await asyncio.shield(expected.reading)
+        await asyncio.shield(expected.working)
 
     def _complete(self, index: int, expected: _Expected) -> pb.PutResponse:
         """Answer an image whose rows are in the store."""
@@ -280,7 +285,7 @@ class PutCall:
     def _drop(self, index: int) -> None:
         expected = self._expected.pop(index)
         if expected.incoming is not None:
-            _drop_unread(expected.incoming, expected.reading)
+            _drop_unused(expected.incoming, expected.working)
         self._room.bytes_under_way.give_back(self._holders, expected.held_bytes)
         self._room.leases.give_up(expected.lease)
 
@@ -291,12 +296,17 @@ class PutCall:
         return pb.PutResponse(state=state)
 
 
-def _drop_unread(incoming: Incoming, reading: "asyncio.Future[None] | None") -> None:
-    """Drop rows, but not before the thread that writes them has ended: afterwards their pages may be reused."""
-    if reading is None or reading.done():
+def _require_open(lease: Lease) -> None:
+    if not lease.open:
+        raise DeadlineError(LATE)
+
+
+def _drop_unused(incoming: Incoming, working: "asyncio.Future[None] | None") -> None:
+    """Drop rows, but not before the thread that works on them has ended: afterwards their pages may be reused."""
+    if working is None or working.done():
         incoming.drop()
     else:
-        reading.add_done_callback(lambda _: incoming.drop())
+        working.add_done_callback(lambda _: incoming.drop())
 
 
 def _read_and_close(incoming: Incoming, file: int, offset: int, length: int) -> None:

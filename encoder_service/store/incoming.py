@@ -1,6 +1,10 @@
 """Rows that arrive piece by piece: written into reserved pages, and visible to nobody until they are complete."""
 
+import math
 import os
+
+import numpy as np
+import torch
 
 from encoder_contract.errors import InternalError, InvalidRequestError
 from encoder_contract.framing import Checksum
@@ -11,21 +15,25 @@ from encoder_service.store.tiers import Entry
 
 # What is read at a time: it is still in the processor's cache when its checksum is taken.
 _READ_BYTES = 512 << 10
+# Likewise, when its elements are compared.
+_CHECKED_BYTES = 256 << 10
 
 
 class Incoming:
     """One embedding on its way into the store; `complete` or `drop` it. Not thread-safe: one writer at a time."""
 
-    def __init__(self, table: EntryTable, segment: Segment, entry: Entry) -> None:
-        """Own a reserved entry, and the claim on its address."""
+    def __init__(self, table: EntryTable, segment: Segment, entry: Entry, dtype: torch.dtype) -> None:
+        """Own a reserved entry of rows of `dtype`, and the claim on its address."""
+        self._dtype = dtype
         self._table = table
         self._segment = segment
         self._entry: Entry | None = entry
         base = segment.data_offset
-        self._room = [
+        self._rows = [
             segment.view[base + offset : base + offset + length]
             for offset, length in entry.extents(0, entry.tokens)
         ]
+        self._room = list(self._rows)
         self._left = entry.row_bytes
         self._checksum = Checksum()
 
@@ -61,20 +69,46 @@ class Incoming:
             offset += count
             self._use(count)
 
-    def complete(self, checksum: int) -> Pin:
-        """Make the rows visible and return a pin on them.
-
-        Raises `InvalidRequestError` if bytes are missing, `InternalError` if they are not those of the checksum.
-        """
+    def check(self, checksum: int) -> None:
+        """Raise `InvalidRequestError` if bytes are missing, `InternalError` if they are not those of the checksum."""
         if self._left:
             raise InvalidRequestError(f"{self._left} bytes of the rows are missing")
         if self._checksum.value != checksum:
             raise InternalError(
                 "the rows arrived damaged: they do not have the checksum that was sent with them"
             )
+
+    def check_finite(self) -> None:
+        """Raise `InvalidRequestError` for a NaN or an infinity in the rows, all of which have arrived.
+
+        For worker threads: it takes a tenth of a millisecond a megabyte.
+        """
         entry = self._entry
         assert entry is not None, "the rows are complete, or were dropped"
-        self._entry = None
+        size = self._dtype.itemsize
+        seen = 0
+        for rows in self._rows:
+            signed = np.frombuffer(rows, f"i{size}")
+            unsigned = signed.view(f"u{size}")
+            infinite = _infinity(self._dtype)
+            negative = infinite | 1 << 8 * size - 1
+            for begin in range(0, len(signed), _CHECKED_BYTES // size):
+                these = slice(begin, begin + _CHECKED_BYTES // size)
+                # What is not finite has an infinity's exponent: as integers, the largest of either sign.
+                if signed[these].max() >= infinite or unsigned[these].max() >= negative:
+                    found = np.flatnonzero((signed[these] & infinite) == infinite)[0]
+                    row = (seen + (begin + int(found)) * size) // (entry.row_bytes // entry.tokens)
+                    raise InvalidRequestError(
+                        f"row {row} of {entry.tokens} has a NaN or an infinity: rows must be finite"
+                    )
+            seen += len(rows)
+
+    def complete(self, checksum: int) -> Pin:
+        """Make the rows visible and return a pin on them. Raises what `check` does."""
+        self.check(checksum)
+        entry = self._entry
+        assert entry is not None, "the rows are complete, or were dropped"
+        self._entry, self._rows = None, []
         entry.checksum = checksum
         self._table.commit(entry)
         self._table.unclaim(entry.address)
@@ -82,7 +116,7 @@ class Incoming:
 
     def drop(self) -> None:
         """Discard rows that are not complete; afterwards, or once they are, this does nothing."""
-        entry, self._entry = self._entry, None
+        entry, self._entry, self._rows = self._entry, None, []
         if entry is not None:
             self._table.abandon(entry)
             self._table.unclaim(entry.address)
@@ -91,3 +125,9 @@ class Incoming:
         self._room[0] = self._room[0][count:]
         if not self._room[0]:
             del self._room[0]
+
+
+def _infinity(dtype: torch.dtype) -> int:
+    """Return the bits of infinity."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return int(torch.tensor(math.inf, dtype=dtype).view(bits).item())

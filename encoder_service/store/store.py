@@ -140,7 +140,7 @@ class Store:
         except BaseException:  # whatever it is: an address that stays claimed can never be put
             table.unclaim(address)
             raise
-        return Incoming(table, self.segment, entry)
+        return Incoming(table, self.segment, entry, self.dtype)
 
     def set_aside(self, tokens: Sequence[int], *, wait: bool = True) -> int:
         """Reserve space for embeddings about to be computed; return how many of them, from the first on, fit.

@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from encoder_contract.errors import UnknownImageError
+from encoder_contract.errors import Status, UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.config import GIB
@@ -233,3 +233,27 @@ async def test_what_is_pinned_is_put_again_by_nobody_and_a_full_store_says_so(st
         assert answer.error.status.value == RESOURCE_EXHAUSTED
     assert len(images) > 1
     assert isinstance((await fetch_put(client, images[-1])).error, UnknownImageError)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("transport", ["inline", "shm"])
+async def test_rows_with_a_nan_or_an_infinity_fail_their_image_alone(
+    start: Any, transport: Any, value: float
+) -> None:
+    server, client = await start()
+    image, other, rows = new_image(), new_image(), rows_for(client, 5)
+    broken = rows.copy()
+    broken[3, 5] = value
+    async with client.put(PRODUCER, transports=[transport]) as session:
+        for each, its_rows in ((image, broken), (other, rows), (image, rows)):
+            (answer,) = await session.name([each])
+            assert answer.state == "yours"
+            answer = await session.put(answer, its_rows)
+            if its_rows is broken:
+                assert answer.error is not None
+                assert answer.error.status is Status.INVALID_ARGUMENT
+                assert "row 3 " in answer.error.message
+                assert isinstance((await fetch_put(client, each)).error, UnknownImageError)
+            else:
+                assert answer.state == "held"
+    await soon(lambda: nothing_is_left(server))

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from encoder_service.observability.logs import set_up_logging
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
 # How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
 # Submit answer; shorter than this, switching itself begins to cost.
+MAX_FILES = 65_536  # many times what a server opens
 GIL_SWITCH_S = 0.0005
 
 
@@ -135,10 +137,19 @@ def _top(given: dict[str, Any]) -> int:
         raise ConfigError(str(error)) from error
 
 
+def raise_file_limit() -> None:
+    """Raise the soft limit on file descriptors to the hard one, at most `MAX_FILES`: it is often 1024 by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _serve(given: dict[str, object]) -> int:
     config = Config.read(given, os.environ)
     set_up_logging(config.log_level, config.log_format)
     keep_freed_memory()
+    raise_file_limit()
     sys.setswitchinterval(GIL_SWITCH_S)
     require_free("listen", config.listen)
     if config.metrics_listen:

@@ -1,6 +1,7 @@
 """The gRPC listener: one port with the service's calls, admin calls, health and reflection."""
 
 import asyncio
+import resource
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -25,9 +26,10 @@ OPTIONS = (
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 512),
-    # Idle connections, and more connections than a cluster needs: each takes a file descriptor.
+    # Each connection takes a file descriptor. One without a call is closed after a minute; clients connect again by
+    # themselves, and ours keep a call to health open.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_allowed_incoming_connections", 4096),
+    ("grpc.max_connection_idle_ms", 60_000),
     # Allow the keepalive pings of clients that detect a silent server within two seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
@@ -38,6 +40,8 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),  # a taken port is an error: two servers must not share it
 )
+# More than a cluster needs. Half of the file descriptors are left for all else.
+MAX_CONNECTIONS = 4096
 # After the last call, connections have this long to close by themselves before they are cut.
 GOODBYE_S = 0.5
 
@@ -64,7 +68,9 @@ class Listener:
         `piece_bytes`, and ends if its caller reads nothing for `reader_idle_s`.
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
-        self._server = grpc.aio.server(options=(*OPTIONS, largest))
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        connections = ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, files // 2))
+        self._server = grpc.aio.server(options=(*OPTIONS, largest, connections))
         self._entrance = Entrance(max_calls, reader_idle_s)
         self._submits = Entrance(max_calls, reader_idle_s)
         self._health = Health(("", service.SERVICE))

@@ -214,6 +214,61 @@ async def watchers(target: Target, ready: Callable[[], Awaitable[None]]) -> None
     await asyncio.gather(_keep(8, hold), _keep(2, come_and_go))
 
 
+async def refusals(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+    """Messages of 100 KB with 50 000 empty sub-messages, as fast as they are refused."""
+    empty = b"\x12\x00" * 50_000
+    names = b"\x0a\x00" * 50_000
+    bodies = {FETCH: empty, SUBMIT: b"\x12" + _varint(len(names)) + names}
+    channel: Any = grpc.aio.insecure_channel(target.grpc)  # of bytes as they are
+
+    async def ask(path: str) -> None:
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in channel.unary_stream(path)(bodies[path], timeout=30):
+                    pass
+            await asyncio.sleep(0.01)
+
+    await ready()
+    await asyncio.gather(*(ask(path) for path in bodies for _ in range(8)))
+
+
+async def priority(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+    """Images of the highest priority, more than the tower can encode."""
+    caller = pb.Caller(priority=8)
+    stub, base, numbers = target.stub(), photo(512, 512, 11), itertools.count()
+
+    async def ask() -> None:
+        images = [marked(base, next(numbers)) for _ in range(16)]
+        await _read(stub, _request(await _submit_files(stub, images, caller), caller=caller))
+
+    await ready()
+    await _keep(4, ask, pause_s=0.0)
+
+
+async def seconds(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+    """Images that nobody fetches, as many as the seconds of the queue allow."""
+    stub, base, numbers = target.stub(), photo(512, 512, 10), itertools.count()
+
+    async def submit() -> None:
+        await _submit_files(stub, [marked(base, next(numbers)) for _ in range(32)])
+
+    await ready()
+    await _keep(4, submit, pause_s=0.0)
+
+
+async def large(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+    """Images of more pixels than are decoded at a time, each of which takes seconds."""
+    file, numbers = files.large_jpeg2000(), itertools.count()
+    stub = target.stub()
+
+    async def ask() -> None:
+        image = files.again(file, next(numbers))
+        await _read(stub, _request(await _submit_files(stub, [image]), grace_ms=30_000))
+
+    await ready()
+    await _keep(4, ask, pause_s=0.0)
+
+
 async def neighbour(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
     """No attacker: one honest client, of new images as large as those of the attackers, one after the other."""
     stub, base = target.stub(), photo(512, 512, 9)
@@ -222,31 +277,38 @@ async def neighbour(target: Target, ready: Callable[[], Awaitable[None]]) -> Non
         await _read(stub, _request(await _submit_files(stub, [marked(base, number)])))
 
 
-# In the order of the points of a hostile day; the last also looks at the drain.
+# In the order of the points of a hostile day; `watchers` also looks at the drain.
 ATTACKS: dict[str, Attack] = {
     attack.__name__: attack
     for attack in (
         *(headers, uploads, readers, decoders, messages),
         *(unknown, partial, claims, dripping, watchers),
+        *(refusals, priority, seconds, large),
     )
 }
 CALLERS = {neighbour.__name__: neighbour, **ATTACKS}
 
 
-async def _submit_files(stub: "EncoderServiceAsyncStub", images: Sequence[bytes]) -> list[bytes]:
+async def _submit_files(
+    stub: "EncoderServiceAsyncStub", images: Sequence[bytes], caller: pb.Caller | None = None
+) -> list[bytes]:
     """Submit image files; return their digests."""
     by_digest = {content_digest(file): file for file in images}
-    await _submit(stub, [pb.ImageName(index=n, digest=each) for n, each in enumerate(by_digest)], by_digest)
+    names = [pb.ImageName(index=n, digest=each) for n, each in enumerate(by_digest)]
+    await _submit(stub, names, by_digest, caller)
     return list(by_digest)
 
 
 async def _submit(
-    stub: "EncoderServiceAsyncStub", names: Sequence[pb.ImageName], by_digest: dict[bytes, bytes]
+    stub: "EncoderServiceAsyncStub",
+    names: Sequence[pb.ImageName],
+    by_digest: dict[bytes, bytes],
+    caller: pb.Caller | None = None,
 ) -> None:
     """Name images and send the bytes that are asked for and known here; whatever is answered is fine."""
     call: Any = stub.Submit()  # whose `read` has no type but that of the end
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        await call.write(pb.SubmitRequest(open=pb.Caller()))
+        await call.write(pb.SubmitRequest(open=caller or pb.Caller()))
         await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
         digests = {name.index: name.digest for name in names}
         left = len(names)
@@ -267,9 +329,11 @@ def _pieces(index: int, file: bytes) -> Iterator[pb.ImageBytes]:
         yield pb.ImageBytes(index=index, data=file[begin:end], last=end >= len(file))
 
 
-def _request(digests: Sequence[bytes], grace_ms: int = 1000, rows: int = 0) -> pb.FetchRequest:
+def _request(
+    digests: Sequence[bytes], grace_ms: int = 1000, rows: int = 0, caller: pb.Caller | None = None
+) -> pb.FetchRequest:
     images = [pb.FetchImage(index=n, digest=digest, row_end=rows) for n, digest in enumerate(digests)]
-    return pb.FetchRequest(images=images, grace_ms=grace_ms)
+    return pb.FetchRequest(images=images, grace_ms=grace_ms, caller=caller)
 
 
 async def _read(stub: "EncoderServiceAsyncStub", request: pb.FetchRequest) -> None:
@@ -278,13 +342,13 @@ async def _read(stub: "EncoderServiceAsyncStub", request: pb.FetchRequest) -> No
             pass
 
 
-async def _keep(count: int, one: Callable[[], Awaitable[None]]) -> None:
-    """Keep so many going, each begun again when the server ends it."""
+async def _keep(count: int, one: Callable[[], Awaitable[None]], pause_s: float = AGAIN_S) -> None:
+    """Keep so many going, each begun again, after a pause, when it has ended."""
 
     async def again() -> None:
         while True:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, ProtocolError):
                 await one()
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(pause_s)
 
     await asyncio.gather(*(again() for _ in range(count)))

@@ -50,3 +50,10 @@ def bomb_png(side: int = 9000) -> bytes:
     file = io.BytesIO()
     Image.new("1", (side, side)).save(file, "PNG", optimize=True)
     return file.getvalue()
+
+
+def large_jpeg2000(side: int = 7200) -> bytes:
+    """Return a JPEG 2000 file of a few hundred bytes, of more pixels than are decoded at a time."""
+    file = io.BytesIO()
+    Image.new("L", (side, side)).save(file, "JPEG2000")
+    return file.getvalue()

@@ -26,6 +26,7 @@ def test_some_calls_find_nothing_and_leave_nothing_on_a_server() -> None:
         "fetch",
         "images",
         "put",
+        "crowds",
         "--cases",
         "400",
     ]

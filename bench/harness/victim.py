@@ -16,6 +16,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient, RowRequest
+from testing.hostile_images import again
 from testing.photos import photo
 from testing.traffic import marked
 
@@ -53,7 +54,8 @@ class Victim:
         self._service = EncoderServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._health_url = health_url
-        self._photo = photo(320, 240, 1)
+        # A JPEG is decoded in batches with others, a PNG by itself.
+        self._jpeg, self._png = photo(320, 240, 1), photo(320, 240, 3, "PNG")
         self._known = photo(320, 240, 2)
         self._numbers = itertools.count()
 
@@ -82,7 +84,8 @@ class Victim:
         await self._service.Describe(pb.DescribeRequest())
         await self._health.Check(health_pb2.HealthCheckRequest())
         await asyncio.to_thread(lambda: urllib.request.urlopen(self._health_url, timeout=PATIENCE_S).read())
-        photos = [self._known, marked(self._photo, next(self._numbers))]
+        number = next(self._numbers)
+        photos = [self._known, again(self._png, number) if number % 2 else marked(self._jpeg, number)]
         for submitted in await self._client.submit(photos, timeout_s=PATIENCE_S):
             if submitted.error is not None:
                 raise submitted.error

@@ -32,7 +32,8 @@ SHARES = {
     "submit": 0.04,
     "fetch": 0.04,
     "images": 0.04,
-    "put": 0.08,
+    "put": 0.06,
+    "crowds": 0.02,
 }
 AT_A_TIME = 16
 IDLE_S = 60.0

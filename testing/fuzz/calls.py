@@ -141,7 +141,25 @@ async def images(channel: Any, seed: int, _draw: random.Random) -> None:
     await check(fetched, errors)
 
 
-CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, put)}
+async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
+    """A message of many sub-messages, most of them empty, in the place of images."""
+    count = draw.choice((0, 1, 511, 512, 513, 5_000, 50_000))
+    images = b"\x0a\x00" * count
+    path, raw = draw.choice(
+        (
+            ("Fetch", b"\x12\x00" * count),
+            ("Submit", pb.SubmitRequest(names=pb.ImageNames.FromString(images)).SerializeToString()),
+            ("Put", pb.PutRequest(names=pb.PutNames.FromString(images)).SerializeToString()),
+        )
+    )
+    call: Any = channel.unary_stream(f"{SERVICE}/{path}")(mutated(draw, raw) if draw.random() < 0.2 else raw)
+    with suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    await check(call, [])
+
+
+CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, put, crowds)}
 _FILES = [b"", b"no image", *(photo(40 + 8 * n, 40, n) for n in range(4)), *(damaged(n) for n in range(6))]
 
 

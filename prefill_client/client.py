@@ -18,6 +18,7 @@ from encoder_contract.errors import (
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.fetch_stream import FetchStream
+from prefill_client.fleet.kept_images import KeptImages
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.retries import Attempts
@@ -108,32 +109,35 @@ class EncoderClient:
         server if need be, until `timeout_s`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
-        images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
-        answers = {
-            index: Submitted(b"", error=error)
-            for index, error in enumerate(read)
-            if isinstance(error, EncoderError)
-        }
-        deadline = monotonic() + timeout_s
-        attempts = {index: Attempts(deadline) for index in images}
-        due_s = dict.fromkeys(images, 0.0)
+        return await self._submit(read, self._caller(request_id, priority), timeout_s)
+
+    async def keep(
+        self,
+        files: Sequence[bytes | Image],
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        again_s: float = DEFAULT_TIMEOUT_S,
+    ) -> KeptImages:
+        """Submit image files as `submit` does, and keep them submitted until the answer is closed, wherever they are.
+
+        A server that has lost one is sent it again. If a server goes, its images are submitted to another, for as long
+        as `again_s`. Whoever fetches them says that they are `kept`.
+        """
+        read = await asyncio.to_thread(read_images, files, self.description.geometry)
         caller = self._caller(request_id, priority)
-        while images:
-            now_s = monotonic()
-            due = {index: image for index, image in images.items() if due_s[index] <= now_s}
-            answered = await self._submit_once(due, caller, attempts)
-            for index, answer in answered.items():
-                pause_s = None
-                if answer.error is not None:
-                    pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
-                if pause_s is None:
-                    error = answer.error and attempts[index].outcome(answer.error)
-                    answers[index] = replace(answer, error=error)
-                    del images[index]
-                else:
-                    due_s[index] = monotonic() + pause_s
-            await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
-        return [answers[index] for index in range(len(files))]
+
+        async def submit(images: Sequence[Image]) -> list[Submitted]:
+            return await self._submit(images, caller, again_s, kept=kept, persistent=True)
+
+        kept = KeptImages(submit, failed=self._pool.router.failed)
+        try:
+            kept.answers = await self._submit(read, caller, timeout_s, kept=kept)
+        except BaseException:
+            await kept.close()
+            raise
+        return kept
 
     def fetch(
         self,
@@ -145,14 +149,16 @@ class EncoderClient:
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         producer: Producer | None = None,
+        kept: bool = False,
     ) -> FetchStream:
         """Ask for rows; iterate the stream for one outcome per request, in the order of readiness.
 
         `transports` lists the transports to use, best first; inline is the fallback in any case. "device" is for
         callers that compute on a GPU. Use the stream with `async with`: rows that stay at the server are held until it
         ends, however long after `timeout_s`, which bounds the wait for outcomes. An image that this client submitted
-        and a server has lost is submitted again by itself. With a `producer`, the rows are those that it put. Raises
-        `InvalidRequestError` for an unknown transport.
+        and a server has lost is submitted again by itself. With a `producer`, the rows are those that it put. With
+        `kept`, somebody keeps the images submitted (see `keep`): one server after the other is asked for them until
+        `timeout_s`. Raises `InvalidRequestError` for an unknown transport.
         """
         if unknown := {*transports} - {*TRANSPORTS}:
             raise InvalidRequestError(
@@ -173,6 +179,7 @@ class EncoderClient:
             transports=transports,
             timeout_s=timeout_s,
             producer=producer,
+            kept=kept,
         )
 
     def put(
@@ -190,8 +197,48 @@ class EncoderClient:
         caller = self._caller(request_id, 0)
         return PutSession(self._pool, producer, caller, shared=SHM in transports, timeout_s=timeout_s)
 
+    async def _submit(
+        self,
+        read: Sequence[Image | EncoderError],
+        caller: pb.Caller,
+        timeout_s: float,
+        *,
+        kept: KeptImages | None = None,
+        persistent: bool = False,
+    ) -> list[Submitted]:
+        """Return the answers to images, in order; one that could not be read has its error already."""
+        images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
+        answers = {
+            index: Submitted(b"", error=error)
+            for index, error in enumerate(read)
+            if isinstance(error, EncoderError)
+        }
+        deadline = monotonic() + timeout_s
+        attempts = {index: Attempts(deadline, kept=persistent) for index in images}
+        due_s = dict.fromkeys(images, 0.0)
+        while images:
+            now_s = monotonic()
+            due = {index: image for index, image in images.items() if due_s[index] <= now_s}
+            answered = await self._submit_once(due, caller, attempts, kept)
+            for index, answer in answered.items():
+                pause_s = None
+                if answer.error is not None:
+                    pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
+                if pause_s is None:
+                    error = answer.error and attempts[index].outcome(answer.error)
+                    answers[index] = replace(answer, error=error)
+                    del images[index]
+                else:
+                    due_s[index] = monotonic() + pause_s
+            await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
+        return [answers[index] for index in range(len(read))]
+
     async def _submit_once(
-        self, images: dict[int, Image], caller: pb.Caller, attempts: dict[int, Attempts]
+        self,
+        images: dict[int, Image],
+        caller: pb.Caller,
+        attempts: dict[int, Attempts],
+        kept: KeptImages | None,
     ) -> dict[int, Submitted]:
         """Make one attempt at every image, those of one server together."""
         placed = self._pool.router.place([image.digest for image in images.values()])
@@ -205,6 +252,7 @@ class EncoderClient:
                 {index: images[index] for index in indexes[begin : begin + most]},
                 caller,
                 attempts[indexes[begin]].left_s(),
+                kept,
             )
             for endpoint, indexes in groups.items()
             for begin in range(0, len(indexes), most)
@@ -219,22 +267,30 @@ class EncoderClient:
         return answers
 
     async def _submit_to(
-        self, endpoint: str, images: dict[int, Image], caller: pb.Caller, timeout_s: float
+        self,
+        endpoint: str,
+        images: dict[int, Image],
+        caller: pb.Caller,
+        timeout_s: float,
+        kept: KeptImages | None,
     ) -> dict[int, Submitted]:
-        deadline = monotonic() + timeout_s
+        sent = list(images.values())
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await self._pool.connection(endpoint)
-            answers = await connection.submit(list(images.values()), caller, deadline - monotonic())
+                if kept is None:
+                    answers = await connection.submit(sent, caller)
+                else:
+                    answers = await kept.submit_to(connection, sent, caller)
         except TimeoutError:
-            late = DeadlineError(f"{endpoint} could not be reached before the deadline")
+            late = DeadlineError(f"{endpoint} did not answer before the deadline")
             return {index: Submitted(image.digest, error=late) for index, image in images.items()}
         except EncoderError as error:
             if isinstance(error, UnavailableError):
                 self._pool.router.failed(endpoint)
             return {index: Submitted(image.digest, error=error) for index, image in images.items()}
         self._pool.router.succeeded(endpoint)
-        for image, answer in zip(images.values(), answers, strict=True):
+        for image, answer in zip(sent, answers, strict=True):
             if answer.error is None:
                 self._recent.sent(image, endpoint)
         return dict(zip(images, answers, strict=True))

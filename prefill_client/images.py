@@ -38,6 +38,7 @@ class Submitted:
     """The server's answer to one submitted image: its confirmed grid, or its error.
 
     `upload_s` is when its upload began and ended, on `time.monotonic`'s clock; None if its bytes were not needed.
+    `endpoint` is the server that answered.
     """
 
     digest: bytes
@@ -47,6 +48,7 @@ class Submitted:
     cached: bool = False
     error: EncoderError | None = None
     upload_s: tuple[float, float] | None = None
+    endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class RowRequest:
     """Rows [row_begin, row_end) of one image; `row_end` 0 means all.
 
     `chunk` is the prefill chunk they belong to, `needed_in_ms` how soon it runs; 0 means it is waiting. Rows that a
-    producer put under a key of its own are named by that `engine_key` instead of a digest.
+    producer put under a key of its own are named by that `engine_key` instead of a digest. `submitted_to` is the server
+    that has the image, if somebody else submitted it and said so.
     """
 
     digest: bytes = b""
@@ -65,6 +68,7 @@ class RowRequest:
     min_pixels: int = 0
     max_pixels: int = 0
     engine_key: EngineKey | None = None
+    submitted_to: str = ""
 
     @property
     def routed_by(self) -> bytes:

@@ -48,6 +48,7 @@ class FetchStream:
         transports: Sequence[str],
         timeout_s: float,
         producer: Producer | None = None,
+        kept: bool = False,
     ) -> None:
         self._pool = pool
         self._recent = recent
@@ -58,8 +59,11 @@ class FetchStream:
         self._transports = transports
         self._timeout_s = timeout_s
         self._producer = producer
+        self._kept = kept
+        self._submitted_to = {each.routed_by: each.submitted_to for each in requests if each.submitted_to}
+        self._unknown_at: defaultdict[bytes, set[str]] = defaultdict(set)  # servers, by image, in this round
         deadline = monotonic() + timeout_s
-        self._attempts = [Attempts(deadline) for _ in requests]
+        self._attempts = [Attempts(deadline, kept=kept) for _ in requests]
         # None: closed. An exception: a bug, which the caller must see rather than wait for ever.
         self._outcomes: asyncio.Queue[FetchedRows | BaseException | None] = asyncio.Queue()
         self._streams: list[RowStream] = []
@@ -95,7 +99,9 @@ class FetchStream:
             return
         names = [self._requests[index].routed_by for index in indexes]
         groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        placed = self._pool.router.place(names, self._route, bounded=self._producer is None)
+        # Load moves no image to a server that has not got it.
+        bounded = self._producer is None and not self._kept
+        placed = self._pool.router.place(names, self._route, bounded=bounded)
         for index, endpoint in zip(indexes, placed, strict=True):
             # What we sent ourselves we do not wait for: whoever does not know it has lost it, and is sent it again.
             grace_ms = self._grace_ms if self._sent(index) is None else 0
@@ -106,11 +112,23 @@ class FetchStream:
             task.add_done_callback(partial(self._leave, endpoint, left))
 
     def _sent(self, index: int) -> Image | None:
-        """Return the image that a request's rows could be made of again; of rows that were put there is none."""
-        return None if self._producer else self._recent.image(self._requests[index].digest)
+        """Return the image that a request's rows could be made of again: none if they were put, or others keep it."""
+        return None if self._producer or self._kept else self._recent.image(self._requests[index].digest)
 
     def _route(self, name: bytes) -> str | None:
-        return None if self._producer else self._recent.route(name)
+        if self._producer:
+            return None
+        return self._turn(name) if self._kept else self._recent.route(name)
+
+    def _turn(self, name: bytes) -> str | None:
+        """Return where to ask for a kept image: where it was submitted, then at one server after the other."""
+        router, unknown_at = self._pool.router, self._unknown_at[name]
+        order = [
+            each for each in (self._submitted_to.get(name, ""), *router.order(name)) if router.is_up(each)
+        ]
+        if all(each in unknown_at for each in order):
+            unknown_at.clear()
+        return next((each for each in order if each not in unknown_at), None)
 
     def _leave(self, endpoint: str, left: dict[int, int], _: object) -> None:
         self._pool.router.end(endpoint, len(left))
@@ -154,6 +172,8 @@ class FetchStream:
                     again = partial(self._fetch_again, index)
                     self._outcomes.put_nowait(replace(outcome, index=index, again=again))
                 else:
+                    if isinstance(outcome.error, UnknownImageError):
+                        self._unknown_at[self._requests[index].routed_by].add(endpoint)
                     self._start(self._again([index], outcome.error))
         except EncoderError as error:
             if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
@@ -176,6 +196,7 @@ class FetchStream:
             transports=[INLINE],
             timeout_s=self._timeout_s,
             producer=self._producer,
+            kept=self._kept,
         )
         async with stream:
             outcome = await anext(aiter(stream))
@@ -199,7 +220,7 @@ class FetchStream:
                 again.append(index)
                 pause_s = max(pause_s, pause)
         await asyncio.sleep(pause_s)
-        if isinstance(error, UnknownImageError):
+        if isinstance(error, UnknownImageError) and not self._kept:
             again = await self._submit_again(again)
         self._fetch_all(again)
 

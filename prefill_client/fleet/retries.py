@@ -25,9 +25,13 @@ MAX_REFUSED_PAUSE_S = 2.0
 
 @dataclass(slots=True)
 class Attempts:
-    """The attempts at one image so far. `deadline` is on the monotonic clock."""
+    """The attempts at one image so far. `deadline` is on the monotonic clock.
+
+    One that is `kept`, by who submits it again wherever it is lost, is tried for as long as the deadline allows.
+    """
 
     deadline: float
+    kept: bool = False
     failures: int = 0
     internal: int = 0
     resubmitted: int = 0
@@ -46,6 +50,9 @@ class Attempts:
             backed_off_s = min(PAUSE_S * 2.0 ** min(self.refused - 1, 10), MAX_REFUSED_PAUSE_S)
             # As often as the deadline allows. Spread, so that those refused together do not return together.
             return max(error.retry_after_ms / 1000, backed_off_s) * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
+        if self.kept and isinstance(error, (UnavailableError, UnknownImageError)):
+            self.failures += 1
+            return PAUSE_S * min(self.failures, 10)
         if isinstance(error, UnknownImageError) and can_resubmit:
             self.resubmitted += 1
             return 0.0 if self.resubmitted <= MAX_FAILURES else None

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from math import inf
 from time import monotonic
-from typing import Any, Self
+from typing import Self
 
 import grpc
 
-from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError
+from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
-from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.geometry import Geometry
 from encoder_contract.producer import Producer
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.traceparent import TRACEPARENT
@@ -23,11 +22,10 @@ from prefill_client.images import Image, RowRequest, Submitted
 from prefill_client.transport import BY_DEFAULT, Receiver, asked, receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.put_stream import PutStream
-from prefill_client.transport.row_stream import RowStream, ended_early, from_message, from_rpc
+from prefill_client.transport.row_stream import RowStream, from_rpc
 from prefill_client.transport.server_clock import ServerClock
+from prefill_client.transport.submit_stream import SubmitStream
 
-# An error this close to the deadline is the deadline, whatever gRPC calls it.
-NEARLY_S = 0.05
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 # Two disciplined clocks part by less than 0.1 ms in this time.
 CLOCK_S = 60.0
@@ -163,19 +161,21 @@ class Connection:
         self, images: Sequence[Image], caller: pb.Caller, timeout_s: float | None = None
     ) -> list[Submitted]:
         """Name the images, send the bytes of those the server lacks, and return its answer to each, in order."""
-        call = self._stub.Submit(timeout=timeout_s, metadata=self.metadata())
-        deadline = inf if timeout_s is None else monotonic() + timeout_s
+        stream = self.submit_stream(images, caller)
         try:
-            return await _converse(call, images, caller, self.description.max_message_bytes)
-        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            # A write to a call that has ended fails in one of several ways, none of which says why it ended.
-            if monotonic() >= deadline - NEARLY_S:
-                raise DeadlineError(f"{self.endpoint}: the deadline passed") from error
-            if isinstance(error, grpc.aio.AioRpcError):
-                raise from_rpc(error, self.endpoint) from error
-            raise await ended_early(call, self.endpoint) from error
+            async with asyncio.timeout(timeout_s):
+                answers = await stream.answers()
+                await stream.finish()
+        except TimeoutError:
+            raise DeadlineError(f"{self.endpoint}: the deadline passed") from None
         finally:
-            call.cancel()
+            stream.close()
+        return answers
+
+    def submit_stream(self, images: Sequence[Image], caller: pb.Caller) -> SubmitStream:
+        """Begin a Submit call: whoever keeps images leaves it open."""
+        call = self._stub.Submit(metadata=self.metadata())
+        return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes)
 
     def fetch(
         self,
@@ -240,59 +240,3 @@ async def _clock_of(
         pb.DescribeRequest(), timeout=timeout_s, metadata=metadata
     )
     return ServerClock.estimate(asked_s, message.clock_s, monotonic())
-
-
-async def _converse(
-    call: Any, images: Sequence[Image], caller: pb.Caller, piece_bytes: int
-) -> list[Submitted]:
-    await call.write(pb.SubmitRequest(open=caller))
-    names = [
-        pb.ImageName(
-            index=index,
-            digest=image.digest,
-            grid=pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w),
-            size_bytes=len(image.data),
-        )
-        for index, image in enumerate(images)
-    ]
-    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
-    answers: dict[int, Submitted] = {}
-    sent_s: dict[int, float] = {}
-    while len(answers) < len(images):
-        response = await call.read()
-        if response is grpc.aio.EOF:
-            raise InternalError("the server ended the Submit call before it answered every image")
-        state = response.state
-        image = images[state.index]
-        if state.state == pb.STATE_NEEDS_BYTES:
-            sent_s[state.index] = monotonic()
-            await _send(call, state.index, image.data, piece_bytes)
-        else:
-            began_s = sent_s.get(state.index)
-            upload_s = (began_s, monotonic()) if began_s is not None else None
-            answers[state.index] = _submitted(image, state, upload_s)
-    await call.done_writing()
-    while await call.read() is not grpc.aio.EOF:
-        pass
-    return [answers[index] for index in range(len(images))]
-
-
-async def _send(call: Any, index: int, data: bytes, piece_bytes: int) -> None:
-    view = memoryview(data)
-    for begin in range(0, max(1, len(view)), piece_bytes):
-        piece = bytes(view[begin : begin + piece_bytes])
-        last = begin + piece_bytes >= len(view)
-        await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=piece, last=last)))
-
-
-def _submitted(image: Image, state: pb.ImageState, upload_s: tuple[float, float] | None) -> Submitted:
-    if state.state == pb.STATE_FAILED:
-        return Submitted(image.digest, error=from_message(state.error))
-    return Submitted(
-        image.digest,
-        Grid(state.grid.t, state.grid.h, state.grid.w),
-        state.tokens,
-        state.address,
-        cached=state.state == pb.STATE_CACHED,
-        upload_s=upload_s,
-    )

@@ -1,4 +1,4 @@
-"""Submit calls whose callers keep their images: asked again for what is lost, ended by a drain, withdrawn at last."""
+"""Submit calls whose callers keep their images: asked again for lost ones, ended by a drain, withdrawn at their end."""
 
 import asyncio
 from typing import Any

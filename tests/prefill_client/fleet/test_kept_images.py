@@ -1,0 +1,131 @@
+"""Images that a client keeps submitted: servers are killed, drained and started anew, and their rows still come."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import InvalidImageError, UnavailableError
+from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
+from prefill_client import EncoderClient, FetchedRows, RowRequest
+from testing.photos import photo
+from testing.redis_servers import free_port
+from tests.calls import collect
+from tests.conftest import Gate
+from tests.servers import server_of
+from tests.waiting import PATIENCE_S, soon
+
+PHOTOS = [photo(100 + number, 80, number) for number in range(6)]
+WANTED = [RowRequest(content_digest(image)) for image in PHOTOS]
+
+
+@asynccontextmanager
+async def clients(*servers: Server) -> AsyncIterator[tuple[EncoderClient, EncoderClient]]:
+    """One client that has the images and one that fetches their rows, as middleware and connector do."""
+    endpoints = [server.endpoint for server in servers]
+    async with (
+        await EncoderClient.connect(endpoints) as sender,
+        await EncoderClient.connect(endpoints) as fetcher,
+    ):
+        yield sender, fetcher
+
+
+async def kill(server: Server) -> None:
+    """End all calls and refuse connections, as kill -9 does; the rest of the server is left to its fixture."""
+    await server._listener._server.stop(0)
+
+
+async def rows(fetcher: EncoderClient) -> dict[int, FetchedRows]:
+    outcomes = await collect(fetcher, WANTED, grace_ms=200, kept=True, transports=["inline"])
+    for outcome in outcomes.values():
+        assert outcome.error is None, outcome.error
+    return outcomes
+
+
+@pytest.mark.parametrize("way", ["killed", "drained"])
+async def test_images_of_a_server_that_goes_are_encoded_by_another(
+    config: Config, model: Model, gate: Gate, way: str
+) -> None:
+    gated = replace(model, decoder=gate)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(server_of(config, gated)) for _ in range(2)]
+        sender, fetcher = await stack.enter_async_context(clients(*servers))
+        with gate.closed():
+            async with await sender.keep(PHOTOS) as kept:
+                assert [answer.error for answer in kept.answers] == [None] * len(PHOTOS)
+                fetching = asyncio.create_task(rows(fetcher))
+                first = kept.answers[0].endpoint
+                (gone,) = (server for server in servers if server.endpoint == first)
+                (left,) = (server for server in servers if server.endpoint != first)
+                await soon(lambda: len(gone.jobs) + len(left.jobs) >= len(PHOTOS))
+                drain = asyncio.create_task(kill(gone) if way == "killed" else gone.drain())
+                await soon(lambda: len(left.jobs) == len(PHOTOS))
+                gate._open.set()
+                assert len(await fetching) == len(PHOTOS)
+                assert kept.error is None
+                await drain
+
+
+async def test_images_of_the_only_server_are_there_again_after_its_restart(
+    config: Config, model: Model
+) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with (
+        server_of(config, model, listen=listen) as server,
+        clients(server) as (sender, fetcher),
+        await sender.keep(PHOTOS) as kept,
+    ):
+        await kill(server)
+        await soon(lambda: isinstance(kept.error, UnavailableError))
+        fetching = asyncio.create_task(rows(fetcher))
+        async with server_of(config, model, listen=listen):
+            assert len(await fetching) == len(PHOTOS)
+            await soon(lambda: kept.error is None)
+
+
+async def test_images_that_a_full_server_has_dropped_are_sent_again(server: Server) -> None:
+    async with clients(server) as (sender, fetcher), await sender.keep(PHOTOS):
+        first = await rows(fetcher)
+        await soon(lambda: server.store.stats().pins == 0)
+        server.store.flush()
+        server._sources.clear()
+        again = await rows(fetcher)
+        assert all((first[index].array == again[index].array).all() for index in first)
+
+
+async def test_images_are_lost_once_no_server_takes_them(server: Server) -> None:
+    async with clients(server) as (sender, _), await sender.keep(PHOTOS, again_s=0.5) as kept:
+        await kill(server)
+        async with asyncio.timeout(PATIENCE_S):
+            assert isinstance(await kept.lost(), UnavailableError)
+
+
+async def test_images_are_withdrawn_once_nobody_keeps_them(
+    server: Server, client: EncoderClient, gate: Gate
+) -> None:
+    with gate.closed():
+        kept = await client.keep([b"no image", *PHOTOS])
+        assert isinstance(kept.answers[0].error, InvalidImageError)
+        await soon(lambda: len(server.jobs) == len(PHOTOS))
+        await kept.close()
+        await soon(lambda: len(server.jobs) == 0)
+        assert not kept._tasks
+
+
+async def test_a_fetch_finds_a_kept_image_wherever_it_was_submitted(config: Config, model: Model) -> None:
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(server_of(config, model)) for _ in range(3)]
+        _, fetcher = await stack.enter_async_context(clients(*servers))
+        for server in servers:
+            async with await EncoderClient.connect(server.endpoint) as sender, await sender.keep(PHOTOS):
+                await rows(fetcher)
+                told = [replace(each, submitted_to=server.endpoint) for each in WANTED]
+                outcomes = await collect(fetcher, told, grace_ms=0, kept=True)
+                assert {outcome.endpoint for outcome in outcomes.values()} == {server.endpoint}
+                server.store.flush()
+                server._sources.clear()

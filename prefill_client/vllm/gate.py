@@ -16,7 +16,7 @@ from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours, producer_of, salt_of
 from prefill_client.vllm.prompt_images import Feature, PromptImages, Request, Span
-from prefill_client.vllm.request_parameters import caller_of, stored_of
+from prefill_client.vllm.request_parameters import caller_of, stored_of, submitted_to_of
 from prefill_client.vllm.row_fetcher import Caller, Wanted
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Gating
@@ -42,6 +42,7 @@ class Prompt(PromptImages[NamedSpan]):
 
     caller: Caller
     stored: set[int] = field(default_factory=set)  # images that the service has encoded, by index
+    submitted_to: list[str] = field(default_factory=list)  # the server of each image
     needs_rows: int = 0  # in host memory at once, at most
     reserved_rows: int = 0  # what is set apart for it; 0: not admitted
 
@@ -126,7 +127,11 @@ class Gate:
             said = request.ec_transfer_params
             caller = caller_of(said, request_id=request_id, tenant_salt=salt)
             prompt = Prompt(
-                spans=spans, features=len(request.mm_features), caller=caller, stored=stored_of(said)
+                spans=spans,
+                features=len(request.mm_features),
+                caller=caller,
+                stored=stored_of(said),
+                submitted_to=submitted_to_of(said),
             )
             prompt.needs_rows = self._most_rows(prompt)
         except InvalidRequestError as error:
@@ -220,6 +225,7 @@ class Gate:
                 prompt.caller,
                 chunk=(max(0, span.begin - computed)) // self._window_tokens,
                 needed_in_ms=1000 * ahead // _PREFILL_TOKENS_PER_S,
+                submitted_to="".join(prompt.submitted_to[span.index : span.index + 1]),
             )
             prompt.held[span.index] = span
             self._table.hold(span.identifier, (request_id, span.index), wanted)

@@ -2,14 +2,16 @@
 
 Each image is submitted to the encoder service, which answers from its header, and replaced by its name and grid: vLLM
 neither loads nor processes a pixel, and the service encodes while the request is tokenised, queued and its text
-prefilled. All images of a request or none.
+prefilled. All images of a request or none. Until the request ends they stay submitted, at another server if theirs
+goes; then servers drop what they have not encoded.
 """
 
 import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any
 from uuid import uuid4
@@ -18,21 +20,18 @@ from vllm import envs
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from prefill_client.client import EncoderClient
+from prefill_client.fleet.kept_images import KeptImages
 from prefill_client.images import Submitted
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.transport.connection import traceparent
+from prefill_client.vllm.exchange import App, Exchange, Receive, Send, replay
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
 from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
-from prefill_client.vllm.request_parameters import PARAMETERS, STORED, trace_context
+from prefill_client.vllm.request_parameters import PARAMETERS, STORED, SUBMITTED_TO, trace_context
 from prefill_client.vllm.row_fetcher import connect
 from prefill_client.vllm.settings import Settings
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _log = logging.getLogger("vllm.encoder_service")
 FORMS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
@@ -45,8 +44,19 @@ _HTTP = {
 # As vLLM answers for an image that its host does not have.
 _IMAGE_HOST = (422, "UnprocessableEntityError")
 _DOWN = (503, "ServiceUnavailableError")
-# What says that the service cannot help now, and not that something is wrong with an image.
-_SERVICE_DOWN = (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.RESOURCE_EXHAUSTED, Status.INTERNAL)
+# What is wrong with an image, or with where it is. Anything else says that the service does not help.
+_OF_THE_IMAGE = (Status.INVALID_ARGUMENT, Status.PERMISSION_DENIED)
+# What says that the next request would wait in vain as well.
+_NO_ANSWER = (
+    Status.UNAVAILABLE,
+    Status.DEADLINE_EXCEEDED,
+    Status.FAILED_PRECONDITION,
+    Status.UNAUTHENTICATED,
+)
+FIRST_PROBE_S, LAST_PROBE_S = (
+    1.0,
+    15.0,
+)  # how often a service that does not answer is asked, while the own tower encodes
 
 
 class EncoderServiceMiddleware:
@@ -75,29 +85,39 @@ class EncoderServiceMiddleware:
         body = await _read(receive)
         if body is None:  # the caller has left
             return
+        error: EncoderError | None = None
+        named: _Named | None = None
         if b"image" in body:
             try:
-                body = await self._with_names(form, scope, body)
-            except EncoderError as error:
-                if not (
-                    error.status in _SERVICE_DOWN and self._of(scope).settings.without_service == "own_tower"
-                ):
-                    await _refuse(send, error)
-                    return
-                _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
-        await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
+                named = await self._named(form, scope, body)
+            except EncoderError as why:
+                error = why
+        if named is not None:
+            async with named.kept:
+                error = await Exchange(named.body, named.kept, receive, send).run(
+                    self._app, _with_length(scope, len(named.body))
+                )
+            if error is None:
+                return
+            self._of(scope).note(error)
+        if error is not None:
+            if error.status in _OF_THE_IMAGE or not self._of(scope).has_own_tower:
+                await _refuse(send, error)
+                return
+            _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
+        await self._app(_with_length(scope, len(body)), replay(body, receive), send)
 
-    async def _with_names(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> bytes:
-        """Return the body with names in the place of images; without images, or if it is no JSON, the body itself."""
+    async def _named(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> "_Named | None":
+        """Submit the images and put names in their place; return None without images, or if the body is no JSON."""
         try:
             parsed = await asyncio.to_thread(json.loads, body)  # megabytes of base64
         except ValueError:
-            return body  # vLLM has an answer to that
+            return None  # vLLM has an answer to that
         images = RequestImages(parsed, form)
         if not len(images):
-            return body
-        await self._of(scope).submit(images, _headers(scope))
-        return await asyncio.to_thread(lambda: json.dumps(images.body).encode())
+            return None
+        kept = await self._of(scope).submit(images, _headers(scope))
+        return _Named(await asyncio.to_thread(lambda: json.dumps(images.body).encode()), kept)
 
     def _of(self, scope: MutableMapping[str, Any]) -> "_Service":
         if self._service is None:
@@ -112,6 +132,14 @@ class EncoderServiceMiddleware:
         return self._service
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A body with names in the place of images, and those images."""
+
+    body: bytes
+    kept: KeptImages
+
+
 class _Service:
     """The encoder service as the middleware sees it: connected at the first image, and again when that failed."""
 
@@ -123,28 +151,83 @@ class _Service:
         self._signer = NameSigner(config.engine_id)
         self._destinations = Destinations(image_hosts)
         self._opening: asyncio.Task[EncoderClient] | None = None
+        self._down: EncoderError | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._loader: ImageLoader | None = None
 
-    async def submit(self, images: RequestImages, headers: dict[str, str]) -> None:
+    async def submit(self, images: RequestImages, headers: dict[str, str]) -> KeptImages:
         """Submit a request's images and name them; raise the error of the first that failed."""
         caller = _caller(images.body, headers)
         salt = _salt(self.settings, images.body)
-        client = (await self._client()).for_tenant(salt.encode())
+        if self._down is not None:
+            raise type(self._down)(self._down.message)
+        try:
+            client = (await self._client()).for_tenant(salt.encode())
+        except EncoderError as error:
+            self.note(error)
+            raise
         files = await self._load(images.urls(), client)
         token = traceparent.set(caller["traceparent"])
         try:
-            answers = await client.submit(
+            kept = await client.keep(
                 files,
                 request_id=caller["request_id"],
                 priority=caller["priority"],
                 timeout_s=self.settings.submit_timeout_s,
+                again_s=self._again_s,
             )
         finally:
             traceparent.reset(token)
-        _raise_first([answer.error for answer in answers])
+        try:
+            _raise_first([answer.error for answer in kept.answers])
+        except EncoderError as error:
+            await kept.close()
+            self.note(error)
+            raise
         producer = producer_of(client.description, salt)
-        said = {**caller, STORED: [index for index, answer in enumerate(answers) if answer.cached]}
-        images.name([self._named(answer, producer) for answer in answers], (PARAMETERS, said))
+        said = {
+            **caller,
+            STORED: [index for index, answer in enumerate(kept.answers) if answer.cached],
+            SUBMITTED_TO: [answer.endpoint for answer in kept.answers],
+        }
+        images.name([self._named(answer, producer) for answer in kept.answers], (PARAMETERS, said))
+        return kept
+
+    @property
+    def has_own_tower(self) -> bool:
+        """Whether the engine's own tower encodes what the service does not."""
+        return self.settings.without_service == "own_tower"
+
+    def note(self, error: EncoderError) -> None:
+        """Let the engine's own tower encode at once, until the service answers, if `error` says that it does not."""
+        if self.has_own_tower and error.status in _NO_ANSWER and self._down is None:
+            _log.warning("the engine's own tower encodes until the service is back: %s", error.message)
+            self._down = error
+            self._probing = asyncio.create_task(self._probe())
+
+    async def _probe(self) -> None:
+        """Ask the service, on a connection of its own, until it answers."""
+        pause_s = FIRST_PROBE_S
+        while self._down is not None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PROBE_S)
+            try:
+                await (await connect(self.settings, wait=False)).close()
+                self._down = None
+            except EncoderError as error:
+                self._down = error
+        _log.info("the encoder service is back")
+
+    @property
+    def _again_s(self) -> float:
+        """How long images of a request may be at no server: then the request is refused, or the own tower has them.
+
+        It is to hear that from us: the connector gives up `timeout_s` after it began to fetch.
+        """
+        settings = self.settings
+        return (
+            settings.submit_timeout_s if settings.without_service == "own_tower" else settings.timeout_s / 2
+        )
 
     async def close(self) -> None:
         """Close the connection."""
@@ -221,20 +304,6 @@ async def _read(receive: Receive) -> bytes | None:
         if not message.get("more_body"):
             return b"".join(pieces)
     return None
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that tells of `body`, then whatever comes, such as that the caller left."""
-    told = False
-
-    async def replayed() -> Message:
-        nonlocal told
-        if told:
-            return await receive()
-        told = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
 
 
 def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:

@@ -14,6 +14,9 @@ PARAMETERS = "encoder_service"
 STORED = "stored"
 """Below it: the indexes of the images that the service had encoded when they were submitted."""
 
+SUBMITTED_TO = "submitted_to"
+"""Below it: the server to which each image was submitted."""
+
 
 def caller_of(parameters: Mapping[str, Any] | None, *, request_id: str, tenant_salt: str) -> Caller:
     """Return who calls; `request_id` is vLLM's, for a request that the middleware has not seen."""
@@ -36,6 +39,12 @@ def stored_of(parameters: Mapping[str, Any] | None) -> set[int]:
     """Return the images that the service had when the middleware submitted them."""
     stored = _said(parameters).get(STORED)
     return {index for index in stored if isinstance(index, int)} if isinstance(stored, list) else set()
+
+
+def submitted_to_of(parameters: Mapping[str, Any] | None) -> list[str]:
+    """Return the server to which each image was submitted; it is asked only if the connector knows it."""
+    servers = _said(parameters).get(SUBMITTED_TO)
+    return [str(server) for server in servers] if isinstance(servers, list) else []
 
 
 def _said(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:

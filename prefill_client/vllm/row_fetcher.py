@@ -45,6 +45,7 @@ class Wanted:
     caller: Caller
     chunk: int = 0
     needed_in_ms: int = 0
+    submitted_to: str = ""
     extents: tuple[Extent, ...] = ()
 
 
@@ -121,7 +122,12 @@ class RowFetcher:
     async def _fetch(self, wanted: Wanted) -> Outcome:
         traceparent.set(wanted.caller.traceparent)  # of this task alone
         begun_s, timeout_s = monotonic(), self._settings.timeout_s
-        request = RowRequest(wanted.name.digest, chunk=wanted.chunk, needed_in_ms=wanted.needed_in_ms)
+        request = RowRequest(
+            wanted.name.digest,
+            chunk=wanted.chunk,
+            needed_in_ms=wanted.needed_in_ms,
+            submitted_to=wanted.submitted_to,
+        )
         client = self._client.for_tenant(wanted.caller.tenant_salt.encode())
         try:
             async with (
@@ -133,6 +139,7 @@ class RowFetcher:
                     grace_ms=int(1000 * self._settings.grace_s),
                     transports=BY_DEFAULT if self._settings.shared_memory else [INLINE],
                     timeout_s=timeout_s,
+                    kept=bool(wanted.submitted_to),  # by the middleware, which said so
                 ) as stream,
             ):
                 async for rows in stream:

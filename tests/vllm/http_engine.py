@@ -24,7 +24,9 @@ START_S = 300.0  # on a machine that does much else
 class HttpEngine:
     """One engine behind HTTP; what it says is in `log`."""
 
-    def __init__(self, model: Path, endpoint: str, *flags: str, exact: bool = True, **extra: Any) -> None:
+    def __init__(
+        self, model: Path, endpoint: str | list[str], *flags: str, exact: bool = True, **extra: Any
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -92,7 +94,7 @@ class HttpEngine:
 
 
 @contextmanager
-def serving(model: Path, endpoint: str, *flags: str, **options: Any) -> Iterator[HttpEngine]:
+def serving(model: Path, endpoint: str | list[str], *flags: str, **options: Any) -> Iterator[HttpEngine]:
     """Run one for the length of a `with` block."""
     engine = HttpEngine(model, endpoint, *flags, **options)
     try:

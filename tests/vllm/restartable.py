@@ -24,6 +24,11 @@ class Restartable:
         self.server.wait_until_it_listens()
         self.endpoint = self.server.endpoint
 
+    def drain(self) -> None:
+        """End it by SIGTERM, as a rolling restart does."""
+        assert self.server is not None
+        self.server.terminate()
+
     def kill(self) -> None:
         assert self.server is not None
         self.server.kill()

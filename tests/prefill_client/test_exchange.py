@@ -1,0 +1,107 @@
+"""A request at vLLM whose images are kept: what the caller hears when they are lost, and when they are not."""
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from encoder_contract.errors import UnavailableError
+from encoder_service.app import Server
+from prefill_client import EncoderClient
+from prefill_client.vllm.exchange import Exchange, Receive, Send
+from testing.photos import photo
+from tests.waiting import PATIENCE_S, soon
+
+PHOTO = photo(90, 90, 41)
+HEARD = [
+    {"type": "http.response.start", "status": 200, "headers": []},
+    {"type": "http.response.body", "body": b"one"},
+    {"type": "http.response.body", "body": b"two"},
+]
+
+
+class Caller:
+    """Who stays on the line and listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[MutableMapping[str, Any]] = []
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError("it never speaks")
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        self.heard.append(message)
+
+
+async def until_it_leaves(_: object, receive: Receive, send: Send) -> None:
+    """As vLLM: it works until it has an answer or the caller has left; here it never has one."""
+    assert (await receive())["body"] == b"asked"
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"null"})
+
+
+async def lose(server: Server) -> None:
+    await server._listener._server.stop(0)
+
+
+async def test_a_request_whose_images_are_lost_ends_and_the_caller_has_heard_nothing(server: Server) -> None:
+    caller = Caller()
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep([PHOTO], again_s=0.2) as kept,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        exchange = Exchange(b"asked", kept, caller.receive, caller.send)
+        running = asyncio.create_task(exchange.run(until_it_leaves, {}))
+        await asyncio.sleep(0)
+        await lose(server)
+        assert isinstance(await running, UnavailableError)
+    assert not caller.heard
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_an_error_of_vllm_is_told_unless_the_images_are_at_no_server(
+    server: Server, lost: bool
+) -> None:
+    caller = Caller()
+
+    async def fails(_: object, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"an error"})
+
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep([PHOTO]) as kept,
+    ):
+        if lost:
+            await lose(server)
+            await soon(lambda: kept.error is not None)
+        error = await Exchange(b"asked", kept, caller.receive, caller.send).run(fails, {})
+    assert isinstance(error, UnavailableError) == lost
+    assert len(caller.heard) == (0 if lost else 2)
+
+
+async def test_an_answer_that_has_begun_goes_on_though_the_images_are_lost(server: Server) -> None:
+    caller, goes_on = Caller(), asyncio.Event()
+
+    async def answers(_: object, __: Receive, send: Send) -> None:
+        for message in HEARD[:2]:
+            await send(message)
+        await goes_on.wait()
+        await send(HEARD[2])
+
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep([PHOTO], again_s=0.2) as kept,
+    ):
+        running = asyncio.create_task(Exchange(b"asked", kept, caller.receive, caller.send).run(answers, {}))
+        await soon(lambda: len(caller.heard) == 2)
+        await lose(server)
+        await kept.lost()
+        goes_on.set()
+        assert await running is None
+    assert caller.heard == HEARD

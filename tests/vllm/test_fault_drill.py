@@ -1,0 +1,137 @@
+"""Replicas are killed, drained and started anew under forty callers: every request is answered, and rightly.
+
+DRILL_S is how long each drill goes on, in seconds; DRILL_SEED, which replicas end when.
+"""
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.http_engine import HttpEngine
+from tests.vllm.redis_process import redis_url
+from tests.vllm.restartable import Restartable
+from tests.vllm.test_answers import prompt
+from tests.vllm.test_middleware import assert_equal, content, top
+
+CALLERS = 40
+DRILL_S = float(os.environ.get("DRILL_S", "12"))
+SEED = int(os.environ.get("DRILL_SEED", "5"))
+PROMPTS = [prompt(9700 + number, 1 + number % 3) for number in range(12)]
+FLEET: dict[str, Any] = {"torch_threads": 1, "decode_threads": 1, "drain_s": 10, "index_timeout_ms": 2000}
+
+
+class Drill:
+    """Forty callers at an engine, while replicas of its service end and begin."""
+
+    def __init__(self, http: HttpEngine, replicas: list[Restartable], right: list[Any]) -> None:
+        self._http = http
+        self._replicas = replicas
+        self._right = right
+        self._over = threading.Event()
+        self.answers: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+
+    def run(self) -> None:
+        """Go on for `DRILL_S`, until every caller has its last answer."""
+        with ThreadPoolExecutor(CALLERS + 1) as pool:
+            callers = [pool.submit(self._call, number) for number in range(CALLERS)]
+            chaos = pool.submit(self._end_and_begin)
+            try:
+                self._over.wait(DRILL_S)
+            finally:
+                self._over.set()
+            chaos.result()
+            for caller in callers:
+                caller.result()
+
+    def _call(self, number: int) -> None:
+        draw = random.Random(1000 * SEED + number)
+        asked = 0
+        while not self._over.is_set():
+            asked += 1
+            kind = draw.randrange(len(PROMPTS))
+            # Of its own salt: no rows and no prefix of another request serve this one.
+            response = self._http.chat(
+                content(PROMPTS[kind]), cache_salt=f"{SEED}-{number}-{asked}-{time.time_ns()}"
+            )
+            self.answers[f"{response.status_code}"] += 1
+            if response.status_code == 200:
+                assert_equal(top(response.json()["choices"][0]), self._right[kind])
+                continue
+            # Where no replica is left, it is told when to come back.
+            may_be_refused = len(self._replicas) == 1 and response.status_code == 503
+            assert may_be_refused, f"{response.status_code}: {response.text}"
+            self._over.wait(float(response.headers["retry-after"]))
+
+    def _end_and_begin(self) -> None:
+        draw = random.Random(SEED)
+        while not self._over.wait(draw.uniform(0.2, 3.0)):
+            replica = draw.choice(self._replicas)
+            way = draw.choice(["kill", "drain"])
+            getattr(replica, way)()
+            self.ended[way] += 1
+            self._over.wait(draw.uniform(0.0, 1.0))
+            replica.start()
+
+
+@contextmanager
+def fleet(checkpoint: Path, endpoints: list[str], **settings: Any) -> Iterator[list[Restartable]]:
+    """Replicas at these addresses."""
+    replicas = [Restartable(checkpoint, **{**FLEET, **settings}) for _ in endpoints]
+    try:
+        for replica, endpoint in zip(replicas, endpoints, strict=True):
+            replica.endpoint = endpoint
+            replica.start()
+        yield replicas
+    finally:
+        for replica in replicas:
+            if replica.server is not None:
+                replica.kill()
+
+
+@dataclass
+class Calm:
+    """An engine, where the replicas of its service are to be, and what it answered before the first one ended."""
+
+    http: HttpEngine
+    endpoints: list[str]
+    right: list[Any]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=["one_replica", "two_replicas", "three_replicas"])
+def calm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Calm]:
+    """An engine for as many replicas, none of which runs."""
+    with fleet(checkpoint, ["127.0.0.1:0"] * request.param) as replicas:
+        endpoints = [replica.endpoint for replica in replicas]
+        http = HttpEngine(checkpoint, endpoints)
+        try:
+            http.wait_until_it_answers()
+            answers = [http.chat(content(parts)) for parts in PROMPTS]
+            for replica in replicas:
+                replica.kill()
+            yield Calm(http, endpoints, [top(answer.json()["choices"][0]) for answer in answers])
+        finally:
+            http.stop()
+
+
+@pytest.mark.parametrize("index", ["memory", "redis"])
+@pytest.mark.timeout(900 + 20 * DRILL_S)
+def test_no_request_fails_while_replicas_end_and_begin(checkpoint: Path, calm: Calm, index: str) -> None:
+    with redis_url() as redis:
+        where = {"index": redis} if index == "redis" else {}
+        with fleet(checkpoint, calm.endpoints, **where) as replicas:
+            drill = Drill(calm.http, replicas, calm.right)
+            drill.run()
+    print(f"\n{len(replicas)} replicas, {index}: {dict(drill.answers)}, ended {dict(drill.ended)}")
+    assert drill.answers["200"] > CALLERS
+    assert drill.ended.total() > 0

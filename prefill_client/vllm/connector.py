@@ -53,15 +53,13 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def _work(self, settings: Settings, config: "VllmConfig") -> None:
         device = torch.device(config.device_config.device)
+        kind = row_kind(config)
         if self.is_producer:
-            kind = row_kind(config)
-            width, dtype = kind.width, kind.dtype
-            self._saver = RowSaver(width, dtype, device)
+            self._saver = RowSaver(kind.width, kind.dtype, device)
         else:
-            description = check_service(settings, config)
+            check_service(settings, config)
             keep_deepstack(config)
-            width, dtype = description.width, description.dtype
-        self._loader = RowLoader(width, dtype, device)
+        self._loader = RowLoader(kind.width, kind.dtype, device)
         self._loaded_step = 0
 
     def shutdown(self) -> None:

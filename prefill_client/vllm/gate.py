@@ -7,6 +7,7 @@ them. Images behind the next step are fetched meanwhile.
 
 import logging
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from time import monotonic
@@ -51,16 +52,19 @@ class Gate:
     """For the scheduler's thread."""
 
     def __init__(
-        self, table: RowTable, signer: NameSigner, counts: Counts, *, description: Description, tenant_salt: str,
-        window_tokens: int, capacity_rows: int, gating: Gating,
+        self, table: RowTable, signer: NameSigner, counts: Counts, *, description: Callable[[], Description | None],
+        merge_size: int, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
     ) -> None:  # fmt: skip
-        """`window_tokens` is what one step prefills at most, `capacity_rows` what fits into host memory."""
+        """`description` is the service's, None before it is joined; `merge_size`, how many patches wide a token is.
+
+        `window_tokens` is what one step prefills at most, `capacity_rows` what fits into host memory.
+        """
         self._table = table
         self._signer = signer
         self._counts = counts
         self._description = description
         self._tenant_salt = tenant_salt
-        self._merged_patches = description.geometry.merge_size**2
+        self._merged_patches = merge_size**2
         self._window_tokens = window_tokens
         self._free_rows = self._capacity_rows = capacity_rows
         self._gating = gating
@@ -75,6 +79,8 @@ class Gate:
         """Whether `request`, whose first `computed` tokens are done, may be scheduled in this step."""
         request_id = request.request_id
         prompt = self._prompts.get(request_id)
+        if self._description() is None and any(is_ours(each.identifier) for each in request.mm_features):
+            return False  # the middleware was quicker to find the service than we are
         if prompt is None or prompt.features != len(request.mm_features):
             prompt = self._read(request)
         if computed >= prompt.end:
@@ -117,7 +123,8 @@ class Gate:
         request_id, spans = request.request_id, []
         self.finished(request_id)  # a session that goes on with more images
         salt = salt_of(self._tenant_salt, request.cache_salt)
-        producer = producer_of(self._description, salt)
+        description = self._description()
+        producer = producer_of(description, salt) if description else None
         try:
             for index, feature in enumerate(request.mm_features):
                 if is_ours(feature.identifier):
@@ -140,7 +147,7 @@ class Gate:
         self._prompts[request_id] = prompt
         return prompt
 
-    def _span(self, index: int, feature: Feature, producer: bytes) -> NamedSpan:
+    def _span(self, index: int, feature: Feature, producer: bytes | None) -> NamedSpan:
         """Check an image that has a name of ours against all that the engine would believe of it."""
         name, position = self._signer.name(feature.identifier), feature.mm_position
         if name is None or name.producer != producer:

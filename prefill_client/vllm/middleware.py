@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from vllm import envs
 
-from encoder_contract.errors import EncoderError, InvalidRequestError, Status
+from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
 from prefill_client.client import EncoderClient
 from prefill_client.fleet.kept_images import KeptImages
 from prefill_client.images import Submitted
@@ -31,6 +31,7 @@ from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, s
 from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
 from prefill_client.vllm.request_parameters import PARAMETERS, STORED, SUBMITTED_TO, trace_context
 from prefill_client.vllm.row_fetcher import connect
+from prefill_client.vllm.service_check import check_description
 from prefill_client.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.encoder_service")
@@ -148,6 +149,7 @@ class _Service:
         if config is None:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
         self.settings = Settings.from_extra_config(config.ec_connector_extra_config)
+        self._config = vllm_config
         self._signer = NameSigner(config.engine_id)
         self._destinations = Destinations(image_hosts)
         self._opening: asyncio.Task[EncoderClient] | None = None
@@ -212,7 +214,7 @@ class _Service:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PROBE_S)
             try:
-                await (await connect(self.settings, wait=False)).close()
+                await (await self._open()).close()
                 self._down = None
             except EncoderError as error:
                 self._down = error
@@ -237,8 +239,18 @@ class _Service:
     async def _client(self) -> EncoderClient:
         """Return the client; who comes while it connects waits for the same attempt, and a failure is not kept."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            self._opening = asyncio.create_task(connect(self.settings, wait=False))
+            self._opening = asyncio.create_task(self._open())
         return await asyncio.shield(self._opening)
+
+    async def _open(self) -> EncoderClient:
+        """Connect. Raises `ModelMismatchError` for a service whose rows are not those of this engine's model."""
+        client = await connect(self.settings, wait=False)
+        try:
+            check_description(self.settings, self._config, client.description)
+        except ValueError as error:
+            await client.close()
+            raise ModelMismatchError(str(error)) from error
+        return client
 
     async def _load(self, urls: list[str], client: EncoderClient) -> list[bytes]:
         if self._loader is None:

@@ -4,14 +4,21 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
-from encoder_contract.errors import DeadlineError, EncoderError, InternalError, StaleHandleError
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    InternalError,
+    StaleHandleError,
+    UnavailableError,
+)
 from encoder_contract.geometry import Grid
 from prefill_client.client import EncoderClient
 from prefill_client.images import FetchedRows, RowRequest
@@ -24,6 +31,7 @@ from prefill_client.vllm.image_name import ImageName
 from prefill_client.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.encoder_service")  # below vLLM's own: configured, and shown, with it
+JOIN_S = 1.0  # how often an engine that has started without the service looks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +72,32 @@ class Outcome:
 class RowFetcher:
     """For one thread. Every `fetch` ends in exactly one outcome, of which `outcomes` tells."""
 
-    def __init__(self, settings: Settings, memory: HostMemory) -> None:
-        """Connect. Raises `UnavailableError` when no server answers in `start_timeout_s`."""
+    def __init__(
+        self, settings: Settings, memory: HostMemory, check: Callable[[Description], None] = lambda _: None
+    ) -> None:
+        """Connect. Raises `UnavailableError` when no server answers in `start_timeout_s`.
+
+        An engine that has its own tower waits for none: it joins the service later, unless `check` raises `ValueError`.
+        """
         self._settings = settings
+        self._check = check
+        self._joining: asyncio.Task[None] | None = None
+        self._client: EncoderClient | None = None
         self._memory = memory
         self._tasks: dict[Wanted, asyncio.Task[Outcome]] = {}  # of the loop's thread
         self._ended: deque[Outcome] = deque()
         self._any_ended = threading.Event()
         self._loop = LoopThread("encoder-rows")
         try:
-            self._client = self._loop.run(connect(settings))
+            self._loop.run(self._start())
         except BaseException:  # Ctrl-C too: nobody else would end the thread
             self._loop.stop()
             raise
 
     @property
-    def description(self) -> Description:
-        """What the service said it is."""
-        return self._client.description
+    def description(self) -> Description | None:
+        """What the service said it is; None while an engine that has its own tower has not joined it."""
+        return self._client.description if self._client else None
 
     def fetch(self, wanted: Wanted) -> None:
         """Begin to fetch an image's rows. Its extents are in use until its outcome is told."""
@@ -105,6 +121,31 @@ class RowFetcher:
         """End every fetch, the connections and the thread."""
         self._loop.stop(self._close())
 
+    async def _start(self) -> None:
+        has_own_tower = self._settings.without_service == "own_tower"
+        try:
+            self._client = await connect(self._settings, wait=not has_own_tower)
+        except (UnavailableError, DeadlineError) as error:
+            if not has_own_tower:
+                raise
+            _log.warning("the engine's own tower encodes until the service is there: %s", error.message)
+            self._joining = asyncio.create_task(self._join())
+
+    async def _join(self) -> None:
+        while self._client is None:
+            await asyncio.sleep(JOIN_S)
+            try:
+                client = await connect(self._settings, wait=False)
+            except EncoderError:
+                continue
+            try:
+                self._check(client.description)
+                self._client = client
+            except ValueError as error:
+                _log.error("the service is not joined: %s", error)
+                await client.close()
+                return
+
     def _begin(self, wanted: Wanted) -> None:
         task = asyncio.create_task(self._fetch(wanted))
         self._tasks[wanted] = task
@@ -121,6 +162,7 @@ class RowFetcher:
 
     async def _fetch(self, wanted: Wanted) -> Outcome:
         traceparent.set(wanted.caller.traceparent)  # of this task alone
+        assert self._client is not None, "nothing is named before the service is joined"
         begun_s, timeout_s = monotonic(), self._settings.timeout_s
         request = RowRequest(
             wanted.name.digest,
@@ -151,14 +193,17 @@ class RowFetcher:
         raise InternalError("the client ended a fetch without an outcome")
 
     def _shape(self, wanted: Wanted) -> "Shape":
-        return Shape(wanted.name.grid, wanted.tokens, self.description.width, self.description.dtype)
+        description = self.description
+        assert description is not None, "rows came of a service that was joined"
+        return Shape(wanted.name.grid, wanted.tokens, description.width, description.dtype)
 
     async def _close(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *filter(None, [self._joining])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
+        if self._client is not None:
+            await self._client.close()
 
 
 def _outcome(wanted: Wanted, task: "asyncio.Task[Outcome]") -> Outcome:

@@ -1,5 +1,6 @@
 """The scheduler's part of the connector: the gate and all that it needs, and what the workers are told to load."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,7 @@ from prefill_client.vllm.prompt_images import Feature
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_loader import row_bytes
 from prefill_client.vllm.row_table import Rows, RowTable
+from prefill_client.vllm.service_check import check_description, row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.steps import Steps
 
@@ -26,18 +28,19 @@ class SchedulerSide:
     """One for each scheduler; of its thread."""
 
     def __init__(self, settings: Settings, config: "VllmConfig") -> None:
-        """Connect to the service and set host memory apart."""
+        """Connect to the service, or go on without it if the engine has its own tower, and set host memory apart."""
         self.counts = Counts()
         self._memory = HostMemory(int(settings.host_gib * (1 << 30)))
-        self._fetcher = RowFetcher(settings, self._memory)
-        description = self._fetcher.description
-        size = row_bytes(description.width, description.dtype)
+        self._fetcher = RowFetcher(settings, self._memory, partial(check_description, settings, config))
+        kind = row_kind(config)
+        size = row_bytes(kind.width, kind.dtype)
         self.table = RowTable(self._memory, self._fetcher, size, self.counts)
         self.gate = gates[config.ec_transfer_config.engine_id] = Gate(
             self.table,
             NameSigner(config.ec_transfer_config.engine_id),
             self.counts,
-            description=description,
+            description=lambda: self._fetcher.description,
+            merge_size=kind.merge,
             tenant_salt=settings.tenant_salt,
             window_tokens=config.scheduler_config.max_num_batched_tokens + look_ahead(config),
             capacity_rows=self._memory.size_bytes // size,

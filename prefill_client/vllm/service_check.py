@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from encoder_contract.errors import DeadlineError, UnavailableError
 from prefill_client.blocking import BlockingClient
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.settings import Settings
@@ -18,14 +19,25 @@ Difference = tuple[str, object, object]
 """What it is about, the engine's value, the service's."""
 
 
-def check_service(settings: Settings, config: "VllmConfig") -> Description:
-    """Return what the service says it is.
+def check_service(settings: Settings, config: "VllmConfig") -> None:
+    """Ask the service what it is.
 
     Raises `ValueError` with both values of everything that differs, `UnavailableError` when no server answers in
-    `start_timeout_s`.
+    `start_timeout_s`; an engine that has its own tower needs none.
     """
     refuse_configuration(config)
-    description = _describe(settings)
+    try:
+        description = _describe(settings)
+    except (UnavailableError, DeadlineError) as error:
+        if settings.without_service != "own_tower":
+            raise
+        _log.warning("the engine starts without the encoder service: %s", error.message)
+    else:
+        check_description(settings, config, description)
+
+
+def check_description(settings: Settings, config: "VllmConfig", description: Description) -> None:
+    """Raise `ValueError` with both values of everything in which a service and this engine differ."""
     differing = [each for each in differences(config.model_config, description) if each[1] != each[2]]
     if differing:
         told = "; ".join(
@@ -34,7 +46,6 @@ def check_service(settings: Settings, config: "VllmConfig") -> Description:
         raise ValueError(
             f"the encoder service at {', '.join(settings.endpoints)} serves another model: {told}"
         )
-    return description
 
 
 def refuse_configuration(config: "VllmConfig") -> None:
@@ -106,11 +117,14 @@ def differences(model: Any, description: Description) -> Iterator[Difference]:
 def _describe(settings: Settings) -> Description:
     fingerprint = bytes.fromhex(settings.model_fingerprint)
     endpoints = ", ".join(settings.endpoints)
-    _log.info("waiting for the encoder service at %s, at most %g s", endpoints, settings.start_timeout_s)
+    wait = settings.without_service != "own_tower"
+    timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
+    _log.info("waiting for the encoder service at %s, at most %g s", endpoints, timeout_s)
     with BlockingClient.connect(
         settings.endpoints,
         model_fingerprint=fingerprint,
         credentials=settings.credentials,
-        timeout_s=settings.start_timeout_s,
+        timeout_s=timeout_s,
+        wait=wait,
     ) as client:
         return client.description

@@ -75,7 +75,7 @@ class HttpEngine:
             "return_tokens_as_token_ids": True,
             **body,
         }
-        return httpx.post(self.url + "/v1/chat/completions", json=given, timeout=120)
+        return httpx.post(self.url + "/v1/chat/completions", json=given, timeout=600)
 
     def metrics(self) -> dict[str, float]:
         """Its counters that are ours, by name and labels as they stand."""

@@ -1,0 +1,81 @@
+"""With `own_tower` an engine starts and goes on without its service, and requests do not wait for it."""
+
+import signal
+import time
+from pathlib import Path
+
+from testing.checkpoints import write_checkpoint
+from tests.vllm.conftest import SMALL
+from tests.vllm.http_engine import HttpEngine
+from tests.vllm.restartable import Restartable
+from tests.vllm.test_answers import prompt
+from tests.vllm.test_middleware import assert_equal, content, top
+
+PARTS = prompt(9900, 2)
+SUBMIT_TIMEOUT_S = 20.0
+PATIENCE_S = 300.0
+
+
+def served_by(http: HttpEngine, service: Restartable) -> bool:
+    """Ask about images of its own salt; return whether the service encoded them. Raises for any other answer."""
+    assert service.server is not None
+    before = service.server.encodes()
+    response = http.chat(content(PARTS), cache_salt=str(time.time_ns()))
+    assert response.status_code == 200, response.text
+    return service.server.encodes() > before
+
+
+def until_served_by(http: HttpEngine, service: Restartable) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not served_by(http, service):
+        assert time.monotonic() < deadline, http.log.read_text()
+        time.sleep(0.2)
+
+
+def asked(http: HttpEngine, times: int) -> float:
+    """Ask that often; return how long that took, seconds."""
+    begun = time.monotonic()
+    for _ in range(times):
+        response = http.chat(content(PARTS), cache_salt=str(time.time_ns()))
+        assert response.status_code == 200, response.text
+    return time.monotonic() - begun
+
+
+def test_an_engine_with_its_own_tower_starts_and_goes_on_without_the_service(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    service = Restartable(checkpoint)
+    service.start()
+    service.kill()
+    http = HttpEngine(
+        checkpoint, service.endpoint, without_service="own_tower", submit_timeout_s=SUBMIT_TIMEOUT_S
+    )
+    try:
+        http.wait_until_it_answers()
+        response = http.chat(content(PARTS))
+        assert response.status_code == 200, "no service yet"
+        own = top(response.json()["choices"][0])
+        service.start()
+        until_served_by(http, service)
+        assert_equal(top(http.chat(content(PARTS)).json()["choices"][0]), own)
+        # One that hangs costs the first request its time, and no other.
+        service.signal(signal.SIGSTOP)
+        asked(http, 1)
+        assert asked(http, 5) < 5 * SUBMIT_TIMEOUT_S
+        service.signal(signal.SIGCONT)
+        until_served_by(http, service)
+        # Nor does one of another model: its rows would be of another width.
+        service.kill()
+        other = Restartable(
+            write_checkpoint(
+                tmp_path, preprocessor=SMALL["qwen3_vl"], vision={"deepstack_visual_indexes": [1, 2]}
+            )
+        )
+        other.endpoint = service.endpoint
+        other.start()
+        assert asked(http, 5) < 5 * SUBMIT_TIMEOUT_S
+        assert not served_by(http, other)
+        other.kill()
+    finally:
+        service.kill()
+        http.stop()

@@ -16,7 +16,7 @@ from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
 from testing.redis_servers import free_port
 from tests.calls import collect
-from tests.conftest import Gate
+from tests.gate import Gate
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 

@@ -45,8 +45,6 @@ _HTTP = {
 # As vLLM answers for an image that its host does not have.
 _IMAGE_HOST = (422, "UnprocessableEntityError")
 _DOWN = (503, "ServiceUnavailableError")
-# What is wrong with an image, or with where it is. Anything else says that the service does not help.
-_OF_THE_IMAGE = (Status.INVALID_ARGUMENT, Status.PERMISSION_DENIED)
 # What says that the next request would wait in vain as well.
 _NO_ANSWER = (
     Status.UNAVAILABLE,
@@ -54,10 +52,8 @@ _NO_ANSWER = (
     Status.FAILED_PRECONDITION,
     Status.UNAUTHENTICATED,
 )
-FIRST_PROBE_S, LAST_PROBE_S = (
-    1.0,
-    15.0,
-)  # how often a service that does not answer is asked, while the own tower encodes
+# How often a service that does not answer is asked, while the own tower encodes.
+FIRST_PROBE_S, LAST_PROBE_S = 1.0, 15.0
 
 
 class EncoderServiceMiddleware:
@@ -102,7 +98,7 @@ class EncoderServiceMiddleware:
                 return
             self._of(scope).note(error)
         if error is not None:
-            if error.status in _OF_THE_IMAGE or not self._of(scope).has_own_tower:
+            if _is_of_the_image(error) or not self._of(scope).has_own_tower:
                 await _refuse(send, error)
                 return
             _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
@@ -262,6 +258,14 @@ class _Service:
         assert answer.grid is not None, "an answer without an error has a grid"
         name = ImageName(answer.digest, answer.grid, producer)
         return self._signer.identifier(name), list(answer.grid)
+
+
+def _is_of_the_image(error: EncoderError) -> bool:
+    """Whether something is wrong with an image, or where it is; anything else says that the service does not help."""
+    return isinstance(error, ImageHostError) or error.status in (
+        Status.INVALID_ARGUMENT,
+        Status.PERMISSION_DENIED,
+    )
 
 
 def _raise_first(outcomes: Iterable[EncoderError | None]) -> None:

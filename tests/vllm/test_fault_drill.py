@@ -49,7 +49,7 @@ class Drill:
         self.ended: Counter[str] = Counter()
 
     def run(self) -> None:
-        """Go on for `DRILL_S`, and until a replica has ended and as many requests as there are callers were answered."""
+        """Go on for `DRILL_S`, and until a replica has ended and as many requests as callers were answered."""
         with ThreadPoolExecutor(CALLERS + 1) as pool:
             callers = [pool.submit(self._call, number) for number in range(CALLERS)]
             chaos = pool.submit(self._end_and_begin)

@@ -20,7 +20,7 @@ from bench.tower.bare_engine import tower_seconds
 from encoder_contract.digest import content_digest
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
-from encoder_service.observability.scrape import Window
+from encoder_service.metrics import Window
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo

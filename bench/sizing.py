@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.harness.benchmark import Benchmark, Figure
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.config import Config
-from encoder_service.image.decode import BATCHED_BYTES_PER_PIXEL
+from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import TowerSpec, family_of, flops, read_spec

@@ -20,7 +20,7 @@ from bench.transport.puts import put_figures
 from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_fetch_response
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Store
-from encoder_service.store.tiers import Layout, Tier
+from encoder_service.store.table import Layout, Tier
 from prefill_client import SharedRows
 
 BENCHMARK = Benchmark(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from encoder_service.observability.top import Top, frame
+from encoder_service.top import Top, frame
 
 PICTURES = Path(__file__).resolve().parent / "img"
 

@@ -24,41 +24,34 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Grid
 from encoder_contract.version import __version__
 from encoder_service.api.admin import AdminService
+from encoder_service.api.caller import Identity
 from encoder_service.api.describe import ServerInfo, banner, describe, facts, reachable
 from encoder_service.api.fetch import RowFormat
-from encoder_service.api.identity import Identity
-from encoder_service.api.listener import Listener
 from encoder_service.api.messages import PIECE_BYTES, PUT_PIECE_BYTES
+from encoder_service.api.server import Listener
 from encoder_service.api.service import EncoderService
 from encoder_service.api.tenants import read_tenants
-from encoder_service.cluster.contract import Cluster, IndexState, Replica
+from encoder_service.cluster.cluster import Cluster, IndexState, Replica, Solo
 from encoder_service.cluster.coordinator import Coordinator
-from encoder_service.cluster.index import RedisIndex, RedisSettings, namespace
-from encoder_service.cluster.index.tasks import DIED
 from encoder_service.cluster.peers import SILENCE_S, Peers, RowType
-from encoder_service.cluster.solo import Solo
-from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.encoder import Encoder
-from encoder_service.engine.engine import Engine
-from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.memory_plan import MemoryPlan
-from encoder_service.engine.model import Model, decode_threads
-from encoder_service.engine.put_leases import PutLeases
-from encoder_service.engine.row_finder import RowFinder
-from encoder_service.engine.submit_waiters import SubmitWaiters
-from encoder_service.image.source_cache import SourceCache
-from encoder_service.image.validation import Validator
-from encoder_service.observability.collectors import (
+from encoder_service.cluster.redis import RedisIndex, RedisSettings, namespace
+from encoder_service.cluster.tasks import DIED
+from encoder_service.collectors import (
     cluster_readings,
     identity_readings,
     memory_readings,
     queue_readings,
     store_readings,
 )
-from encoder_service.observability.logs import dropped_lines, toggle_debug
-from encoder_service.observability.metrics import Metrics
-from encoder_service.observability.readings import Reading
-from encoder_service.observability.watch import Watch
+from encoder_service.config import GIB, Config, ConfigError, flag
+from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.engine.model import MemoryPlan, Model, decode_threads
+from encoder_service.engine.workers import Engine
+from encoder_service.http import Watch
+from encoder_service.image.sources import SourceCache, Validator
+from encoder_service.images import Encoder, PutLeases, RowFinder, SubmitWaiters
+from encoder_service.logs import dropped_lines, toggle_debug
+from encoder_service.metrics import Metrics, Reading
 from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.store import Pin, Store, StoreSizeError, TierName
 from encoder_service.transport import Transports

@@ -2,22 +2,25 @@
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
 from encoder_contract.credentials import Credentials
+from encoder_contract.endpoint import Endpoint
 from encoder_contract.version import __version__
-from encoder_service.api.port_check import require_free
 from encoder_service.api.tenants import read_tenants
-from encoder_service.config import Config, ConfigError
+from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
-from encoder_service.observability.logs import set_up_logging
+from encoder_service.logs import set_up_logging
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
 # How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
@@ -124,7 +127,7 @@ def _operate(command: str, given: dict[str, Any]) -> int:
 def _top(given: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from encoder_service.observability.top import run
+    from encoder_service.top import run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal's screen has to be put back
     endpoints = given.pop("endpoints") or [DEFAULT_METRICS]
@@ -175,3 +178,57 @@ def _serve(given: dict[str, object]) -> int:
         os._exit(code)
     model.decoder.close()
     return code
+
+
+# Errors of addresses of `localhost` that this machine may lack; gRPC skips those as well.
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def require_free(name: str, address: str) -> None:
+    """Raise `ConfigError` if the setting `name` is an address that cannot be listened on.
+
+    The address is released again; if another process takes it before we listen, listening fails.
+    """
+    endpoint = Endpoint.parse(address)
+    try:
+        if endpoint.path:
+            _bind_path(Path(endpoint.path))
+        else:
+            _bind(endpoint)
+    except OSError as error:
+        why = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"{flag(name)} {address}: {why}") from error
+
+
+def _bind(endpoint: Endpoint) -> None:
+    absent: OSError | None = None
+    bound = False
+    for family, kind, protocol, _, where in socket.getaddrinfo(
+        endpoint.host, endpoint.port, type=socket.SOCK_STREAM
+    ):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As gRPC does: closed connections of an earlier server do not count.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                bound = True
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
+            absent = error
+    if absent is not None and not bound:
+        raise absent
+
+
+def _bind_path(path: Path) -> None:
+    """Check what gRPC does not: it replaces any file at the path, even the socket of a running server."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    elif path.exists():
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    if not path.parent.is_dir():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
-from encoder_service.image.decode import Decoder
-from encoder_service.image.patches import to_patches
+from encoder_service.image.decoder import Decoder
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.image.resize import PlainResize
+from encoder_service.image.resize import PlainResize, to_patches
 
 
 class OneShot:

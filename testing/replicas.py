@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from encoder_service.observability.scrape import Scrape
+from encoder_service.metrics import Scrape
 from testing.redis_servers import free_port
 from testing.server_process import ServerProcess
 

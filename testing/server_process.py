@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder_contract.settings import flag
-from encoder_service.observability.scrape import Scrape, scrape
+from encoder_service.metrics import Scrape, scrape
 
 # One that ends by itself is noticed at once; a busy machine takes its time. A server gives running calls 30 s.
 START_S, DRAIN_S = 240.0, 40.0

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from encoder_service.observability.scrape import ScrapeError
+from encoder_service.metrics import ScrapeError
 from testing.replicas import ReplicaProcess
 from testing.traffic import Supply, Traffic
 from tests.waiting import soon

@@ -10,11 +10,11 @@ from typing import Any, cast
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_service.app import Server
 from encoder_service.cluster.coordinator import Coordinator
-from encoder_service.cluster.index import RedisIndex
+from encoder_service.cluster.redis import RedisIndex
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
-from encoder_service.observability.scrape import scrape
+from encoder_service.image.decoder import Decoder
+from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from tests.gate import Gate
 from tests.waiting import PATIENCE_S

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from encoder_service.app import Server
-    from encoder_service.cluster.index import RedisIndex
+    from encoder_service.cluster.redis import RedisIndex
     from encoder_service.config import Config
     from encoder_service.engine.model import Model
-    from encoder_service.image.decode import Decoder
+    from encoder_service.image.decoder import Decoder
     from prefill_client import EncoderClient
     from tests.gate import Gate
     from tests.index_replicas import Join
@@ -183,7 +183,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
     """Return a function that makes a replica join the fleet of this test."""
-    from encoder_service.cluster.index import RedisIndex, namespace
+    from encoder_service.cluster.redis import RedisIndex, namespace
     from testing.holding import Holding
     from tests.index_replicas import MODEL, TTL_MS, as_replica, numbers, redis_settings
 

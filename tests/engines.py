@@ -13,12 +13,12 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
-from encoder_service.engine.engine import Engine
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
+from encoder_service.engine.workers import Engine
+from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
-from encoder_service.observability.metrics import Metrics
+from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim, Limits, Scheduler
 from encoder_service.store import Pin, Store
 from encoder_service.vision import Tower

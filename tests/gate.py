@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from tests.waiting import START_S
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.contract import IndexState, Replica
-from encoder_service.cluster.index import RedisIndex, RedisSettings
+from encoder_service.cluster.cluster import IndexState, Replica
+from encoder_service.cluster.redis import RedisIndex, RedisSettings
 from testing.holding import Holding
 from tests.waiting import PATIENCE_S, soon
 

@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from encoder_service import cli
-from encoder_service.cluster.outbox import Outbox
+from encoder_service.cluster.coordinator import Outbox
 from encoder_service.config import Config
 from encoder_service.engine import model as loading
-from encoder_service.engine.cuda_stream import CudaStream
-from encoder_service.engine.device import Device
+from encoder_service.engine.device import CudaStream, Device
 from encoder_service.engine.model import Model
-from encoder_service.engine.vit import Vit
-from encoder_service.engine.workers import CopyOut, Prepare
-from encoder_service.image.decode import Decoder
+from encoder_service.engine.workers import CopyOut, Prepare, Vit
+from encoder_service.image.decoder import Decoder
 from encoder_service.store import store as storing
-from encoder_service.store.tier_migrator import TierMigrator
+from encoder_service.store.store import TierMigrator
 from encoder_service.vision import Tower
 from tests.engines import Changed
 

@@ -6,7 +6,7 @@ import urllib.request
 
 from encoder_contract.digest import content_digest
 from encoder_service.app import Server
-from encoder_service.observability.scrape import Scrape, scrape
+from encoder_service.metrics import Scrape, scrape
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon

@@ -12,11 +12,10 @@ import redis
 from bench.harness.benchmark import Figure
 from bench.harness.tables import table
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.contract import Replica
-from encoder_service.cluster.index import RedisIndex, RedisSettings, namespace
-from encoder_service.cluster.index.connection import Connection, RedisUrl
-from encoder_service.cluster.index.membership import Membership
-from encoder_service.cluster.index.schema import Keys
+from encoder_service.cluster.cluster import Replica
+from encoder_service.cluster.redis import RedisIndex, RedisSettings, namespace
+from encoder_service.cluster.redis.connection import Connection, RedisUrl
+from encoder_service.cluster.redis.schema import Keys, Membership
 from testing.holding import Holding
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
 

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu_parts.probe import Probe
-from encoder_service.vision.attention import BACKENDS, FIXED, why_not
-from encoder_service.vision.attention_backends import build
-from encoder_service.vision.segments import Attention, Segments
+from encoder_service.vision.attention import BACKENDS, FIXED, build, why_not
+from encoder_service.vision.layers import Attention, Segments
 
 HEADS, HEAD_SIZES = 16, (72, 80, 96)  # of Qwen3-VL's tower, as it is and widened
 # Patches of a small photo, 1280×720, 960×1280, 1920×1080 and 2560×1440; then of eight small photos packed together.

@@ -15,7 +15,7 @@ from bench.gpu_parts.decode import SMOOTH_CHROMA
 from bench.harness.results import hardware
 from bench.harness.tables import table
 from encoder_contract.errors import EncoderError
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from testing.photos import photo
 
 CASES = {"1280×720": (1280, 720, 1), "20 × 960×1280": (960, 1280, 20)}

@@ -57,16 +57,15 @@ def _watched(probe: Probe, tool: list[str], work: list[str]) -> dict[str, Any]:
 def work(device: str, model: Path) -> None:
     """Encode, eagerly and in graphs, resize, and copy rows between the tiers."""
     from encoder_contract.geometry import Grid
-    from encoder_service.image.patches import to_patches
+    from encoder_service.engine.model import make_resize
     from encoder_service.image.processor import ProcessorSettings
-    from encoder_service.image.resize import PlainResize
-    from encoder_service.image.resize_choice import make_resize
+    from encoder_service.image.resize import PlainResize, to_patches
     from encoder_service.store import Store
-    from encoder_service.vision import attention_trial, load_tower
+    from encoder_service.vision import attention, load_tower
 
     if device == "cpu":
         torch.set_num_threads(1)
-    attention_trial.MAX_THIRD_CALL_MS = math.inf  # a kernel that is watched takes its time
+    attention.MAX_THIRD_CALL_MS = math.inf  # a kernel that is watched takes its time
     processor = ProcessorSettings.from_folder(model)
     grids = [Grid(1, 16, 16), Grid(1, 22, 18), Grid(1, 16, 16)]
     for graphs in (False, True) if device == "cuda" else (False,):

@@ -7,7 +7,7 @@ import torch
 
 from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
-from encoder_service.image.patches import to_patches
+from encoder_service.image.resize import to_patches
 
 
 def patches_of(model: Model, files: Sequence[bytes]) -> tuple[list[torch.Tensor], list[Grid]]:

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from encoder_service.image import resize_triton
-from encoder_service.image.bicubic import HALF, PRECISION_BITS
+from encoder_service.image.resize import HALF, PRECISION_BITS
 from encoder_service.vision import pointwise_triton
 from encoder_service.vision.pointwise import FP8_MAX, TINY
 

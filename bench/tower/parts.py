@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from bench.tower.lower_bound import best_of
-from encoder_service.vision.linear import Linear
+from encoder_service.vision.layers import Linear
 from encoder_service.vision.pointwise import PlainPointwise
 
 EMBED, INTERMEDIATE, HEADS = 1152, 4304, 16

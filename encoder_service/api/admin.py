@@ -6,11 +6,11 @@ from hmac import compare_digest
 from encoder_contract.errors import ForbiddenError
 from encoder_contract.v1 import admin_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.identity import Identity
+from encoder_service.api.caller import Identity
 from encoder_service.api.inbound import Entrance, Methods
 from encoder_service.api.messages import Context
 from encoder_service.engine.job_queue import JobQueue
-from encoder_service.image.source_cache import SourceCache
+from encoder_service.image.sources import SourceCache
 from encoder_service.store import Store
 
 SERVICE = "encoder_contract.v1.AdminService"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from encoder_contract.errors import EncoderError, Status
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.observability.metrics import Metrics, reason
+from encoder_service.metrics import Metrics, reason
 
 log = logging.getLogger(__name__)
 

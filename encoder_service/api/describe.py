@@ -9,12 +9,12 @@ from encoder_contract.fleet_key import FleetKey
 from encoder_contract.geometry import Geometry
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
-from encoder_service.address import Recipe
 from encoder_service.api import messages
+from encoder_service.api.caller import Identity
 from encoder_service.api.fetch import RowFormat
-from encoder_service.api.identity import Identity
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.keys import Recipe
 from encoder_service.transport import Transports
 
 

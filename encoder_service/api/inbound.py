@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
 from encoder_service.api import messages
 from encoder_service.api.messages import Context
-from encoder_service.scheduler.shares import Shares
+from encoder_service.limits import Shares
 
 log = logging.getLogger(__name__)
 

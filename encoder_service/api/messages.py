@@ -17,10 +17,9 @@ from encoder_contract.geometry import Grid
 from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.traceparent import TRACEPARENT, trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import MAX_SALT_BYTES, ImageKey, Recipe, put_key
-from encoder_service.encoder import LookupResult
-from encoder_service.engine.put_leases import PutImage
-from encoder_service.observability.incidents import known_error
+from encoder_service.images import LookupResult, PutImage
+from encoder_service.keys import MAX_SALT_BYTES, ImageKey, Recipe, put_key
+from encoder_service.logs import known_error
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)

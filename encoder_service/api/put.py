@@ -21,10 +21,9 @@ from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.fetch import RowFormat
 from encoder_service.api.inbound import Requests
-from encoder_service.engine.put_leases import Lease, PutAnswer, PutImage, PutLeases
-from encoder_service.observability.incidents import known_error
-from encoder_service.scheduler.shares import Shares
-from encoder_service.scheduler.turns import TURN_BYTES, Turns, name_turns
+from encoder_service.images import Lease, PutAnswer, PutImage, PutLeases
+from encoder_service.limits import TURN_BYTES, Shares, Turns, name_turns
+from encoder_service.logs import known_error
 from encoder_service.store import Incoming, Store
 
 # Threads of their own: whoever reads from a caller's file keeps nobody else from hashing or sending.

@@ -9,12 +9,12 @@ from uuid import uuid4
 from encoder_contract.errors import ForbiddenError, InvalidRequestError, ModelMismatchError, UnavailableError
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageKey
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.fetch import (
     FetchCall,
+    PinRoom,
     RowRequest,
     row_requests,
     rows_anywhere,
@@ -22,17 +22,13 @@ from encoder_service.api.fetch import (
 )
 from encoder_service.api.inbound import Entrance, Methods, Requests
 from encoder_service.api.messages import Context
-from encoder_service.api.pin_budget import PinRoom
 from encoder_service.api.put import PutCall, PutMessage, PutRoom
-from encoder_service.api.submit import SubmitCall
-from encoder_service.api.upload_budget import Uploads
-from encoder_service.encoder import Encoder
-from encoder_service.engine.put_leases import PutLeases
-from encoder_service.engine.row_finder import RowFinder
-from encoder_service.observability.metrics import Metrics
+from encoder_service.api.submit import SubmitCall, Uploads
+from encoder_service.images import Encoder, PutLeases, RowFinder
+from encoder_service.keys import ImageKey
+from encoder_service.limits import Shares, Turns
+from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim
-from encoder_service.scheduler.shares import Shares
-from encoder_service.scheduler.turns import Turns
 from encoder_service.store import Store
 
 SERVICE = "encoder_contract.v1.EncoderService"

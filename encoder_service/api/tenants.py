@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from encoder_service.config import Config, ConfigError, flag
-from encoder_service.scheduler.task import MAX_PRIORITY, MIN_PRIORITY
+from encoder_service.scheduler.policy import MAX_PRIORITY, MIN_PRIORITY
 
 log = logging.getLogger(__name__)
 

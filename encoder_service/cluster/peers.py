@@ -19,7 +19,7 @@ from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.framing import checksum, parse_fetch_response
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageKey
+from encoder_service.keys import ImageKey
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """The job queue: jobs by address, who awaits them, and the scheduler that orders them, behind one lock.
 
 The event loop submits jobs and awaits them; the workers take them out and report how they ended. The lock is held for
-microseconds: no image is worked on and nothing is called upward while it is held.
+microseconds: no image is worked on and nothing is called upward while it is held. `FailureCache` has the images that
+can never be encoded, so that the same broken file is decoded only once.
 """
 
 import asyncio
@@ -13,19 +14,26 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
+from cachetools import FIFOCache
 from torch import Tensor
 
-from encoder_contract.errors import AbandonedError, EncoderError, OverloadedError, UnavailableError
+from encoder_contract.errors import (
+    AbandonedError,
+    EncoderError,
+    ImageLimitError,
+    InvalidImageError,
+    OverloadedError,
+    UnavailableError,
+)
 from encoder_contract.geometry import Grid
-from encoder_service.address import ImageKey
 from encoder_service.engine.device import Device
-from encoder_service.engine.failure_cache import FailureCache
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
-from encoder_service.observability.incidents import known_error
-from encoder_service.observability.metrics import Metrics
+from encoder_service.keys import ImageKey
+from encoder_service.limits import AT_A_TIME
+from encoder_service.logs import known_error
+from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim, Scheduler, Snapshot, Task
-from encoder_service.scheduler.turns import AT_A_TIME
 from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
@@ -430,3 +438,28 @@ class JobQueue:
             self._loop.call_soon(self._give, held, waiters)
         else:
             held.release()
+
+
+FAILURES = 4096  # a few hundred bytes each
+
+
+class FailureCache:
+    """A bounded map from images to their errors, oldest out first. Used on the event loop.
+
+    By source and not by address: a file that cannot be decoded cannot be in any of its variants. What is too large in
+    one variant may fit in another.
+    """
+
+    def __init__(self) -> None:
+        self._errors: FIFOCache[bytes, InvalidImageError] = FIFOCache(FAILURES)
+
+    def note(self, key: ImageKey, error: EncoderError) -> None:
+        """Remember `error` if it is the image's own fault; other failures may be temporary."""
+        if isinstance(error, InvalidImageError):
+            self._errors[key.address if isinstance(error, ImageLimitError) else key.source_key] = error
+
+    def check(self, key: ImageKey) -> None:
+        """Raise the error remembered for the image, if there is one."""
+        error = self._errors.get(key.source_key) or self._errors.get(key.address)
+        if error is not None:
+            raise type(error)(error.message)

@@ -1,28 +1,36 @@
-"""What is loaded from a checkpoint folder: vision tower, processor settings, decoder, what resizes."""
+"""What is loaded from a checkpoint folder: vision tower, processor settings, decoder, resize; and the memory plan.
 
+On a GPU Triton's kernels resize where they compile and are right, else torch. `MemoryPlan` divides the memory of a GPU
+at start, before the device tier of the store takes its share.
+"""
+
+import logging
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from encoder_service.address import Recipe
-from encoder_service.config import Config, ConfigError, flag
-from encoder_service.engine.device import Device
-from encoder_service.image.decode import Decoder
-from encoder_service.image.decoder_parent import DecoderStartError
-from encoder_service.image.isolated import IsolatedDecoder
+from encoder_contract.geometry import Geometry
+from encoder_service.config import GIB, Config, ConfigError, flag
+from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.image.decoder import Decoder
+from encoder_service.image.decoder_pool import DecoderStartError, IsolatedDecoder
+from encoder_service.image.pillow import missing
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.image.readers import missing
-from encoder_service.image.resize import Resize
-from encoder_service.image.resize_choice import make_resize
+from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, PlainResize, Resize
+from encoder_service.keys import Recipe
 from encoder_service.vision import (
     NoTower,
     Tower,
+    TowerSpec,
     configuration_fingerprint,
     family_of,
     load_tower,
     model_fingerprint,
     read_config,
 )
+
+log = logging.getLogger(__name__)
 
 # On a GPU they parse files and run what its engines do not; on the CPU they contend with the tower for cores.
 DECODE_THREADS = {"cuda": 8, "cpu": 2}
@@ -138,3 +146,91 @@ def _device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
     return name
+
+
+def make_resize(geometry: Geometry, device: torch.device) -> Resize:
+    """Return Triton's kernels on CUDA, or torch's operators, with a warning if something is amiss.
+
+    Triton needs a C compiler and a folder to which it may write and from which it may load libraries
+    (`TRITON_CACHE_DIR`): a start without either is slower, and its patches have the same bits.
+    """
+    if device.type != "cuda":
+        return PlainResize(geometry)
+    try:
+        from encoder_service.image.resize_triton import TritonResize, differs
+
+        with torch.cuda.device(device):
+            if not differs(geometry, device):
+                log.info("resize to patches: triton")
+                return TritonResize(geometry)
+        reason = "their patches differ from torch's"
+    except Exception as error:  # noqa: BLE001 - a compiler that is missing shows in many ways
+        reason = f"{type(error).__name__}: {error}"
+    log.warning("resize to patches: torch's operators, for Triton's kernels cannot be used: %s", reason)
+    return PlainResize(geometry)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of a device: all there are, and what takes them. `str` says it to people.
+
+    `loaded` is measured with the tower loaded and warmed up: weights, CUDA graphs, workspaces of libraries, and what
+    other processes hold. `forward` and `decode` are computed from shapes: activations of the largest batch or image,
+    and the pixels that are decoded and resized at a time. `store` is the device tier.
+    """
+
+    total: int
+    loaded: int
+    forward: int
+    decode: int
+    store: int
+
+    @classmethod
+    def of(cls, model: Model, memory: DeviceMemory, config: Config) -> Self:
+        """Plan for a model that is loaded, on a device whose memory is in this state."""
+        geometry, tower = model.processor.geometry, model.tower
+        patches = max(tower.batch_patches, geometry.max_pixels // geometry.patch_size**2)
+        # A batch, single images and one that is larger than those may be are decoded at the same time.
+        larger = config.max_image_pixels if config.max_image_pixels > config.decode_pixels else 0
+        pixels = 2 * config.decode_pixels + larger
+        return cls(
+            total=memory.total,
+            loaded=memory.total - memory.free,
+            forward=patches * activation_values(tower.spec) * tower.dtype.itemsize,
+            decode=pixels * RESIZED_BYTES_PER_PIXEL,
+            store=int(config.store_device_gib * GIB),
+        )
+
+    @property
+    def left(self) -> int:
+        """Bytes that nothing takes; negative where the plan does not fit."""
+        return self.total - self.loaded - self.forward - self.decode - self.store
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a device tier that leaves too little for the tower and the decoder."""
+        if self.total and self.store and self.left < 0:
+            most = max(self.store + self.left, 0)
+            raise ConfigError(
+                f"{flag('store_device_gib')} {self.store / GIB:g}: it leaves too little of the device for the tower "
+                f"and the decoder ({self}); at most {int(most / GIB * 100) / 100:g} GiB fit"
+            )
+
+    def __str__(self) -> str:
+        parts = {
+            "loaded": self.loaded,
+            "largest forward": self.forward,
+            "decoding": self.decode,
+            "store": self.store,
+        }
+        taken = ", ".join(f"{size / GIB:.2f} {name}" for name, size in parts.items())
+        return f"of {self.total / GIB:.1f} GiB: {taken}, {self.left / GIB:.2f} left"
+
+
+def activation_values(spec: TowerSpec) -> int:
+    """Return the most values per patch that a forward holds at a time, as an upper bound.
+
+    The residual, its norm, packed query, key and value, what attention makes of them, the MLP's inside (twice when it
+    is gated), the rows of every level, and a merger's input and inside.
+    """
+    inside = (spec.mlp_products - 1) * spec.intermediate
+    return 7 * spec.embed + inside + spec.width // spec.merge_unit + 2 * spec.embed

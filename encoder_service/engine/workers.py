@@ -1,11 +1,14 @@
-"""The workers before and after the ViT: they prepare images, and copy rows out to the store.
+"""The engine: the threads that turn queued images into rows in the store.
 
-Each runs on threads of its own. A failure ends the image that caused it, and the worker goes on; a lost device ends the
-process.
+`Prepare` decodes images and cuts them into patches, `Vit` takes batches from the queue and encodes them, and `CopyOut`
+copies their rows to the store. A failure ends the image that caused it, and the worker goes on. A lost device ends the
+process, and so does a thread that dies.
 """
 
+import asyncio
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Queue
 from time import monotonic
@@ -13,17 +16,73 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, InvalidImageError
-from encoder_service.engine.cuda_stream import CudaStream
+from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
+from encoder_service.engine.device import CudaStream
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import Model
-from encoder_service.image.patches import to_patches
-from encoder_service.observability.metrics import Metrics
+from encoder_service.image.resize import to_patches
+from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Task
 from encoder_service.store import Pin, Store
 from encoder_service.vision import flops
 
 log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Workers on threads of their own, at work on different images of one queue: decode, ViT, copy-out."""
+
+    def __init__(
+        self,
+        jobs: JobQueue,
+        model: Model,
+        store: Store,
+        metrics: Metrics,
+        *,
+        batch_patches: int,
+        decode_threads: int = 2,
+        decode_pixels: int = 50_000_000,
+    ) -> None:
+        """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one.
+
+        The scheduler is to call an image of more than that large: one at a time is decoded beside them.
+        """
+        prepare = Prepare(jobs, model, metrics, max_patches=batch_patches, max_pixels=decode_pixels)
+        copy_out = CopyOut(jobs, model, store, metrics)
+        vit = Vit(jobs, model, store, metrics, copy_out, batch_patches=batch_patches)
+        self._jobs = jobs
+        # Not waited for by `stop`: it ends when the store is closed.
+        self._migrator = self._thread("tier-migrator", store.keep_moving)
+        self._threads = [
+            self._thread("prepare", prepare.run),
+            *(self._thread("prepare-apart", prepare.run_apart) for _ in range(decode_threads)),
+            self._thread("vit", vit.run),
+            self._thread("copy-out", copy_out.run, copy_out.drop),
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in (*self._threads, self._migrator):
+            thread.start()
+
+    async def stop(self) -> None:
+        """Let the workers finish what they are at, end the threads, and fail what is still queued."""
+        self._jobs.close()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        self._jobs.fail_all(UnavailableError("the server is shutting down: use another one"))
+
+    def _thread(self, name: str, *work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=self._run, args=work, name=name, daemon=True)
+
+    def _run(self, work: Callable[[], None], after_death: Callable[[], None] = lambda: None) -> None:
+        """Do the work of a thread. What it does not deal with itself would else stop a stage, and nobody would know."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - whatever ends a worker ends the process
+            self._jobs.abort(f"the server's thread {threading.current_thread().name} died", error)
+            after_death()
+
 
 # Images decoded at a time once the device has work. nvJPEG is much faster on several; a change of demand waits for the
 # whole batch, which is a few milliseconds there, and a few for each image on the CPU.
@@ -228,3 +287,121 @@ def are_finite(rows: Sequence[Tensor]) -> Tensor:
     """Return whether each image's rows are finite: bool [images], on the host once an event after this has passed."""
     flags = [torch.stack(each.aminmax()).isfinite().all() for each in rows]  # either is NaN if any element is
     return torch.stack(flags).to("cpu", non_blocking=True)
+
+
+class Overtaking:
+    """What the tower calls between the blocks of a batch: encodes smaller images first that are demanded by now.
+
+    They would else wait for the whole batch, on the CPU for seconds. They add up to less work than its own, so it takes
+    at most twice as long.
+    """
+
+    def __init__(
+        self, batch: Sequence[Job], patches: int, jobs: JobQueue, encode: Callable[[list[Job]], None]
+    ) -> None:
+        self._batch = batch
+        self._room = patches
+        self._jobs = jobs
+        self._encode = encode
+        self.seconds = 0.0
+        """How long it took, which is no time of the batch."""
+
+    def __call__(self) -> None:
+        """Encode what may overtake the batch now."""
+        began = monotonic()
+        while self._room and (others := self._jobs.take_overtaking(self._batch, self._room // 2)):
+            self._room -= sum(job.grid.patches for job in others)
+            self._encode(others)
+            self.seconds += monotonic() - began
+            began = monotonic()
+
+
+class Vit:
+    """`run` on one thread, which alone uses the tower. A batch that fails is tried again in smaller ones."""
+
+    def __init__(
+        self,
+        jobs: JobQueue,
+        model: Model,
+        store: Store,
+        metrics: Metrics,
+        copy_out: CopyOut,
+        *,
+        batch_patches: int,
+    ) -> None:
+        self._jobs = jobs
+        self._tower = model.tower
+        self._tokens = model.processor.geometry.tokens
+        self._device = model.device
+        self._store = store
+        self._metrics = metrics
+        self._copy_out = copy_out
+        self._batch_patches = batch_patches
+
+    def run(self) -> None:
+        """Encode until the queue is closed."""
+        stream = self._device.stream()
+        try:
+            while (taken := self._jobs.take_batch(self._batch_patches))[0]:
+                self._metrics.starved(taken[1])
+                if jobs := self._with_room(taken[0]):
+                    with stream.use():
+                        self._encode(jobs, stream, self._overtaking(jobs, stream))
+                del taken, jobs  # a thread that sleeps holds no image
+        finally:  # however it ends, the copy-out is not to wait for more
+            self._copy_out.put(None)
+
+    def _with_room(self, jobs: list[Job]) -> list[Job]:
+        """Return those of a batch whose rows the store has room for, so that no rows are computed in vain.
+
+        The others wait for another batch; if the store has no room in time for the first image, that image fails.
+        """
+        try:
+            count = self._store.set_aside([self._tokens(job.grid) for job in jobs])
+        except EncoderError as error:
+            self._jobs.drop(jobs.pop(0), error)
+            count = 0
+        self._jobs.put_back(jobs[count:])
+        return jobs[:count]
+
+    def _with_room_now(self, jobs: list[Job]) -> list[Job]:
+        """Likewise in the middle of a batch, which is not to wait: what has no room now comes after it."""
+        try:
+            count = self._store.set_aside([self._tokens(job.grid) for job in jobs], wait=False)
+        except EncoderError:
+            count = 0
+        self._jobs.put_back(jobs[count:])
+        return jobs[:count]
+
+    def _overtaking(self, jobs: list[Job], stream: CudaStream) -> Overtaking:
+        def encode(others: list[Job]) -> None:
+            if others := self._with_room_now(others):
+                self._encode(others, stream, Overtaking(others, 0, self._jobs, encode))
+
+        return Overtaking(jobs, sum(job.grid.patches for job in jobs), self._jobs, encode)
+
+    def _encode(self, jobs: list[Job], stream: CudaStream, overtaking: Overtaking) -> None:
+        patches = [job.patches for job in jobs if job.patches is not None]
+        assert len(patches) == len(jobs)
+        for job, image_patches in zip(jobs, patches, strict=True):
+            stream.receive(job.patches_ready, [image_patches])
+        began, begin = monotonic(), stream.mark()
+        try:
+            rows = self._tower.encode(patches, [job.grid for job in jobs], overtaking)
+            finite = are_finite(rows)
+        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+            self._failed(jobs, error)
+            return
+        for job in jobs:
+            job.patches = None
+        tasks = [job.task for job in jobs]
+        ended = monotonic() - overtaking.seconds
+        self._copy_out.put(Batch(jobs, tasks, rows, finite, began, ended, begin, stream.mark()))
+
+    def _failed(self, jobs: list[Job], error: Exception) -> None:
+        for job in jobs:
+            self._store.give_back(self._tokens(job.grid))
+        if self._jobs.lost_device(error):
+            return
+        log.warning("a batch of %d images failed; smaller ones follow", len(jobs), exc_info=error)
+        self._jobs.failed(jobs, error)

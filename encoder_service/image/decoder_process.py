@@ -2,35 +2,49 @@
 
 `IsolatedDecoder` starts the parent, which sees no image and lives as long as the server. It loads what decoding needs
 once (DALI takes a second), so that a child is there again in milliseconds after one has died. A child decodes one
-request at a time, in a sandbox; each way its messages are JSON, one a packet, and the bytes of files and pixels are in
-memory that the server shares with it.
+request at a time; each way its messages are JSON, one a packet, and the bytes of files and pixels are in memory that
+the server shares with it.
+
+A child decodes in a sandbox that the kernel enforces without privileges: no network, no files, no processes, bounded
+memory. What a kernel lacks is left out, and said.
 """
 
+import ctypes
 import gc
 import io
 import json
 import mmap
 import os
+import platform
+import resource
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-
-# Pillow imports some of these only when an image needs them, which a child cannot do.
-from PIL import Image, ImageCms, ImageColor, ImageFilter, ImagePalette, TiffImagePlugin  # noqa: F401
+from PIL import (
+    Image,
+    ImageCms,  # noqa: F401
+    ImageColor,  # noqa: F401
+    ImageFilter,  # noqa: F401
+    ImagePalette,  # noqa: F401
+    TiffImagePlugin,  # noqa: F401
+)
 
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
-from encoder_service.image import sandbox
 from encoder_service.image.dali import DaliJpegs
-from encoder_service.image.pillow import Pixels, decode_file, turned
-from encoder_service.image.readers import READERS
+from encoder_service.image.pillow import READERS, Pixels, decode_file, turned
 from encoder_service.image.source import Source
+
+# Pillow imports some of these only when an image needs them, which a child cannot do.
+
 
 MESSAGE_BYTES = 1 << 16
 MESSAGE_CHARACTERS = 500  # of an error
@@ -89,11 +103,11 @@ def _load(*, dali: bool) -> str:
 def _run_child(descriptor: int, parent: int, dali_threads: int, memory_bytes: int) -> NoReturn:
     code = 1
     try:
-        sandbox.end_with_parent("decoder", parent)
+        end_with_parent("decoder", parent)
         with socket.socket(fileno=descriptor) as server:
             jpegs = _warm(DaliJpegs("cpu", dali_threads)) if dali_threads else None
-            sandbox.bound(memory_bytes)
-            server.send(json.dumps({"sandbox": sandbox.enter()}).encode())
+            bound_resources(memory_bytes)
+            server.send(json.dumps({"sandbox": enter_sandbox()}).encode())
             _Child(server, jpegs).run()
         code = 0
     except ConnectionError:  # the server has gone before its answer
@@ -181,3 +195,142 @@ def _kept(pixels: Pixels, header: Header, out: Pixels) -> bool | None:
     else:
         turned(pixels, header.orientation, out)
     return True
+
+
+# From linux/prctl.h, linux/seccomp.h, linux/landlock.h and asm-generic/unistd.h.
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38
+_SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1
+_LANDLOCK_CREATE_RULESET_VERSION = 1
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
+# Version of Landlock -> rights to files that it can take away; since which version TCP, and sockets and signals of
+# others, and their rights.
+_LANDLOCK_FILES = {1: 13, 2: 14, 3: 15, 5: 16}
+_LANDLOCK_TCP, _LANDLOCK_SCOPES = (4, 0b11), (6, 0b11)
+
+# What a decoder calls once it is running -> its number on x86-64 and on arm64 (-1: not there). Not among it: whatever
+# opens a file or a socket, starts a process or a thread, reaches another process, or sets a timer.
+_CALLS = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, -1), "ppoll": (271, 73),
+    "lseek": (8, 62), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "madvise": (28, 233), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132), "restart_syscall": (219, 128), "writev": (20, 66), "sched_yield": (24, 124),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "gettimeofday": (96, 169),
+    "getpid": (39, 172), "gettid": (186, 178), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211),
+    "recvmsg": (47, 212), "exit": (60, 93), "exit_group": (231, 94), "getrusage": (98, 165),
+    "sysinfo": (99, 179), "futex": (202, 98), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
+    "set_robust_list": (273, 99), "rseq": (334, 293), "getrandom": (318, 278), "membarrier": (324, 283),
+}  # fmt: skip
+# Calls that are allowed for some values of an argument. A limit is only ever lowered.
+_MMAP, _PRLIMIT, _TGKILL = (9, 222), (302, 261), (234, 131)
+_FCNTL, _F_DUPFD_CLOEXEC = (72, 25), 1030
+_SECCOMP = (317, 277)
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+_MAP_SHARED_ANONYMOUS, _MAP_GROWSDOWN = 0x21, 0x100
+_EPERM = 1
+_KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+# Of seccomp_data: the call's number, the architecture, and the low half of each argument.
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def end_with_parent(name: str, parent: int) -> None:
+    """Be killed when the process `parent`, which forked this one, ends; `name` is what `ps` shows."""
+    _prctl(_PR_SET_NAME, name.encode())
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(1)
+
+
+def bound_resources(memory_bytes: int) -> None:
+    """Bound what this process may take from now on: so much more memory, and no file, process or thread."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    held = int(status["VmData"].split()[0]) << 10
+    for kind, most in (
+        (resource.RLIMIT_DATA, held + memory_bytes),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, 0),  # of the user's, threads too; root has no such limit
+    ):
+        resource.setrlimit(kind, (most, most))
+
+
+def enter_sandbox() -> list[str]:
+    """Give up files, network and other processes, for all threads of this process; return what the kernel enforces."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    landlock, seccomp = _landlock(), _seccomp()
+    return [name for name, done in (("landlock", landlock), ("seccomp", seccomp)) if done]
+
+
+def _landlock() -> bool:
+    """Take every right that Landlock knows of, with no exception."""
+    version = _call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION)
+    if version < 1:
+        return False
+    files = (1 << max(bits for since, bits in _LANDLOCK_FILES.items() if since <= version)) - 1
+    tcp, scopes = (bits if since <= version else 0 for since, bits in (_LANDLOCK_TCP, _LANDLOCK_SCOPES))
+    attributes = struct.pack("QQQ", files, tcp, scopes)
+    size = 8 if version < _LANDLOCK_TCP[0] else 16 if version < _LANDLOCK_SCOPES[0] else 24
+    rules = _call(_LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    if rules < 0:
+        return False
+    try:
+        return _call(_LANDLOCK_RESTRICT_SELF, rules, 0) == 0
+    finally:
+        os.close(rules)
+
+
+def _seccomp() -> bool:
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        return False
+    column, architecture = machine
+    code = b"".join(_filter(column, architecture))
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    return _call(_SECCOMP[column], _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, program) == 0
+
+
+def _filter(column: int, architecture: int) -> list[bytes]:
+    """Return the program for the kernel's classic BPF: 8 bytes an instruction, jumps count what they skip."""
+
+    def load(offset: int) -> bytes:
+        return struct.pack("HBBI", 0x20, 0, 0, offset)
+
+    def unless_equal(value: int, skip: int) -> bytes:
+        return struct.pack("HBBI", 0x15, 0, skip, value)
+
+    def unless_any_bit(bits: int, skip: int) -> bytes:
+        return struct.pack("HBBI", 0x45, 0, skip, bits)
+
+    def answer(action: int) -> bytes:
+        return struct.pack("HBBI", 0x06, 0, 0, action)
+
+    def argument(number: int) -> int:
+        return _ARGUMENTS + 8 * number
+
+    over_the_next = struct.pack("HBBI", 0x05, 0, 0, 1)
+    code = [load(_ARCHITECTURE), unless_equal(architecture, 1), over_the_next, answer(_KILL), load(_NUMBER)]
+    for numbers in _CALLS.values():
+        if numbers[column] >= 0:
+            code += [unless_equal(numbers[column], 1), answer(_ALLOW)]
+    # Memory that RLIMIT_DATA counts, or of files that were handed in. A stack is not counted.
+    code += [unless_equal(_MMAP[column], 7), load(argument(3))]
+    code += [unless_any_bit(_MAP_GROWSDOWN, 1), answer(_ERRNO | _EPERM)]
+    code += [struct.pack("HBBI", 0x54, 0, 0, _MAP_SHARED_ANONYMOUS), unless_equal(_MAP_SHARED_ANONYMOUS, 1)]
+    code += [answer(_ERRNO | _EPERM), answer(_ALLOW)]
+    # Limits and signals of its own, and of a descriptor only a copy.
+    for numbers, which, value in ((_PRLIMIT, 0, 0), (_TGKILL, 0, os.getpid()), (_FCNTL, 1, _F_DUPFD_CLOEXEC)):
+        code += [unless_equal(numbers[column], 4), load(argument(which))]
+        code += [unless_equal(value, 1), answer(_ALLOW), answer(_ERRNO | _EPERM)]
+    return [*code, answer(_ERRNO | _EPERM)]
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
+
+
+def _call(number: int, *arguments: object) -> int:
+    return int(_libc.syscall(ctypes.c_long(number), *arguments))

@@ -1,18 +1,30 @@
-"""Pillow's part of decoding: an image file to upright RGB pixels in a numpy array. It needs no torch."""
+"""Pillow's part of decoding: an image file to upright RGB pixels in a numpy array. It needs no torch.
+
+Pillow's readers of the supported formats are used directly, without Pillow's own limits and warnings.
+"""
 
 import io
 import logging
+import warnings
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import AvifImagePlugin, Image, features
+from PIL.AvifImagePlugin import AvifImageFile
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
+from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from encoder_contract import png
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
 from encoder_contract.header import Header
 from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
-from encoder_service.image.readers import READERS
 from encoder_service.image.source import Source
 
 log = logging.getLogger(__name__)
@@ -128,3 +140,34 @@ def _over_white(picture: Image.Image) -> Image.Image:
     picture = picture.convert("RGBA")
     white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, picture).convert("RGB")
+
+
+class _FirstPage(TiffImageFile):
+    """The first page, marked as one of several: for a single page Pillow reads other directories, at unbounded cost."""
+
+    is_animated = True
+
+
+# The readers themselves and not Image.open, which has its own pixel limit (ours was checked before) and
+# parses the other images in a JPEG.
+READERS: dict[str, type[ImageFile]] = {
+    "JPEG": JpegImageFile,
+    "PNG": PngImageFile,
+    "WEBP": WebPImageFile,
+    "GIF": GifImageFile,
+    "BMP": BmpImageFile,
+    "TIFF": _FirstPage,
+    "AVIF": AvifImageFile,
+    "JPEG2000": Jpeg2KImageFile,
+}
+# Formats that Pillow may have been built without -> Pillow's name of the feature.
+_FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}
+# An image is decoded in one thread, so that `--decode-threads` is the number of busy threads.
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+# It warns of every odd tag of every file, and Python keeps every warning for ever.
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
+
+
+def missing(formats: Sequence[str]) -> list[str]:
+    """Return which of the formats this Pillow was built without."""
+    return [name for name in formats if name in _FEATURES and not features.check(_FEATURES[name])]

@@ -1,13 +1,27 @@
-"""Resizing pixels to a grid and cutting them into patches: the interface, and its plain form in torch."""
+"""Upright pixels to patches, as the model's Hugging Face image processor makes them.
 
+Images are resized to the grid with Pillow's antialiased bicubic filter on bytes, and cut into patches in merge order.
+Patches stay uint8: rescaling and normalisation are folded into the vision tower's first product. Which of the two
+Hugging Face processors this equals, and how closely, is in docs/decisions/processor.md.
+
+The arithmetic is that of `precompute_coeffs`, `normalize_coeffs_8bpc` and `bicubic_filter` in Pillow's Resample.c. A
+byte is the sum of bytes times weights, half a unit added, shifted right by `PRECISION_BITS` and clamped: integers, so
+any order of any machine gives the same bits.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from threading import Lock
 from typing import Protocol
 
+import numpy as np
 import torch
+from cachetools import LRUCache, cached
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.image.bicubic import HALF, PRECISION_BITS, filter_table
 
 
 class Resize(Protocol):
@@ -81,3 +95,89 @@ def _in_patches(images: Tensor, grid: Grid, geometry: Geometry) -> Tensor:
     blocks = images.reshape(-1, 3, grid.h // merge, merge, patch, grid.w // merge, merge, patch)
     # The only copy: [image, token row, token column, row in token, column in token, channel, y, x].
     return blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, grid.patches, 3 * patch * patch)
+
+
+# Bounds the working memory of a call on a GPU.
+_MAX_PIXELS_PER_CALL = 16_000_000
+
+# The most device memory that a source's pixel takes until it is patches, bytes: twice 3 as it was decoded and beside
+# others of its size, and 6 more in the kernels, 12 in the plain form; sides are rounded up (`test_patches.py`).
+RESIZED_BYTES_PER_PIXEL = 20
+
+
+def to_patches(pixels: Sequence[Tensor], grids: Sequence[Grid], resize: Resize) -> list[Tensor]:
+    """Return, for each image, its patches: uint8 [grid.patches, 3 × patch_size²], on the device of its pixels.
+
+    `pixels` are uint8 [H, W, 3]; `grids` say what each is resized to. Patches come in merge order (the
+    merge_size² patches of a token are neighbours), channel first inside a patch: the rows of the Hugging Face
+    processor's `pixel_values` for one of its two equal temporal slots, before rescaling and normalisation. An
+    image's patches have the same bits whatever else is in the call.
+    """
+    patches: dict[int, Tensor] = {}
+    for indices in _calls(pixels, grids, together=bool(pixels) and pixels[0].is_cuda):
+        same = resize.to_patches(_stacked([pixels[index] for index in indices]), grids[indices[0]])
+        patches |= zip(indices, same, strict=True)
+    return [patches[index] for index in range(len(pixels))]
+
+
+def _calls(pixels: Sequence[Tensor], grids: Sequence[Grid], *, together: bool) -> Iterator[list[int]]:
+    """Yield the indices to process in one call: equal in size and grid, or, unless `together`, single.
+
+    A call has a fixed cost on a GPU. On the CPU each image goes alone: one image comes out of the resize channel
+    first, a batch does not, and patches are cut eight times faster from the former.
+    """
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index, (image, grid) in enumerate(zip(pixels, grids, strict=True)):
+        alike[(image.shape, grid) if together else index].append(index)
+    for indices in alike.values():
+        height, width, _ = pixels[indices[0]].shape
+        most = max(1, _MAX_PIXELS_PER_CALL // (height * width))
+        yield from (indices[start : start + most] for start in range(0, len(indices), most))
+
+
+def _stacked(images: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(images)) if len(images) > 1 else images[0][None]
+
+
+PRECISION_BITS = 22  # what 32 leave beside a byte, and two for a sum that overshoots or is negative
+HALF = 1 << PRECISION_BITS - 1
+_SUPPORT = 2.0  # pixels to either side, where nothing is shrunk
+_MAX_TABLE_BYTES = 32 << 20  # a side of 1280 pixels takes 26 KB, the longest of all about 4 MB
+
+
+def filter_table(size: int, target: int, device: torch.device) -> Tensor:
+    """Return what resizes `size` pixels to `target`: int32 [1 + taps, target] on `device`, not to be changed.
+
+    Row 0 is the first pixel that counts for each resized one, and row 1 + k the weight of the k-th from there; all
+    of them exist.
+    """
+    table = _table(size, target)
+    if device.type == "cpu":
+        return table
+    # Kept on the host, for a copy is cheaper than to wait for another stream's. From pinned memory it never waits.
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+@cached(LRUCache(_MAX_TABLE_BYTES, getsizeof=lambda table: table.nbytes), lock=Lock())
+def _table(size: int, target: int) -> Tensor:
+    scale = size / target
+    stretch = max(scale, 1.0)
+    centre = (np.arange(target) + 0.5) * scale
+    first = (centre - _SUPPORT * stretch + 0.5).astype(np.int32).clip(0)
+    end = (centre + _SUPPORT * stretch + 0.5).astype(np.int32).clip(max=size)
+    taps = int((end - first).max())
+    start = np.minimum(first, size - taps)
+    place = start + np.arange(taps)[:, None]
+    weights = np.where((place >= first) & (place < end), _cubic((place - centre + 0.5) * (1 / stretch)), 0.0)
+    # One after the other, as Pillow adds them: numpy's own sum goes by pairs and rounds otherwise.
+    weights /= weights.cumsum(axis=0)[-1]
+    rounded = np.trunc(weights * (1 << PRECISION_BITS) + np.copysign(0.5, weights))
+    return torch.from_numpy(np.vstack((start[None], rounded)).astype(np.int32))
+
+
+def _cubic(distance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Keys' filter with a = −½, zero from a distance of 2 on."""
+    x, a = np.abs(distance), -0.5
+    near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))

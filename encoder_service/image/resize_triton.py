@@ -6,8 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.image.bicubic import HALF, PRECISION_BITS, filter_table
-from encoder_service.image.resize import exact_patches
+from encoder_service.image.resize import HALF, PRECISION_BITS, exact_patches, filter_table
 
 # Rows and columns of bytes that one program makes.
 BLOCK = (4, 128)

@@ -1,10 +1,8 @@
 """Scheduling and admission: pure and synchronous, with the time passed in."""
 
 from encoder_service.scheduler.admission import Limits
-from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Policy, least_work_left
-from encoder_service.scheduler.scheduler import Scheduler
-from encoder_service.scheduler.snapshot import Snapshot
-from encoder_service.scheduler.task import Claim, State, Task
+from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Claim, Policy, State, Task, least_work_left
+from encoder_service.scheduler.scheduler import Scheduler, Snapshot
 
 __all__ = [
     "LEAST_WORK_LEFT",

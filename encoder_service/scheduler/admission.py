@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
-from encoder_service.scheduler.task import Amount, Task
+from encoder_service.scheduler.policy import Amount, Task
 
 # A refused caller should retry when this share of the queue has drained, so that callers do not return one
 # by one for a single place each.

@@ -1,8 +1,13 @@
-"""The embedding store: embeddings by address, in a host tier and an optional device tier, each bounded in bytes."""
+"""The embedding store: embeddings by address, in a host tier and an optional device tier, each bounded in bytes.
+
+`TierMigrator` moves embeddings between the tiers, in its own thread.
+"""
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 
@@ -10,16 +15,55 @@ import torch
 from torch import Tensor
 
 from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, allocate
-from encoder_contract.errors import ImageLimitError
-from encoder_service.store import pinned
-from encoder_service.store.capacity import GIB, StoreSizeError, device_error
-from encoder_service.store.entry_table import EntryTable
-from encoder_service.store.incoming import Incoming
-from encoder_service.store.pin import Pin
-from encoder_service.store.segment import Segment
-from encoder_service.store.stats import EntryStats, StoreStats, TierStats
-from encoder_service.store.tier_migrator import TierMigrator
-from encoder_service.store.tiers import Entry, Grid, Layout, Tier, TierName
+from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_service.store import segment
+from encoder_service.store.pin import Incoming, Pin
+from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
+from encoder_service.store.table import Entry, EntryTable, Grid, Layout, Tier, TierName
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Statistics of one tier. Bytes count whole pages; counters only grow."""
+
+    name: TierName
+    size_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    entries: int
+    pinned_entries: int
+    hits: int
+    evictions: int
+    writes: int
+    free_runs: int
+    largest_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryStats:
+    """One embedding in one tier."""
+
+    address: bytes
+    tier: TierName
+    row_bytes: int
+    tokens: int
+    pins: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The whole store; `tiers` fastest first, `largest` by bytes."""
+
+    tiers: tuple[TierStats, ...]
+    misses: int
+    pins: int
+    demotions: int
+    promotions: int
+    waits: int
+    refusals: int
+    largest: tuple[EntryStats, ...]
+
 
 PAGE_BYTES = 64 << 10
 """A page is as many rows as fit this, at least one: an embedding wastes half a page on average."""
@@ -75,7 +119,7 @@ class Store:
             [self._host] if self._device is None else [self._host, self._device], on_evict
         )
         self._migrator = None if self._device is None else TierMigrator(self._table, self._device, self._host)
-        self._registered = device.startswith("cuda") and pinned.register(memory, device)
+        self._registered = device.startswith("cuda") and segment.register_memory(memory, device)
         if prefault and not self._registered:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
 
@@ -208,7 +252,7 @@ class Store:
             return
         self._closed.set()
         if self._registered:
-            pinned.unregister(self._host.memory, self._device_name)
+            segment.unregister_memory(self._host.memory, self._device_name)
         self.segment.close()
 
     def _check_size(self, tokens: int) -> None:
@@ -263,3 +307,78 @@ def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:
 
 def _entry_stats(entry: Entry) -> EntryStats:
     return EntryStats(entry.address, entry.tier.name, entry.row_bytes, entry.tokens, entry.pins, entry.hits)
+
+
+LOW_WATER = 0.1
+"""Share of the device tier kept free: a new embedding that does not fit there goes to the host tier."""
+PROMOTE_READERS = 3
+"""An embedding is copied to the device tier for every third reader who would read it there and found it on the host."""
+_SUGGESTIONS = 64
+"""Pending promotions kept; those that overflow are suggested again by later readers."""
+_NAP_S = 0.02
+"""Pause when nothing is due: far shorter than the time in which encoding fills the share kept free."""
+
+
+class TierMigrator:
+    """Demotion (device to host, then off the device); promotion (host to device, on both) of what `wanted` names."""
+
+    def __init__(self, table: EntryTable, device: Tier, host: Tier) -> None:
+        """Move between these two tiers of `table`."""
+        self.demotions = 0
+        self.promotions = 0
+        self._table = table
+        self._device = device
+        self._host = host
+        self._low_pages = max(1, int(device.arena.pages * LOW_WATER))
+        self._suggested: deque[bytes] = deque(maxlen=_SUGGESTIONS)
+
+    def wanted(self, entry: Entry) -> None:
+        """Count a reader of a host copy who would read on the device: microseconds, from one thread."""
+        entry.device_readers += 1
+        if entry.device_readers % PROMOTE_READERS == 0:
+            self._suggested.append(entry.address)
+
+    def run(self, closed: threading.Event) -> None:
+        """Make due moves until `closed` is set: the target of a thread."""
+        while not closed.is_set():
+            if not self.move_once():
+                closed.wait(_NAP_S)
+
+    def move_once(self) -> bool:
+        """Make one move; return False if none is due or possible. Takes milliseconds: it copies."""
+        victim = self._table.pin_victim(self._device, self._low_pages)
+        if victim is not None:
+            return self._demote(victim)
+        try:
+            address = self._suggested.popleft()
+        except IndexError:
+            return False
+        return self._promote(address)
+
+    def _demote(self, victim: Entry) -> bool:
+        """Copy an entry to the host unless it is there, then drop it from the device; not while the host is full."""
+        try:
+            copy = self._table.copy(victim, self._host, deadline=time.monotonic())
+        except OverloadedError:
+            self._table.unpin(victim)
+            return False
+        self._table.unpin(copy)
+        gone = self._table.unpin_and_drop(victim)
+        self.demotions += gone
+        return gone
+
+    def _promote(self, address: bytes) -> bool:
+        """Copy a host entry into free pages of the device; demotion keeps some free."""
+        table = self._table
+        source = table.pin_in(self._host, address)
+        if source is None:
+            return False
+        try:
+            copy = table.copy_if_free(source, self._device)
+        finally:
+            table.unpin(source)
+        if copy is None:
+            return False
+        table.unpin(copy)
+        self.promotions += 1
+        return True

@@ -1,13 +1,25 @@
-"""The choice of an attention backend: the one asked for, or the first of an order that passes its trial."""
+"""Attention backends: torch's own on any device, cuDNN and flash attention on CUDA; and which of them is used.
 
+That is the one asked for, or the first of an order that passes its trial: run on awkward input, compared with float32,
+timed, and replayed in a CUDA graph.
+"""
+
+import importlib
 import logging
 import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from types import ModuleType
+from typing import ClassVar
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from encoder_service.vision import attention_trial
-from encoder_service.vision.attention_backends import FixedAndPacked, build
-from encoder_service.vision.segments import Attention
+from encoder_service.vision.graphs import CudaCapture
+from encoder_service.vision.layers import Attention, Segments, running_bounds
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +61,8 @@ def why_not(
     except Exception as error:  # noqa: BLE001 - a library that cannot be imported may raise anything
         return f"{type(error).__name__}: {error}"
     # torch's own is the last resort: a slow one is better than none.
-    limit_ms = math.inf if name == "sdpa" else attention_trial.MAX_THIRD_CALL_MS
-    return attention_trial.failure(attend, device, dtype, head_size, fixed=fixed, max_third_call_ms=limit_ms)
+    limit_ms = math.inf if name == "sdpa" else MAX_THIRD_CALL_MS
+    return trial_failure(attend, device, dtype, head_size, fixed=fixed, max_third_call_ms=limit_ms)
 
 
 def _auto(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
@@ -71,3 +83,251 @@ def _auto(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention
             attend = FixedAndPacked(build(FIXED), attend)
     logger.info("attention: %s (auto, on %s in %s)", attend.name, device, dtype)
     return attend
+
+
+# What torch may choose on CUDA for a length it has not seen. Not cuDNN: it plans for every length anew, tens of
+# milliseconds each (pytorch PR 191576), and photos come in many.
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class SegmentAttention:
+    """torch's scaled dot product attention, runs of equally long segments as one dense batch. Runs on any device."""
+
+    name, graphs = "sdpa", False
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        """See `Attention`."""
+        runs = [(length, len(list(run))) for length, run in groupby(segments.lengths) if length]
+        if len(runs) == 1:
+            return self._run(query, key, value, *runs[0], scale)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        begin = 0
+        for length, count in runs:
+            rows = slice(begin, begin + length * count)
+            output[rows] = self._run(query[rows], key[rows], value[rows], length, count, scale)
+            begin = rows.stop
+        return output
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, length: int, count: int, scale: float
+    ) -> Tensor:
+        heads, head_size = query.shape[1:]
+        query, key, value = (
+            part.view(count, length, heads, head_size).transpose(1, 2) for part in (query, key, value)
+        )
+        mixed = self._dense(query, key, value, scale)
+        return mixed.transpose(1, 2).reshape(count * length, heads, head_size)
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[segments, heads, rows, head size] each → the same."""
+        if not query.is_cuda:
+            return functional.scaled_dot_product_attention(query, key, value, scale=scale)
+        with sdpa_kernel(_UNPLANNED):
+            return functional.scaled_dot_product_attention(query, key, value, scale=scale)
+
+
+class CudnnAttention(SegmentAttention):
+    """cuDNN's fused attention on dense batches (CUDA): it plans for every new shape and keeps the plan.
+
+    Its form for packed segments is not used: torch looks its plan up and never keeps it (pytorch PR 191576), so that
+    every call plans anew and a plan made while a graph is captured is lost.
+    """
+
+    name = "cudnn"
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+        output: Tensor = attend(query, key, value, None, False, 0.0, False, False, scale=scale)[0]
+        return output
+
+
+class TorchVarlenAttention:
+    """torch's own variable-length flash attention (CUDA)."""
+
+    name, graphs = "varlen", True
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._attend = varlen_attn
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        """See `Attention`."""
+        bounds, longest = segments.bounds, segments.longest
+        output = self._attend(query, key, value, bounds, bounds, longest, longest, scale=scale)
+        assert isinstance(output, Tensor)  # no auxiliary outputs were asked for
+        return output
+
+
+class FlashAttention:
+    """Flash attention over packed segments (CUDA): releases 2, 3 and 4, each from a package of its own."""
+
+    graphs = True
+    # Release 3 has two builds: the wheel `fa3-fwd`, which has the forward pass alone, and one's own from the sources.
+    _MODULES: ClassVar = {
+        2: ("flash_attn",),
+        3: ("fa3_fwd_interface", "flash_attn_interface"),
+        4: ("flash_attn.cute",),
+    }
+    # Splitting a segment's keys over the device would make the order of sums hang on what else is in the batch.
+    _OPTIONS: ClassVar[dict[int, dict[str, int]]] = {3: {"num_splits": 1}}
+
+    def __init__(self, release: int) -> None:
+        self.name = f"flash{release}"
+        module = _first_of(self._MODULES[release])
+        self._attend: Callable[..., Tensor | tuple[Tensor, ...]] = module.flash_attn_varlen_func
+        self._options = self._OPTIONS.get(release, {})
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        """See `Attention`."""
+        output = self._attend(
+            query,
+            key,
+            value,
+            cu_seqlens_q=segments.bounds,
+            cu_seqlens_k=segments.bounds,
+            max_seqlen_q=segments.longest,
+            max_seqlen_k=segments.longest,
+            softmax_scale=scale,
+            causal=False,
+            **self._options,
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+
+class FixedAndPacked:
+    """Two backends: one segment whose length is fixed goes to the first, everything else to the second."""
+
+    def __init__(self, fixed: Attention, packed: Attention) -> None:
+        self.name = f"{packed.name}+{fixed.name}"
+        self.graphs = packed.graphs
+        self._fixed = fixed
+        self._packed = packed
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        """See `Attention`."""
+        attend = self._fixed if segments.fixed else self._packed
+        return attend(query, key, value, segments, scale)
+
+
+def build(name: str) -> Attention:
+    """Return the backend of this name; raises what its library does when it cannot be imported."""
+    if name == "sdpa":
+        return SegmentAttention()
+    if name == "varlen":
+        return TorchVarlenAttention()
+    if name == "cudnn":
+        return CudnnAttention()
+    return FlashAttention(int(name.removeprefix("flash")))
+
+
+def _first_of(names: tuple[str, ...]) -> ModuleType:
+    """Import the first of these modules that is installed; `ImportError` names them all."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ImportError(f"none of {', '.join(names)} is installed")
+
+
+# Odd lengths, an empty segment, a single row; and others of the same sum, for the replay.
+LENGTHS = (130, 0, 64, 1)
+OTHER_LENGTHS = (2, 100, 93, 0)
+HEADS = 2
+
+# Of a row, as a share of the row. Bfloat16 is off by three thousandths; what mixes segments, or reads strided rows as
+# if they lay side by side, by all of it.
+MAX_ROW_ERROR = 0.02
+# The third call on 195 rows takes some ten microseconds; what takes longer plans or compiles anew in every call.
+MAX_THIRD_CALL_MS = 5.0
+
+
+def trial_failure(
+    attend: Attention,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    fixed: bool = False,
+    max_third_call_ms: float = MAX_THIRD_CALL_MS,
+) -> str:
+    """Return what is wrong with a backend on `device` in `dtype`; empty if it may be used.
+
+    With `fixed` it is tried on one segment of a fixed length. On CUDA a third call of more than
+    `max_third_call_ms` is wrong, too, and so is a graph that cannot be captured or does not give, replayed with other
+    rows and bounds, what belongs to those.
+    """
+    try:
+        return _failure(attend, _Case(device, dtype, head_size, fixed), max_third_call_ms)
+    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises is the reason
+        return f"{type(error).__name__}: {error}"
+
+
+class _Case:
+    """Random queries, keys and values as the towers make them, and what attention over them must give."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_size: int, fixed: bool) -> None:
+        self.device = device
+        self.fixed = fixed
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, sum(LENGTHS), 3, HEADS, head_size)
+        self.first, self.second = torch.randn(shape, generator=generator).to(device, dtype).unbind(0)
+        self.scale = head_size**-0.5
+
+    def lengths(self, packed: Sequence[int]) -> tuple[int, ...]:
+        return (sum(packed),) if self.fixed else tuple(packed)
+
+    def segments(self, packed: Sequence[int]) -> Segments:
+        lengths = self.lengths(packed)
+        longest = max(self.lengths(LENGTHS) + self.lengths(OTHER_LENGTHS))
+        return Segments(lengths, running_bounds(lengths, self.device), longest, self.fixed)
+
+    def run(self, attend: Attention, packed: Tensor, segments: Segments) -> Tensor:
+        """Query, key and value are strided views of one packed tensor [rows, 3, heads, head size]."""
+        query, key, value = packed.unbind(1)
+        return attend(query, key, value, segments, self.scale)
+
+    def error(self, mixed: Tensor, packed: Tensor, lengths: Sequence[int]) -> float:
+        """Return the largest relative error of a row; not a number if one is none."""
+        truth = _in_float32(packed.cpu().float(), lengths, self.scale)
+        return float(((mixed.cpu().float() - truth).norm(dim=-1) / truth.norm(dim=-1)).max())
+
+
+def _failure(attend: Attention, case: _Case, max_third_call_ms: float) -> str:
+    segments = case.segments(LENGTHS)
+    error = case.error(case.run(attend, case.first, segments), case.first, segments.lengths)
+    if not error <= MAX_ROW_ERROR:
+        return f"its rows are off by {error:.2g} of themselves"
+    if case.device.type != "cuda":
+        return ""
+    for _ in range(2):
+        torch.cuda.synchronize(case.device)
+        began = time.perf_counter()
+        case.run(attend, case.first, segments)
+        torch.cuda.synchronize(case.device)
+    spent_ms = (time.perf_counter() - began) * 1e3
+    if spent_ms > max_third_call_ms:
+        return f"its third call took {spent_ms:.1f} ms"
+    return _replay_failure(attend, case) if attend.graphs or case.fixed else ""
+
+
+def _replay_failure(attend: Attention, case: _Case) -> str:
+    """Return what is wrong with a captured call that is replayed with other rows and bounds."""
+    packed, segments = case.first.clone(), case.segments(LENGTHS)
+    replay = CudaCapture(case.device)(lambda: case.run(attend, packed, segments))
+    packed.copy_(case.second)
+    segments.bounds.copy_(case.segments(OTHER_LENGTHS).bounds)
+    mixed = replay()
+    error = case.error(mixed, case.second, case.lengths(OTHER_LENGTHS))
+    return "" if error <= MAX_ROW_ERROR else f"replayed, its rows are off by {error:.2g} of themselves"
+
+
+def _in_float32(packed: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Attention by its definition, segment by segment: packed [rows, 3, heads, head size] on the CPU."""
+    mixed = []
+    for segment in torch.split(packed, list(lengths)):
+        query, key, value = segment.unbind(1)
+        weights = torch.softmax(torch.einsum("qhd,khd->hqk", query, key) * scale, dim=-1)
+        mixed.append(torch.einsum("hqk,khd->qhd", weights, value))
+    return torch.cat(mixed)

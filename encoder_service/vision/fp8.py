@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encoder_service.vision.linear import Linear
+from encoder_service.vision.layers import Linear
 from encoder_service.vision.pointwise import Pointwise
 
 Precision = Literal["full", "fp8"]

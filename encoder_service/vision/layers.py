@@ -1,17 +1,192 @@
-"""Layers that the towers share: patch embedding, rotary self-attention, and the processing of a block by tiles."""
+"""Layers that the towers share: patch embedding, products, rotary self-attention, and the residual stream by tiles.
 
+A product is torch's linear layer, or weights packed once for the CPU's matrix unit. `Segments` are the images or
+windows of packed rows, and `Attention` is the interface of attention over them.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision.linear import Linear, frozen
 from encoder_service.vision.pointwise import Norm, Pointwise
-from encoder_service.vision.residual import Residual
-from encoder_service.vision.segments import Attention, Segments
 from encoder_service.vision.spec import TowerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Consecutive segments of packed rows; rows attend only within their segment.
+
+    `lengths` are on the host, in rows; `bounds` is their running sum from 0 on the device, int32
+    [len(lengths) + 1]; `longest` bounds every length. In a replayed CUDA graph only `bounds` is read, unless the
+    segments are `fixed`: one segment of all rows, whose length is the same in every replay, so that a kernel may be
+    planned for it alone.
+    """
+
+    lengths: tuple[int, ...]
+    bounds: Tensor
+    longest: int
+    fixed: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.fixed or len(self.lengths) == 1, self.lengths
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
+        """Segments of these lengths; there is at least one row."""
+        return cls(tuple(lengths), running_bounds(lengths, device), max(lengths))
+
+
+def running_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The running sum of `lengths` from 0, int32 [len(lengths) + 1] on `device`."""
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return moved(bounds, device)
+
+
+def moved(made: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor that was made on the host on `device`; the host does not wait for the device."""
+    if device.type == "cuda":
+        # Only from pinned memory does a copy never wait.
+        return made.pin_memory().to(device, non_blocking=True)
+    return made
+
+
+class Attention(Protocol):
+    """A backend. It never mixes segments, never synchronises host and device, and does not modify its inputs."""
+
+    name: str
+    graphs: bool  # whether bounds are read on the device, so that a CUDA graph can be replayed with different ones
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        """[rows, heads, head size] each (strided views are fine) → [rows, heads, head size], contiguous."""
+        ...
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias` with an activation or a sum into the residual as its epilogue.
+
+    On the CPU the weights are reordered once into the blocks that oneDNN's product reads (through the operator that
+    torch.compile itself emits), which saves that reordering at every call and applies the epilogue to the float32 sums
+    before they are rounded. In float32 torch's own product is MKL's, which does without AVX-512 on AMD's processors:
+    oneDNN's is 2.3 times as fast there.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = frozen(torch.empty(outputs, inputs))
+        self.bias = frozen(torch.empty(outputs)) if bias else None
+        self._packed: Tensor | None = None
+
+    def widen_outputs(self, extra: int) -> None:
+        """Add outputs that are always zero."""
+        self.weight = frozen(functional.pad(self.weight, (0, 0, 0, extra)))
+        if self.bias is not None:
+            self.bias = frozen(functional.pad(self.bias, (0, extra)))
+
+    def widen_inputs(self, extra: int) -> None:
+        """Add inputs that count for nothing."""
+        self.weight = frozen(functional.pad(self.weight, (0, extra)))
+
+    def pack(self, rows: int) -> None:
+        """Reorder the weights for products of about `rows` rows where that pays; the plain ones are dropped."""
+        dtype = self.weight.dtype
+        if self.weight.device.type == "cpu" and packing_available(dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, rows)
+            self.weight = frozen(torch.empty(0, dtype=dtype))
+
+    @property
+    def adds(self) -> bool:
+        """Whether `plus` sums as the product's epilogue, and not in a pass of its own."""
+        return self._packed is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, inputs] → [rows, outputs]."""
+        if self._packed is not None:
+            return self._packed_product(x, "none", "")
+        return functional.linear(x, self.weight, self.bias)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """The product's GELU in its tanh form."""
+        if self._packed is not None:
+            return self._packed_product(x, "gelu", "tanh")
+        if x.is_cuda and x.dtype is not torch.float32 and self.bias is not None:
+            # cuBLASLt's GELU epilogue is the tanh form; torch falls back to product + gelu_("tanh") without it.
+            return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
+        return functional.gelu(self(x), approximate="tanh")
+
+    def gelu_erf(self, x: Tensor, pointwise: Pointwise) -> Tensor:
+        """The product's GELU by the error function, which is no product's epilogue on CUDA."""
+        if self._packed is not None:
+            return self._packed_product(x, "gelu", "none")
+        return pointwise.gelu_erf(self(x))
+
+    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return `residual` [rows, outputs] + the product; `residual` is used up."""
+        if self._packed is not None:
+            operator = torch.ops.mkldnn._linear_pointwise.binary
+            total: Tensor = operator(x, residual, self._packed, self.bias, "add")
+            return total
+        return residual.add_(self(x))
+
+    def _packed_product(self, x: Tensor, epilogue: str, algorithm: str) -> Tensor:
+        operator = torch.ops.mkldnn._linear_pointwise
+        product: Tensor = operator(x, self._packed, self.bias, epilogue, [], algorithm)
+        return product
+
+
+def frozen(values: Tensor) -> nn.Parameter:
+    """Return values as a parameter that is never trained."""
+    return nn.Parameter(values, requires_grad=False)
+
+
+def packing_available(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has the packed product, and this CPU the instructions for the type."""
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
+
+
+class Residual:
+    """Sums of products, whose norms the next products take.
+
+    Where a product cannot add to the stream as its epilogue, the next norm does, in one pass over both.
+    """
+
+    def __init__(self, tiles: Sequence[Tensor], pointwise: Pointwise) -> None:
+        """`tiles` [patches, embed] are used up."""
+        self._tiles = list(tiles)
+        self._pending: list[Tensor | None] = [None] * len(self._tiles)
+        self._pointwise = pointwise
+
+    def __len__(self) -> int:
+        return len(self._tiles)
+
+    def add(self, number: int, product: Linear, x: Tensor) -> None:
+        """Add the product of `x` to a tile whose norm was taken since it was last added to."""
+        assert self._pending[number] is None
+        if product.adds:
+            self._tiles[number] = product.plus(self._tiles[number], x)
+        else:
+            self._pending[number] = product(x)
+
+    def normed(self, number: int, norm: Norm) -> Tensor:
+        """Return the norm of a tile."""
+        delta, self._pending[number] = self._pending[number], None
+        return self._pointwise.add_norm(self._tiles[number], delta, norm)
+
+    def whole(self) -> Tensor:
+        """Return the stream [patches, embed]."""
+        for number, delta in enumerate(self._pending):
+            if delta is not None:
+                self._tiles[number].add_(delta)
+                self._pending[number] = None
+        return self._tiles[0] if len(self._tiles) == 1 else torch.cat(self._tiles)
 
 
 @dataclass(frozen=True, slots=True)

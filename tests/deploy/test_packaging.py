@@ -101,7 +101,7 @@ def test_the_client_needs_no_torch_and_scripts_for_redis_are_found(site: Path) -
     code = "import sys, prefill_client.client, prefill_client.prompt.prefetch; print('torch' in sys.modules)"
     assert installed(site, sys.executable, "-c", code).stdout == "False\n"
     code = (
-        "from encoder_service.cluster.index.connection import Script, __file__ as file;"
+        "from encoder_service.cluster.redis.connection import Script, __file__ as file;"
         " Script('acquire'); print(file)"
     )
     assert Path(installed(site, sys.executable, "-c", code).stdout).is_relative_to(site)

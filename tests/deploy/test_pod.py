@@ -19,7 +19,7 @@ import yaml
 from deploy import check
 from encoder_contract.credentials import Token
 from encoder_contract.errors import UnavailableError
-from encoder_service.observability.scrape import Scrape, scrape
+from encoder_service.metrics import Scrape, scrape
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo

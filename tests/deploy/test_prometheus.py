@@ -19,7 +19,7 @@ from encoder_contract.digest import content_digest
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.observability.scrape import Scrape
+from encoder_service.metrics import Scrape
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.reference.metrics import Metrics as PrefillMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from encoder_service.observability.scrape import scrape
+from encoder_service.metrics import scrape
 from testing.photos import photo
 from testing.redis_servers import free_port, redis_binary
 from testing.server_process import DRAIN_S

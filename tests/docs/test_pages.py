@@ -12,8 +12,7 @@ from bench.harness import report
 from bench.harness.discovery import benchmarks
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
-from encoder_service.observability.metrics import Metrics
-from encoder_service.observability.readings import PREFIX, READINGS
+from encoder_service.metrics import PREFIX, READINGS, Metrics
 from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
 from tests.test_architecture import LAYERS
 

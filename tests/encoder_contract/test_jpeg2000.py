@@ -9,9 +9,9 @@ from PIL import Image
 
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import read_header
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from testing.photos import encoded, pixels, with_a_style_of_its_tile
-from tests.encoder_service.image.test_decode import difference
+from tests.encoder_service.image.test_decoder import difference
 
 PICTURE = Image.fromarray(pixels(97, 41, 1))
 

@@ -11,9 +11,9 @@ from PIL import Image, ImageCms, ImageOps
 
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import Header, read_header
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from testing.photos import encoded, photo, pixels
-from tests.encoder_service.image.test_decode import difference
+from tests.encoder_service.image.test_decoder import difference
 
 COMPRESSIONS = ["raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "lzma", "zstd", "jpeg", "group4"]
 MODES = ["1", "L", "LA", "P", "PA", "I", "I;16", "I;16B", "F", "RGB", "RGBX", "RGBA", "CMYK", "YCbCr", "LAB"]

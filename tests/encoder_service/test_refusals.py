@@ -20,7 +20,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.photos import photo
 from tests.calls import collect, connection, named, naming, raw_submit, stub
@@ -225,7 +225,7 @@ async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(
         read_on.append(threading.get_ident())
         return read_header(data, *options)
 
-    monkeypatch.setattr("encoder_service.image.validation.read_header", read)
+    monkeypatch.setattr("encoder_service.image.sources.read_header", read)
     image = photo(400, 300, 901)
     (first,) = await client.submit([image])
     assert first.error is None

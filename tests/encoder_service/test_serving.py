@@ -14,7 +14,7 @@ from encoder_contract.errors import (
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.engine.model import Model
-from encoder_service.image.patches import to_patches
+from encoder_service.image.resize import to_patches
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import BY_DEFAULT
 from testing.photos import photo

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from encoder_service.observability.logs import ConsoleFormatter, QueuedHandler
+from encoder_service.logs import ConsoleFormatter, QueuedHandler
 from testing.attacks import FETCH
 from tests.processes import SCRIPTS
 from tests.small_store import STORE_GIB

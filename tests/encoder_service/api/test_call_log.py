@@ -10,7 +10,7 @@ import pytest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
-from encoder_service.observability.logs import ConsoleFormatter, JsonFormatter, toggle_debug
+from encoder_service.logs import ConsoleFormatter, JsonFormatter, toggle_debug
 from prefill_client import EncoderClient
 from tests.calls import stub
 from tests.gate import Gate

@@ -8,11 +8,11 @@ import grpc
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.api.client_names import KEPT_S, MAX_NAMES_OF_A_HOST, ClientNames
+from encoder_service.api.caller import KEPT_S, MAX_NAMES_OF_A_HOST, ClientNames
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from testing.photos import photo
 from testing.traffic import marked
 from tests.calls import naming

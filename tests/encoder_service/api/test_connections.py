@@ -9,7 +9,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.api import listener
+from encoder_service.api import server as listener
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.attacks import WATCH

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_service.api import health
+from encoder_service.api import server as health
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model

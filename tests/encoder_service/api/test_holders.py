@@ -12,13 +12,13 @@ import pytest
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.api.identity import Identity
+from encoder_service.api.caller import Identity
 from encoder_service.api.messages import host_of
 from encoder_service.api.tenants import Tenants
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.traffic import marked

@@ -8,12 +8,12 @@ import grpc
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageKey
 from encoder_service.app import Server
-from encoder_service.cluster.solo import Solo
+from encoder_service.cluster.cluster import Solo
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.engine.submit_waiters import Keeper, SubmitWaiters
+from encoder_service.images import Keeper, SubmitWaiters
+from encoder_service.keys import ImageKey
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, named, stub

@@ -8,12 +8,12 @@ import pytest
 
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageKey
 from encoder_service.api import messages
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.engine.put_leases import PutImage
-from encoder_service.scheduler.turns import NAMES_AT_A_TIME
+from encoder_service.images import PutImage
+from encoder_service.keys import ImageKey
+from encoder_service.limits import NAMES_AT_A_TIME
 from prefill_client import EncoderClient
 from tests.calls import stub
 from tests.put_calls import RawPut, new_image

@@ -12,7 +12,7 @@ from encoder_contract.credentials import Token
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.observability.scrape import ScrapeError, scrape
+from encoder_service.metrics import ScrapeError, scrape
 from tests.processes import run
 from tests.servers import server_of
 from tests.tenants import guarded_by, table

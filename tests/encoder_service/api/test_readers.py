@@ -10,8 +10,7 @@ import pytest
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.api.fetch import PINNED_AHEAD
-from encoder_service.api.pin_budget import PinRoom
+from encoder_service.api.fetch import PINNED_AHEAD, PinRoom
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.job_queue import Job

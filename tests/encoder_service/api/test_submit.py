@@ -17,7 +17,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
 from testing.photos import photo
 from tests.calls import naming, stub

@@ -3,8 +3,8 @@
 import pytest
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
-from encoder_service.api.upload_budget import MIN_BYTES_PER_S, Uploads
-from encoder_service.scheduler.shares import Shares
+from encoder_service.api.submit import MIN_BYTES_PER_S, Uploads
+from encoder_service.limits import Shares
 
 
 def uploads(room: Shares, *holders: str, max_image_bytes: int = 50) -> Uploads:

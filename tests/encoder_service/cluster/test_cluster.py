@@ -18,7 +18,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
-from encoder_service.observability.scrape import scrape
+from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
@@ -125,7 +125,7 @@ async def test_a_caller_that_leaves_before_its_bytes_gives_the_lease_back_at_onc
 async def test_a_caller_that_stalls_with_its_bytes_stalls_nobody_else(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.encoder.UPLOAD_WAIT_S", 0.5)
+    monkeypatch.setattr("encoder_service.images.UPLOAD_WAIT_S", 0.5)
     a, b = await start(), await start()
     file = new_photo()
     call = await _named_only(a, file)

@@ -9,12 +9,12 @@ import pytest
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
-from encoder_service.address import ImageKey
 from encoder_service.cluster import peers
-from encoder_service.cluster.contract import Acquired
+from encoder_service.cluster.cluster import Acquired
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.engine.row_finder import LEASE_WAIT_S
+from encoder_service.images import LEASE_WAIT_S
+from encoder_service.keys import ImageKey
 from testing.photos import photo
 from testing.redis_servers import RedisServer, redis_server
 from tests.cluster_replica import Start, starting

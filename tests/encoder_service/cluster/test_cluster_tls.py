@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from encoder_service.cluster.contract import IndexState
+from encoder_service.cluster.cluster import IndexState
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import Credentials

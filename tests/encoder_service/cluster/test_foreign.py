@@ -20,10 +20,10 @@ from encoder_contract.framing import checksum, frame_rows
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.api.identity import MAX_SKEW_S
-from encoder_service.cluster import contract
-from encoder_service.cluster.index import RedisIndex
+from encoder_service.api.caller import MAX_SKEW_S
+from encoder_service.cluster import cluster
 from encoder_service.cluster.peers import FETCH
+from encoder_service.cluster.redis import RedisIndex
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import read_images
@@ -109,7 +109,7 @@ async def forger(victim: Replica, sign: Sign) -> AsyncIterator[Forger]:
     index = RedisIndex(victim.index._settings, victim.server.store, victim.server.jobs)
     forging = Forger(index, endpoint)
     fingerprints = description.model_fingerprint, description.processor_fingerprint
-    await index.register(contract.Replica("forger", 1, endpoint, *fingerprints))
+    await index.register(cluster.Replica("forger", 1, endpoint, *fingerprints))
     try:
         yield forging
     finally:

@@ -5,8 +5,8 @@ from redis.exceptions import ResponseError
 
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.contract import Acquired, IndexState, Location, Replica
-from encoder_service.cluster.index import RedisIndex
+from encoder_service.cluster.cluster import Acquired, IndexState, Location, Replica
+from encoder_service.cluster.redis import RedisIndex
 from testing.holding import Holding
 from tests.index_replicas import (
     MODEL,

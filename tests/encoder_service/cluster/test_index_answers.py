@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from encoder_service.cluster.contract import IndexState
-from encoder_service.cluster.index.breaker import FAILURES_TO_OPEN
-from encoder_service.cluster.index.schema import Keys
+from encoder_service.cluster.cluster import IndexState
+from encoder_service.cluster.redis.schema import Keys
+from encoder_service.cluster.redis.session import FAILURES_TO_OPEN
 from testing.redis_servers import RedisServer
 from tests.index_replicas import CALL_TIMEOUT_S, NAMESPACE, JoinWatched, new_addresses
 from tests.tcp_proxy import TcpProxy

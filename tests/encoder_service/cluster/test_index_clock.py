@@ -1,7 +1,7 @@
 """Redis's clock set forward or back: what it leaves on the roll is written there by hand, as the clock is not ours."""
 
-from encoder_service.cluster.contract import IndexState
-from encoder_service.cluster.index.schema import Keys
+from encoder_service.cluster.cluster import IndexState
+from encoder_service.cluster.redis.schema import Keys
 from testing.redis_servers import redis_server
 from tests.index_replicas import SHORT_TTL_MS, JoinWatched, new_addresses
 from tests.waiting import soon

@@ -6,9 +6,9 @@ import time
 from redis.exceptions import BusyLoadingError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from encoder_service.cluster.contract import IndexState
-from encoder_service.cluster.index.breaker import FAILURES_TO_OPEN
-from encoder_service.cluster.index.schema import Keys
+from encoder_service.cluster.cluster import IndexState
+from encoder_service.cluster.redis.schema import Keys
+from encoder_service.cluster.redis.session import FAILURES_TO_OPEN
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
 from tests.index_replicas import (
     CALL_TIMEOUT_S,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from encoder_service.cluster.contract import IndexState
+from encoder_service.cluster.cluster import IndexState
 from testing.redis_servers import RedisServer, redis_server
 from tests.index_replicas import SHORT_TTL_MS, JoinWatched
 from tests.tcp_proxy import TcpProxy

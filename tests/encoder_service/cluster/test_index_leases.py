@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from encoder_service.cluster.contract import Location
-from encoder_service.cluster.index import RedisIndex
-from encoder_service.cluster.index.waiters import REREAD_S
+from encoder_service.cluster.cluster import Location
+from encoder_service.cluster.redis import RedisIndex
+from encoder_service.cluster.waiting import REREAD_S
 from testing.holding import Holding
 from tests.index_replicas import (
     GRID,
@@ -175,7 +175,7 @@ async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Jo
 async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
     fixture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.cluster.index.waiters.REREAD_S", 300.0)
+    monkeypatch.setattr("encoder_service.cluster.waiting.REREAD_S", 300.0)
     settings = redis_settings(request.getfixturevalue(fixture), f"notified{next(numbers)}")
     a, b = (RedisIndex(settings, Holding(), ()) for _ in range(2))
     try:

@@ -8,13 +8,16 @@ from dataclasses import asdict
 import pytest
 
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.index.breaker import FIRST_PROBE_S, LAST_PROBE_S, Breaker
-from encoder_service.cluster.index.bulkhead import Bulkhead
-from encoder_service.cluster.index.connection import RedisUrl
-from encoder_service.cluster.index.leases import Leases
-from encoder_service.cluster.index.republish import ADDRESSES_PER_S, BATCH_ADDRESSES, Republisher
-from encoder_service.cluster.index.schema import Roll
-from encoder_service.cluster.index.settings import RedisSettings
+from encoder_service.cluster.leases import ADDRESSES_PER_S, BATCH_ADDRESSES, Leases, Republisher
+from encoder_service.cluster.redis.connection import RedisUrl
+from encoder_service.cluster.redis.schema import Roll
+from encoder_service.cluster.redis.session import (
+    FIRST_PROBE_S,
+    LAST_PROBE_S,
+    Breaker,
+    Bulkhead,
+    RedisSettings,
+)
 from encoder_service.config import ConfigError
 from testing.holding import Holding
 from tests.index_replicas import grids, new_addresses

@@ -19,12 +19,11 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.framing import checksum, frame
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.address import ImageKey
-from encoder_service.cluster.contract import Location, Locations
-from encoder_service.cluster.index import RedisIndex
-from encoder_service.cluster.outbox import Outbox
+from encoder_service.cluster.cluster import Location, Locations
+from encoder_service.cluster.coordinator import MAX_OF_ONE_PEER, MAX_TRANSFERS, Outbox, Transfers
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
-from encoder_service.cluster.transfers import MAX_OF_ONE_PEER, MAX_TRANSFERS, Transfers
+from encoder_service.cluster.redis import RedisIndex
+from encoder_service.keys import ImageKey
 from encoder_service.store import Store
 from testing.holding import Holding
 from tests.index_replicas import redis_settings

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Collection
 
 from encoder_contract.geometry import Grid
-from encoder_service.address import ImageKey
-from encoder_service.cluster.contract import Location, Locations
-from encoder_service.cluster.search import SWEEP_IMAGES, SWEEP_S, Search
+from encoder_service.cluster.cluster import Location, Locations
+from encoder_service.cluster.coordinator import SWEEP_IMAGES, SWEEP_S, Search
+from encoder_service.keys import ImageKey
 from tests.waiting import soon
 
 

@@ -14,8 +14,8 @@ from encoder_contract.errors import Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
-from encoder_service.cluster import index, peers
-from encoder_service.cluster.solo import Solo
+from encoder_service.cluster import peers, redis
+from encoder_service.cluster.cluster import Solo
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect
@@ -28,8 +28,8 @@ async def wakeups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counter[str]
     """Count what a cluster would do: by name, tasks of `cluster/`, and objects that could take leases or ask."""
     seen: Counter[str] = Counter()
     for module, name in (
-        (index.redis_index, "RedisIndex"),
-        (index.connection, "Connection"),
+        (redis.index, "RedisIndex"),
+        (redis.connection, "Connection"),
         (peers, "Peers"),
     ):
         made = getattr(module, name)

@@ -9,15 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from encoder_service.cluster.contract import IndexState
-from encoder_service.cluster.index import RedisIndex, RedisSettings
-from encoder_service.cluster.index.schema import Keys
-from encoder_service.cluster.source_sharing import (
-    AT_ONCE,
-    MAX_WAITING_BYTES,
-    MAX_WAITING_IMAGES,
-    SourceSharing,
-)
+from encoder_service.cluster.cluster import IndexState
+from encoder_service.cluster.redis import RedisIndex, RedisSettings
+from encoder_service.cluster.redis.schema import Keys
+from encoder_service.cluster.sharing import AT_ONCE, MAX_WAITING_BYTES, MAX_WAITING_IMAGES, SourceSharing
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.holding import Holding

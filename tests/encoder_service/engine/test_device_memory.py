@@ -14,8 +14,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config, ConfigError
 from encoder_service.engine.device import Device, DeviceMemory
-from encoder_service.engine.memory_plan import MemoryPlan, activation_values
-from encoder_service.engine.model import Model, decode_threads
+from encoder_service.engine.model import MemoryPlan, Model, activation_values, decode_threads
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from testing.photos import photo

@@ -15,7 +15,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, Limits, State
 from encoder_service.store import Pin
-from encoder_service.vision.tables import GridTables
+from encoder_service.vision.tower import GridTables
 from testing.photos import photo
 from tests.engines import Bench, Gate, demanded, running
 from tests.waiting import PATIENCE_S, START_S, soon

@@ -5,10 +5,10 @@ import pytest
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.header import read_header
-from encoder_service.address import ImageKey
-from encoder_service.engine.failure_cache import FailureCache
+from encoder_service.engine.job_queue import FailureCache
 from encoder_service.engine.model import Model
 from encoder_service.image.source import Source
+from encoder_service.keys import ImageKey
 from testing.photos import photo
 from tests.engines import demanded, running
 

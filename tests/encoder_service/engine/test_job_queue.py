@@ -19,11 +19,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
-from encoder_service.address import ImageKey
 from encoder_service.engine import job_queue
 from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
+from encoder_service.keys import ImageKey
 from encoder_service.scheduler import Claim, Limits, Scheduler, State
 from encoder_service.store import Pin, Store
 from testing.photos import photo

@@ -22,10 +22,10 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import LOST_DEVICE
 from encoder_service.engine.device import Device
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
-from encoder_service.store import pinned
-from encoder_service.store.tiers import copy_bytes
+from encoder_service.store import segment
+from encoder_service.store.table import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.redis_servers import redis_server
@@ -216,8 +216,8 @@ def test_the_stores_memory_is_registered_with_the_gpu_that_is_used(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = torch.empty(1)
-    assert pinned.register(memory, "cuda:1")
-    pinned.unregister(memory, "cuda:1")
+    assert segment.register_memory(memory, "cuda:1")
+    segment.unregister_memory(memory, "cuda:1")
     assert told == ["cuda:1", "cuda:1"]
 
 
@@ -229,7 +229,7 @@ def test_who_waits_for_a_batch_or_a_copy_takes_no_core() -> None:
         torch.empty(2 << 30, dtype=torch.uint8, device="cuda"),
         torch.empty(2 << 30, dtype=torch.uint8),
     )
-    assert pinned.register(target, "cuda")
+    assert segment.register_memory(target, "cuda")
 
     def work() -> None:
         for _ in range(50):
@@ -248,6 +248,6 @@ def test_who_waits_for_a_batch_or_a_copy_takes_no_core() -> None:
 
     waited()
     took_s, busy_s = waited()
-    pinned.unregister(target, "cuda")
+    segment.unregister_memory(target, "cuda")
     assert took_s > 0.05
     assert busy_s < took_s / 5

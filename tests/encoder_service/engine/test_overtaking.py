@@ -9,7 +9,7 @@ from torch import Tensor, uint8
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
-from encoder_service.image.patches import to_patches
+from encoder_service.image.resize import to_patches
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
 from testing.photos import photo

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from encoder_service.image.dali import DaliJpegs, _options
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from testing.photos import photo
 
 

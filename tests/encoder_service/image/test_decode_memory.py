@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from encoder_service.image.decode import BATCHED_BYTES_PER_PIXEL
+from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, is_shortage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,8 +38,8 @@ CHILD = """
 import json, os, resource, sys
 from pathlib import Path
 from encoder_contract.geometry import Geometry
-from encoder_service.image.decode import Decoder
-from encoder_service.image.patches import to_patches
+from encoder_service.image.decoder import Decoder
+from encoder_service.image.resize import to_patches
 from encoder_service.image.resize import PlainResize
 
 def most_bytes():

@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image, ImageCms
 
-from encoder_service.image.isolated import IsolatedDecoder
+from encoder_service.image.decoder_pool import IsolatedDecoder
 from testing.photos import FORMATS, encoded, pixels, with_a_style_of_its_tile
-from tests.encoder_service.image.test_decode import expected
+from tests.encoder_service.image.test_decoder import expected
 
 PICTURE = Image.fromarray(pixels(24, 17, 1))
 MODES = (

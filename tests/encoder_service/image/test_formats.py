@@ -16,10 +16,10 @@ from encoder_contract.header import FORMATS, Header, read_header
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
-from encoder_service.image.decode import Decoder
+from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
 from testing.photos import encoded, photo, pixels
-from tests.encoder_service.image.test_decode import expected
+from tests.encoder_service.image.test_decoder import expected
 from tests.servers import server_of
 
 PICTURE = Image.fromarray(pixels(40, 31, 1))

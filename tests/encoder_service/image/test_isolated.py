@@ -21,15 +21,19 @@ import torch
 from PIL import Image
 
 from encoder_contract.errors import EncoderError, OverloadedError, UndecodableImageError
-from encoder_service.address import ImageKey
-from encoder_service.engine.failure_cache import FailureCache
-from encoder_service.image import decoder_parent, isolated
-from encoder_service.image.decode import DEATHS, Decoder
-from encoder_service.image.decoder_child import _parsed
-from encoder_service.image.decoder_parent import PASSED_ON, SETTINGS, DecoderStartError
-from encoder_service.image.isolated import IsolatedDecoder
-from encoder_service.image.pixel_memory import PixelMemory
+from encoder_service.engine.job_queue import FailureCache
+from encoder_service.image import decoder_pool
+from encoder_service.image.decoder import DEATHS, Decoder
+from encoder_service.image.decoder_pool import (
+    PASSED_ON,
+    SETTINGS,
+    DecoderStartError,
+    IsolatedDecoder,
+    PixelMemory,
+    _parsed,
+)
 from encoder_service.image.source import Source
+from encoder_service.keys import ImageKey
 from testing.photos import damaged, encoded, photo, pixels
 from tests.engines import Changed
 from tests.waiting import START_S
@@ -145,14 +149,14 @@ def heavy() -> bytes:
 
 def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     file = heavy()
-    monkeypatch.setattr(isolated, "_WALL_S", 60.0)  # on a busy machine it may wait long for its processor
+    monkeypatch.setattr(decoder_pool, "_WALL_S", 60.0)  # on a busy machine it may wait long for its processor
     with decoding(cpu_s=0.05) as decoder:
         slow = decoder.decode_one(source_of(file))
         assert isinstance(slow, UndecodableImageError)
         assert "more than 0.05 s of a processor" in slow.message
         assert isinstance(decoder.decode_one(source_of(PHOTO)), torch.Tensor)
         assert deaths(decoder) == {"time": 1}
-    monkeypatch.setattr(isolated, "_BESIDE_PIXELS_BYTES", 32 << 20)
+    monkeypatch.setattr(decoder_pool, "_BESIDE_PIXELS_BYTES", 32 << 20)
     with decoding(max_image_pixels=10_000, decode_pixels=10_000) as decoder:
         large = decoder.decode_one(source_of(file))
         assert isinstance(large, UndecodableImageError)
@@ -266,7 +270,7 @@ def test_what_a_library_prints_is_counted_and_thrown_away(capfd: pytest.CaptureF
 
 
 def test_why_no_decoder_starts_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_parent, "_MODULE", "no.such.module")
+    monkeypatch.setattr(decoder_pool, "_MODULE", "no.such.module")
     decoder = IsolatedDecoder(threads=1, backend="pillow")
     with pytest.raises(DecoderStartError, match="No module named 'no'"):
         decoder.start()

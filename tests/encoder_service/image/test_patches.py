@@ -9,9 +9,14 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.image.patches import RESIZED_BYTES_PER_PIXEL, _calls, to_patches
-from encoder_service.image.resize import PlainResize, exact_patches
-from encoder_service.image.resize_choice import make_resize
+from encoder_service.engine.model import make_resize
+from encoder_service.image.resize import (
+    RESIZED_BYTES_PER_PIXEL,
+    PlainResize,
+    _calls,
+    exact_patches,
+    to_patches,
+)
 from testing.photos import photo, pixels
 
 pytestmark = pytest.mark.slow

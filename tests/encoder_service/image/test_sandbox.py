@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # Enters the sandbox, or a part of it, and prints what the kernel then refuses.
 CHILD = """
 import ctypes, json, mmap, os, resource, signal, socket, sys, threading
-from encoder_service.image import sandbox
+from encoder_service.image import decoder_process
 
 def refused(action):
     try:
@@ -37,13 +37,13 @@ def worked():
 
 done, asked, answered = [], threading.Semaphore(0), threading.Semaphore(0)
 threading.Thread(target=worked, daemon=True).start()
-sandbox.end_with_parent("decoder", os.getppid())
+decoder_process.end_with_parent("decoder", os.getppid())
 if part == "all":
-    sandbox.bound(64 << 20)
-    enforced = sandbox.enter()
+    decoder_process.bound_resources(64 << 20)
+    enforced = decoder_process.enter_sandbox()
 else:
-    sandbox._prctl(sandbox._PR_SET_NO_NEW_PRIVS, 1)
-    enforced = [part] if getattr(sandbox, "_" + part)() else []
+    decoder_process._prctl(decoder_process._PR_SET_NO_NEW_PRIVS, 1)
+    enforced = [part] if getattr(decoder_process, "_" + part)() else []
 print(json.dumps({
     "enforced": enforced,
     "files": {

@@ -12,8 +12,7 @@ from torch import Tensor
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
-from encoder_service.image.patches import to_patches
-from encoder_service.image.resize import Resize
+from encoder_service.image.resize import Resize, to_patches
 from encoder_service.image.source import Source
 from encoder_service.scheduler import State
 from encoder_service.store import Pin

@@ -6,7 +6,7 @@ import pytest
 
 from encoder_contract.header import Header
 from encoder_service.image.source import Source
-from encoder_service.image.source_cache import SourceCache
+from encoder_service.image.sources import SourceCache
 
 
 def of(key: bytes, size: int) -> Source:

@@ -6,8 +6,8 @@ from contextlib import suppress
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError
 from encoder_contract.geometry import Geometry
-from encoder_service.address import ImageKey
-from encoder_service.image.validation import THREADS, Validator
+from encoder_service.image.sources import THREADS, Validator
+from encoder_service.keys import ImageKey
 from testing.photos import photo
 
 GEOMETRY = Geometry(16, 2, 65536, 16777216)

@@ -4,8 +4,7 @@ import pytest
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler import Claim, Limits, Scheduler
-from encoder_service.scheduler.order import MAX_ABSENT, FairQueue, Line
-from encoder_service.scheduler.task import Request
+from encoder_service.scheduler.policy import MAX_ABSENT, FairQueue, Line, Request
 from tests.scheduling import PATCHES, encode_order, make, names, prepare_all, want
 
 

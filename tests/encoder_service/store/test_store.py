@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from encoder_contract.errors import ImageLimitError, InvalidRequestError, OverloadedError
-from encoder_service.store import StoreSizeError, capacity
+from encoder_service.store import StoreSizeError, segment
 from tests.small_store import PAGE_BYTES, WIDTH, embedding, make_store, put, read
 from tests.waiting import PATIENCE_S
 
@@ -200,10 +200,10 @@ def test_a_store_beyond_the_memory_limit_says_so(tmp_path, monkeypatch):
         ("memory.stat", "anon 400000\nfile 99999\nshmem 100000\n"),
     ):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
-    capacity.check_host(tmp_path, 500_000)
+    monkeypatch.setattr(segment, "_CGROUP", tmp_path)
+    segment.check_host(tmp_path, 500_000)
     with pytest.raises(StoreSizeError, match="container's memory limit"):
-        capacity.check_host(tmp_path, 500_001)
+        segment.check_host(tmp_path, 500_001)
 
 
 def test_close_removes_the_segment_and_keeps_what_is_viewed(tmp_path):

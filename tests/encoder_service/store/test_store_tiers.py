@@ -3,7 +3,7 @@
 import threading
 import time
 
-from encoder_service.store.tier_migrator import PROMOTE_READERS
+from encoder_service.store.store import PROMOTE_READERS
 from tests.small_store import embedding, make_store, put, read
 from tests.waiting import PATIENCE_S
 

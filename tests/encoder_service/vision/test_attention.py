@@ -6,10 +6,17 @@ from types import ModuleType
 import pytest
 import torch
 
-from encoder_service.vision import attention_trial
-from encoder_service.vision.attention import BACKENDS, PACKED, make_attention, why_not
-from encoder_service.vision.attention_backends import FixedAndPacked, FlashAttention, SegmentAttention
-from encoder_service.vision.segments import Segments
+from encoder_service.vision import attention
+from encoder_service.vision.attention import (
+    BACKENDS,
+    PACKED,
+    FixedAndPacked,
+    FlashAttention,
+    SegmentAttention,
+    make_attention,
+    why_not,
+)
+from encoder_service.vision.layers import Segments
 
 CPU = torch.device("cpu")
 HEAD_SIZES = [72, 80]
@@ -70,25 +77,25 @@ class Raising(Backend):
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_backend_that_is_right_passes_its_trial(head_size, dtype, fixed):
-    assert attention_trial.failure(Backend(), CPU, dtype, head_size, fixed=fixed) == ""
+    assert attention.trial_failure(Backend(), CPU, dtype, head_size, fixed=fixed) == ""
 
 
 @pytest.mark.parametrize("wrong", [Mixing, BlindToStrides, LosingTheScale, NotANumberInShortSegments])
 def test_a_backend_that_is_wrong_on_odd_segments_of_strided_rows_is_refused(wrong):
-    assert "its rows are off by" in attention_trial.failure(wrong(), CPU, torch.bfloat16, 72)
+    assert "its rows are off by" in attention.trial_failure(wrong(), CPU, torch.bfloat16, 72)
 
 
 def test_a_backend_that_raises_anything_is_refused_with_what_it_says():
-    assert attention_trial.failure(Raising(), CPU, torch.bfloat16, 72) == "KeyError: 'sm_90'"
+    assert attention.trial_failure(Raising(), CPU, torch.bfloat16, 72) == "KeyError: 'sm_90'"
 
 
 def test_the_trial_is_of_odd_lengths_in_another_order_for_the_replay():
-    for lengths in (attention_trial.LENGTHS, attention_trial.OTHER_LENGTHS):
+    for lengths in (attention.LENGTHS, attention.OTHER_LENGTHS):
         assert 0 in lengths
         assert any(length % 16 for length in lengths)
-        assert sum(lengths) == sum(attention_trial.LENGTHS)
-    assert attention_trial.LENGTHS != attention_trial.OTHER_LENGTHS
-    assert 1 in attention_trial.LENGTHS
+        assert sum(lengths) == sum(attention.LENGTHS)
+    assert attention.LENGTHS != attention.OTHER_LENGTHS
+    assert 1 in attention.LENGTHS
 
 
 def test_only_segments_of_a_fixed_length_go_to_the_backend_that_plans_for_each():

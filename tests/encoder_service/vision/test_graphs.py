@@ -8,9 +8,9 @@ import torch
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import load_tower
-from encoder_service.vision.attention_backends import SegmentAttention
+from encoder_service.vision.attention import SegmentAttention
 from encoder_service.vision.graphs import Budget, Graphs, StaticInputs, budgets, padded_lengths
-from encoder_service.vision.segments import Segments
+from encoder_service.vision.layers import Segments
 from testing.reference_tower import random_patches, row_errors
 
 pytestmark = pytest.mark.slow

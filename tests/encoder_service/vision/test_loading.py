@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import load_tower, model_fingerprint
-from encoder_service.vision.checkpoint import VisionTensors
-from encoder_service.vision.linear import Linear, packing_available
+from encoder_service.vision.layers import Linear, packing_available
+from encoder_service.vision.load import VisionTensors
 from encoder_service.vision.pointwise import PlainPointwise
 from testing.reference_tower import random_patches
 

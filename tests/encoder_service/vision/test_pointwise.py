@@ -12,9 +12,9 @@ import torch
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import load_tower
-from encoder_service.vision.families import read_spec
+from encoder_service.vision.load import make_pointwise
 from encoder_service.vision.pointwise import Norm, PlainPointwise
-from encoder_service.vision.pointwise_choice import make_pointwise
+from encoder_service.vision.qwen import read_spec
 from testing.reference_tower import random_patches, row_errors
 
 pytestmark = pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_tower_whose_pointwise_parts_are_kernels_has_the_rows_of_the_plain_one
     folders, model_type, monkeypatch
 ):
     """Packed as on CUDA, in float32: what the kernels are handed there is what they take."""
-    monkeypatch.setattr("encoder_service.vision.linear.packing_available", lambda _: False)
+    monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     folder, grids = folders[model_type], [Grid(1, 8, 12), Grid(1, 6, 4)]
     processor = ProcessorSettings.from_folder(folder)
     tower = load_tower(folder, device="cpu", dtype="float32", processor=processor)

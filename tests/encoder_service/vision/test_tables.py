@@ -5,7 +5,7 @@ import threading
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_service.vision.tables import MAX_TABLE_PATCHES, GridTables, TableCache
+from encoder_service.vision.tower import MAX_TABLE_PATCHES, GridTables, TableCache
 
 
 def test_equal_grids_share_their_tables_and_the_cache_is_bounded():

@@ -9,7 +9,7 @@ import torch
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import flops, load_tower
-from encoder_service.vision.tables import window_order
+from encoder_service.vision.tower import window_order
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"]
@@ -75,7 +75,7 @@ def test_bfloat16_error_is_no_larger_than_that_of_transformers(folders, model_ty
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
 def test_so_is_the_error_where_no_product_can_add_to_the_residual_stream(folders, model_type, monkeypatch):
     """As on CUDA: weights are not packed, and sums wait for the next norm."""
-    monkeypatch.setattr("encoder_service.vision.linear.packing_available", lambda _: False)
+    monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     folder = folders[model_type]
     tower = load.__wrapped__(folder, "bfloat16")
     truth_tower, theirs_tower = ReferenceTower(folder, torch.float32), ReferenceTower(folder, torch.bfloat16)
@@ -140,7 +140,7 @@ def test_widened_mlps_change_nothing_but_rounding(folders, monkeypatch):
     """As on CUDA, where rows of 16 bytes are wanted: 428 columns become 432; weights are not packed there."""
     patches = random_patches(GRIDS, 588)
     plain = load(folders["qwen2_5_vl"])
-    monkeypatch.setattr("encoder_service.vision.linear.packing_available", lambda _: False)
+    monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     widened = load.__wrapped__(folders["qwen2_5_vl"])
     widened._module.align(16)
     assert widened._module.blocks[0].mlp.up_proj.weight.shape[0] == 432

@@ -8,11 +8,10 @@ import torch
 from encoder_contract.geometry import Grid
 from encoder_service.engine.workers import are_finite
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision import attention_trial, family_of, load_tower
-from encoder_service.vision.attention import BACKENDS, why_not
-from encoder_service.vision.attention_backends import SegmentAttention
-from encoder_service.vision.capture import CudaCapture
-from encoder_service.vision.pointwise_choice import make_pointwise
+from encoder_service.vision import attention, family_of, load_tower
+from encoder_service.vision.attention import BACKENDS, SegmentAttention, why_not
+from encoder_service.vision.graphs import CudaCapture
+from encoder_service.vision.load import make_pointwise
 from testing.checkpoints import vision_config, write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
@@ -96,10 +95,10 @@ def test_a_backend_that_is_slow_or_reads_lengths_on_the_host_while_replayed_is_r
 
     device = torch.device("cuda:0")
     plain = SegmentAttention()
-    assert attention_trial.failure(plain, device, torch.bfloat16, head_size) == ""
-    slow = attention_trial.failure(plain, device, torch.bfloat16, head_size, max_third_call_ms=0.0)
+    assert attention.trial_failure(plain, device, torch.bfloat16, head_size) == ""
+    slow = attention.trial_failure(plain, device, torch.bfloat16, head_size, max_third_call_ms=0.0)
     assert "its third call took" in slow
-    stale = attention_trial.failure(
+    stale = attention.trial_failure(
         ReadsLengths(), device, torch.bfloat16, head_size, max_third_call_ms=math.inf
     )
     assert stale.startswith("replayed, its rows are off by")

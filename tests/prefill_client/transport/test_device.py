@@ -10,7 +10,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.store.tier_migrator import PROMOTE_READERS
+from encoder_service.store.store import PROMOTE_READERS
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, connection, stub

@@ -1,1 +1,0 @@
-"""The server. Modules import only from lower layers; docs/architecture.md shows them."""

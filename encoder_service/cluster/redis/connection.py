@@ -1,0 +1,258 @@
+"""The connection to one Redis, or to a Redis Cluster: batches of addresses as one script call, or as one per slot."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
+
+from encoder_service.config import ConfigError, without_password
+
+# Every way in which a call to Redis can fail, error replies included. EOFError: a reply cut short.
+FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, EOFError)
+# Error replies: the server is reachable, but unusable until its state changes.
+REFUSALS = (ResponseError,)
+# A script over this many addresses blocks Redis, and all its callers, for about two milliseconds.
+MAX_BATCH = 256
+
+
+@contextmanager
+def lost_connections() -> Iterator[None]:
+    """Turn the errors that redis-py raises when another task closes a connection in use into a lost connection."""
+    try:
+        yield
+    except (AttributeError, RuntimeError) as fault:
+        raise RedisConnectionError(f"closed under way: {fault}") from fault
+
+
+@contextmanager
+def sensible_replies() -> Iterator[None]:
+    """Turn the errors that a reply of the wrong shape causes into a fault of Redis: it may be anything by now."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RedisError(f"a reply that makes no sense: {error}") from error
+
+
+class Script:
+    """A Lua script that takes one or two keys of each address and returns one reply for each."""
+
+    def __init__(self, name: str) -> None:
+        folder = files("encoder_service.cluster.redis") / "lua"
+        self.source = (folder / "records.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()
+        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+
+
+def batches(addresses: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Yield the distinct addresses, as many at a time as one run of a script may take."""
+    unique = list(dict.fromkeys(addresses))
+    for first in range(0, len(unique), MAX_BATCH):
+        yield unique[first : first + MAX_BATCH]
+
+
+class _Call(NamedTuple):
+    """Keys and arguments of one run of a script."""
+
+    keys: Sequence[bytes]
+    arguments: Sequence[Any]
+
+
+class RedisUrl:
+    """Where a URL points: redis://, rediss://, redis+cluster://host,host or ?cluster=true."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        scheme, _, kind = parts.scheme.partition("+")
+        query = dict(parse_qsl(parts.query))
+        if scheme not in ("redis", "rediss") or kind not in ("", "cluster") or not parts.netloc:
+            raise ConfigError(
+                f"{without_password(url)}: an index is redis://, rediss:// or redis+cluster://host:port"
+            )
+        self.is_cluster = kind == "cluster" or query.pop("cluster", "false") == "true"
+        credentials, at, hosts = parts.netloc.rpartition("@")
+        path, options = parts.path, urlencode(query)
+        self.urls = [
+            urlunsplit((scheme, credentials + at + host, path, options, ""))
+            for host in hosts.split(",")
+            if host
+        ]
+
+    def node_url(self, host: str, port: int) -> str:
+        """Return the URL of one node of the cluster."""
+        parts = urlsplit(self.urls[0])
+        credentials, at, _ = parts.netloc.rpartition("@")
+        bracketed = f"[{host}]" if ":" in host else host
+        return urlunsplit(parts._replace(netloc=f"{credentials}{at}{bracketed}:{port}"))
+
+
+class Connection:
+    """An open connection. Its methods raise `FAULTS`; their time is bounded by the caller."""
+
+    def __init__(self, url: RedisUrl, client: "Redis | RedisCluster", timeout_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._client: Any = client  # the two share the commands we use, not a type
+        self.sharded_channels = False
+
+    @classmethod
+    async def open(cls, url: RedisUrl, timeout_s: float) -> Self:
+        """Connect, and find out what the server supports.
+
+        A socket that takes longer than `timeout_s` to connect or to answer is closed, whatever the bound of the call.
+        """
+        try:
+            client = _cluster(url, timeout_s) if url.is_cluster else _node(url.urls[0], timeout_s)
+            connection = cls(url, client, timeout_s)
+        except ValueError as error:
+            raise ConfigError(f"--index: an option of the URL has a bad value: {error}") from error
+        try:
+            if url.is_cluster:
+                await connection._client.initialize()
+            server = await connection._client.info("server")
+            connection.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
+        except TypeError as error:  # redis-py hands options of the URL that it does not know to a constructor
+            await connection.close()
+            raise ConfigError(f"--index: an option of the URL is not known: {error}") from error
+        except BaseException:  # cancelled too: nobody else knows of the connection
+            await connection.close()
+            raise
+        return connection
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        await self._client.aclose()
+
+    async def run(
+        self, script: Script, keys: Sequence[Sequence[bytes]], *arguments: Any, each: Sequence[bytes] = ()
+    ) -> list[Any]:
+        """Run a script over the keys of many addresses; return one reply for each address.
+
+        The script gets `arguments`, then the values of `each` for its addresses: one for each address, or none.
+        """
+        groups = self._by_slot(keys)
+        calls = [
+            _Call(
+                [key for position in group for key in keys[position]],
+                [*arguments, *(each[position] for position in group if each)],
+            )
+            for group in groups
+        ]
+        answers: list[Any] = [None] * len(keys)
+        for group, replies in zip(groups, await self._evaluate(script, calls), strict=True):
+            for position, reply in zip(group, replies, strict=True):
+                answers[position] = reply
+        return answers
+
+    async def run_once(self, script: Script, key: bytes, *arguments: Any) -> Any:
+        """Run a script over one key and return its whole reply."""
+        return (await self._evaluate(script, [_Call([key], arguments)]))[0]
+
+    async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the values of many keys, in one command, or in one for each slot."""
+        read = self._client.mget_nonatomic if self.is_cluster else self._client.mget
+        with lost_connections():
+            values: list[bytes | None] = await read(keys)
+        if len(values) != len(keys) or not all(value is None or isinstance(value, bytes) for value in values):
+            raise TypeError("not one value for each key")
+        return values
+
+    async def read_one(self, key: bytes, max_bytes: int) -> bytes | None:
+        """Return a value of at most `max_bytes`; None if there is none. A larger one is not read, and is None too."""
+        with lost_connections():
+            value = await self._client.getrange(key, 0, max_bytes)
+        if not isinstance(value, bytes):
+            raise TypeError("not a value")
+        return value if 0 < len(value) <= max_bytes else None
+
+    async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
+        """Set a value with a time to live."""
+        with lost_connections():
+            await self._client.set(key, value, px=ttl_ms)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether this is a Redis Cluster."""
+        return self._url.is_cluster
+
+    def server_of(self, channel: bytes) -> str | None:
+        """Return the URL of the server that a channel is on; None if it is unknown."""
+        if not self.is_cluster:
+            return self._url.urls[0]
+        try:
+            node = self._client.get_node_from_key(channel)
+        except RedisClusterException:
+            return None
+        return self._url.node_url(node.host, node.port) if node else None
+
+    def listener(self, url: str) -> tuple[Redis, PubSub]:
+        """Return a new client for listening on one server, and its subscriptions; the caller closes both."""
+        client = _node(url, self._timeout_s)
+        return client, client.pubsub()
+
+    def _by_slot(self, keys: Sequence[Sequence[bytes]]) -> list[list[int]]:
+        if not self.is_cluster:
+            return [list(range(len(keys)))]
+        slots: dict[int, list[int]] = defaultdict(list)
+        for position, address_keys in enumerate(keys):
+            slots[key_slot(address_keys[0])].append(position)
+        return list(slots.values())
+
+    # Not redis-py's `register_script`: on a cluster it sends one command over one connection for each slot (6 ms
+    # for 32 addresses, where a pipeline takes 2), and in a pipeline it asks SCRIPT EXISTS before every call.
+    async def _evaluate(self, script: Script, calls: list[_Call]) -> list[Any]:
+        replies = await self._pipeline("EVALSHA", script.sha, calls)
+        # A server that has not seen the script (new, restarted, promoted) is sent its source; one that closed an idle
+        # connection is asked once more. Every script is idempotent, so running it twice does no harm.
+        again = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
+        if again:
+            second = await self._pipeline("EVAL", script.source, [calls[n] for n in again])
+            for n, reply in zip(again, second, strict=True):
+                replies[n] = reply
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    async def _pipeline(self, command: str, script: str | bytes, calls: list[_Call]) -> list[Any]:
+        pipeline = self._client.pipeline() if self.is_cluster else self._client.pipeline(transaction=False)
+        for keys, arguments in calls:
+            pipeline.execute_command(command, script, len(keys), *keys, *arguments)
+        with lost_connections():
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        return replies
+
+
+def _node(url: str, timeout_s: float) -> Redis:
+    # One retry: a pooled connection that the server closed while it was idle is noticed only when it is used.
+    return Redis.from_url(
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 1),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+    )
+
+
+def _cluster(url: RedisUrl, timeout_s: float) -> RedisCluster:
+    nodes = [urlsplit(each) for each in url.urls]
+    return RedisCluster.from_url(
+        url.urls[0],
+        startup_nodes=[ClusterNode(node.hostname or "localhost", node.port or 6379) for node in nodes],
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+    )

@@ -1,0 +1,421 @@
+"""The index in Redis: who holds which embedding, and who encodes what. Answers as empty while Redis is unavailable.
+
+`Subscriptions` notify of changes; a notification may be lost, so waiters also read again in time. `SharedSources` are
+image files that one replica shares for a while, for any other to read.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Sized
+from typing import Any
+
+from encoder_contract.geometry import Grid
+from encoder_service.cluster.cluster import Acquired, IndexState, Locations, Replica
+from encoder_service.cluster.leases import Held, Leases, Republisher
+from encoder_service.cluster.redis.connection import FAULTS, Connection, Script, batches, lost_connections
+from encoder_service.cluster.redis.schema import Keys, Membership, Peer, packed, records
+from encoder_service.cluster.redis.session import OnCall, RedisSession, RedisSettings
+from encoder_service.cluster.tasks import begin, end
+from encoder_service.cluster.waiting import Waiters
+
+PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
+RENEW, RELEASE = Script("renew"), Script("release")
+
+
+class RedisIndex:
+    """What the replicas of a namespace know about each other, in Redis, a Redis Cluster, or Valkey; 6.2 or newer.
+
+    What is always safe; every method belongs to one event loop:
+    - **A hint, never the truth.** A location may be stale (ask the peer, then encode); a lease may be lost (the image
+      is then encoded twice, to equal bits). No answer decides what bytes an address has.
+    - **Bounded, and no errors.** Every call returns within the index's time bound and raises nothing but
+      `ModelMismatchError` from `register`. While Redis is unreachable, refuses, or is not joined, every call answers at
+      once as an empty index would: nothing is located, every lease is granted, nothing is stored. `state` says so.
+    - **A batch is one step.** A call takes any number of addresses (32 bytes each, duplicates allowed) and costs one
+      round trip for a reasonable batch, never one for each address.
+    - **One encoder per address.** While the index is joined, an address is granted to one replica at a time, and to
+      none while a live peer has published it. A holder that died loses its leases within the lease's time to live;
+      a holder that lives keeps them until it publishes or releases, or forgets them for `MAX_LEASE_S`.
+    - **Time is that of Redis.** No clock of one machine is compared with that of another.
+
+    After an outage this replica registers again by itself, renews the leases it still holds, and publishes again what
+    it holds, paced and after a random delay, so that replicas do not all do so at once.
+    """
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        held: Held,
+        jobs: Sized,
+        *,
+        on_call: OnCall = lambda *_: None,
+    ) -> None:
+        """`held` is this replica's store, `jobs` its queue; `on_call` is called after every call to Redis."""
+        self._settings = settings
+        self._keys = Keys(settings.namespace)
+        self._leases = Leases(renew_s=settings.lease_ttl_ms / 3000)
+        self._waiters = Waiters(self._settled, self._subscribe)
+        self._republisher = Republisher(held, self._publish, settings.location_ttl_s)
+        self._republishing: asyncio.Task[None] | None = None
+        self._session = RedisSession(settings, jobs, on_call, self, self._keys.roll)
+        self.sources = SharedSources(
+            self._session, self._keys, ttl_s=settings.source_ttl_s, max_bytes=settings.max_source_bytes
+        )
+        """Image files that replicas share; what is always safe holds for them too."""
+        self._subscriptions: Subscriptions | None = None
+
+    @property
+    def state(self) -> IndexState:
+        """Whether this replica is connected now."""
+        return self._session.state
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Return the other live replicas, as of the last heartbeat; none while alone."""
+        membership = self._session.membership
+        return tuple(membership.peers.values()) if membership and self.state is IndexState.JOINED else ()
+
+    async def register(self, replica: Replica) -> None:
+        """Join as `replica`, and send heartbeats until `leave` or `close`; while alone, keep trying. Called once.
+
+        An earlier epoch of the same replica is superseded, and what it had published vanishes. Raises
+        `ModelMismatchError` if a live replica of the namespace serves another model or processor.
+        """
+        await self._session.register(replica)
+        self._republishing = begin(self._republisher.run(), "index-republisher")
+
+    async def leave(self) -> None:
+        """Drain: leases are released, peers stop finding this replica; from now on every call answers as when alone."""
+        await self.release(self._leases.all())
+        await self._session.leave()
+
+    async def close(self) -> None:
+        """Stop everything and close connections. Without a `leave` before it, peers take this replica for dead."""
+        await end(self._republishing)
+        await self._waiters.close()
+        await self._session.close()
+        if self._subscriptions is not None:
+            await self._subscriptions.close()
+
+    async def publish(self, grids: Mapping[bytes, Grid]) -> None:
+        """Announce that this replica holds these addresses, with the grid of each; `t` is 1.
+
+        Ends its leases on them and wakes replicas that wait for them.
+        """
+        if await self._publish(grids) or self.state is not IndexState.JOINED:
+            self._leases.end(grids)  # while alone: after the outage, everything held is published
+        else:
+            self._leases.add_pending(grids)
+
+    async def retract(self, addresses: Sequence[bytes], replica_id: str | None = None) -> None:
+        """Announce that this replica, or the live peer `replica_id`, does not hold `addresses`."""
+        membership = self._session.membership
+        token = membership and (
+            membership.token if replica_id is None else membership.tokens_of([replica_id])
+        )
+        if token:
+            for batch in batches(addresses):
+                await self._session.run("retract", RETRACT, [(self._keys.location(a),) for a in batch], token)
+
+    async def locate(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
+        """Return the live peers that hold each address; absent if there are none. Never names this replica."""
+        located: dict[bytes, Locations] = {}
+        for batch in batches(addresses):
+            values = await self._read("locate", [self._keys.location(address) for address in batch])
+            if values is not None:
+                located |= await self._live(dict(zip(batch, values, strict=True)))
+        return located
+
+    async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
+        """Ask for leases to encode `addresses`; those that peers hold are located instead, in the same step.
+
+        Locations at the replicas in `without` (which just failed) do not count. A granted lease is renewed until
+        `publish` or `release`. A lease that this replica has already is granted again.
+        """
+        granted: set[bytes] = set()
+        located: dict[bytes, Locations] = {}
+        for batch in batches(addresses):
+            orphans = await self._acquire(batch, without, granted, located)
+            # Only dead replicas hold or encode these. Now that they are known to be dead, they do not count.
+            granted.update(await self._acquire(orphans, without, granted, located) if orphans else ())
+        self._leases.add(granted)
+        return Acquired(frozenset(granted), located)
+
+    async def renew(self, addresses: Sequence[bytes]) -> frozenset[bytes]:
+        """Extend leases now; return those that are ours, including lapsed ones that nobody else had taken."""
+        ours: set[bytes] = set()
+        for batch in batches(addresses):
+            keys = [(self._keys.lease(address),) for address in batch]
+            replies = await self._session.run("renew", RENEW, keys, self._token, self._settings.lease_ttl_ms)
+            ours.update(batch if replies is None else (a for a, r in zip(batch, replies, strict=True) if r))
+        return frozenset(ours)
+
+    async def release(self, addresses: Sequence[bytes]) -> None:
+        """Give leases up without having published, and wake waiting replicas. Leases of others are not touched."""
+        self._leases.end(addresses)
+        for batch in batches(addresses):
+            await self._session.run(
+                "release", RELEASE, self._pairs(batch), self._token, self._session.notify_command
+            )
+
+    async def wait_published(
+        self, address: bytes, timeout_s: float, without: Collection[str] = ()
+    ) -> Locations:
+        """Wait until a peer that is not in `without` publishes `address`, and return where it is.
+
+        Empty if the lease ended without that, at the timeout, or when alone: acquire the address then.
+        """
+        if self.state is not IndexState.JOINED:
+            return ()
+        return await self._waiters.wait(address, timeout_s, without)
+
+    def on_forgotten(self) -> None:
+        """Renew leases and publish everything again: Redis may have lost what it knew about us."""
+        self._leases.mark_due()
+        self._republisher.forgotten()
+
+    def on_lost(self) -> None:
+        """Wake all waiters: the index is unavailable from now on."""
+        self._waiters.settle_all()
+
+    async def on_beat(self) -> None:
+        """Renew leases that are due, and send pending publications; at every heartbeat."""
+        if due := self._leases.due():
+            renewed = await self.renew(due)
+            self._leases.renewed(renewed)
+            self._leases.end(set(due) - renewed)
+        if pending := dict(self._leases.pending):
+            await self.publish(pending)
+
+    async def _publish(self, grids: Mapping[bytes, Grid]) -> bool:
+        through = True
+        ttl_ms = self._settings.location_ttl_s * 1000
+        for batch in batches(list(grids)):
+            arguments = (self._token, ttl_ms, self._session.notify_command)
+            each = [packed(grids[address]) for address in batch]
+            through &= (
+                await self._session.run("publish", PUBLISH, self._pairs(batch), *arguments, each=each)
+                is not None
+            )
+        return through
+
+    async def _acquire(
+        self,
+        addresses: Sequence[bytes],
+        without: Collection[str],
+        granted: set[bytes],
+        located: dict[bytes, Locations],
+    ) -> list[bytes]:
+        """Add to `granted` and `located`; return the addresses that only dead replicas hold or encode."""
+        membership = self._session.membership
+        uncounted = (b"".join(membership.dead), membership.tokens_of(without)) if membership else (b"", b"")
+        arguments = (self._token, self._settings.lease_ttl_ms, *uncounted)
+        replies = await self._session.run("acquire", ACQUIRE, self._pairs(addresses), *arguments)
+        if replies is None:
+            granted.update(addresses)
+            return []
+        by_address = dict(zip(addresses, replies, strict=True))
+        granted.update(address for address, reply in by_address.items() if reply == 1)
+        values = {address: reply for address, reply in by_address.items() if isinstance(reply, bytes)}
+        holders = {address: reply[0] for address, reply in by_address.items() if _names_holder(reply)}
+        live = await self._live(values, holders.values(), without)
+        located |= live
+        orphans = [address for address in values if address not in live]
+        return orphans + [address for address, holder in holders.items() if not self._lives(holder)]
+
+    async def _live(
+        self,
+        values: Mapping[bytes, bytes | None],
+        others: Iterable[bytes] = (),
+        without: Collection[str] = (),
+    ) -> dict[bytes, Locations]:
+        """Return the live locations. Unknown replicas in them or among `others` are looked up first, once."""
+        membership = self._session.membership
+        if membership is None:
+            return {}
+        named = {token for value in values.values() for token, *_ in records(value)}.union(others)
+        if membership.unknown(named):
+            await self._session.heartbeat(self._session.calls)
+            membership.mark_dead(named)
+        return {a: live for a, value in values.items() if (live := membership.locations(value, without))}
+
+    def _lives(self, holder: bytes) -> bool:
+        membership = self._session.membership
+        return membership is not None and holder not in membership.dead
+
+    async def _settled(self, addresses: Collection[bytes]) -> dict[bytes, Locations]:
+        values = await self._read("wait", [key for pair in self._pairs(addresses) for key in pair])
+        if values is None:
+            return {} if self.state is IndexState.JOINED else dict.fromkeys(addresses, ())
+        holders = {a: holder for a, holder in zip(addresses, values[1::2], strict=True) if holder}
+        live = await self._live(dict(zip(addresses, values[::2], strict=True)), holders.values())
+        encoding = {address for address, holder in holders.items() if self._lives(holder)}
+        return {
+            address: live.get(address, ())
+            for address in addresses
+            if address in live or address not in encoding
+        }
+
+    async def _subscribe(self, begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
+        async def subscribe(connection: Connection, _: Membership) -> None:
+            if self._subscriptions is None or self._subscriptions.connection is not connection:
+                stale, self._subscriptions = self._subscriptions, Subscriptions(connection, self._on_message)
+                if stale is not None:
+                    await stale.close()
+            await self._subscriptions.subscribe(map(self._keys.location, begun))
+            await self._subscriptions.unsubscribe(map(self._keys.location, ceased))
+
+        await self._session.ask("follow", subscribe)
+
+    def _on_message(self, channel: bytes) -> None:
+        address = self._keys.address(channel)
+        if address is not None:
+            self._waiters.changed(address)
+
+    async def _read(self, name: str, keys: Sequence[bytes]) -> list[bytes | None] | None:
+        return await self._session.ask(name, lambda connection, _: connection.read(keys))
+
+    def _pairs(self, addresses: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+        return [(self._keys.location(address), self._keys.lease(address)) for address in addresses]
+
+    @property
+    def _token(self) -> bytes:
+        return self._session.membership.token if self._session.membership else b""
+
+
+def _names_holder(reply: Any) -> bool:
+    """Whether a reply names who encodes an address: a list of one token, and nothing else that Redis may say."""
+    return isinstance(reply, list) and len(reply) == 1 and isinstance(reply[0], bytes)
+
+
+class Subscriptions:
+    """Channels, each on its server. A server that fails is dropped, and tried again at the next `subscribe`.
+
+    `on_message` is called with the channel's name for every message, including the confirmation of a subscription:
+    changes before that moment were not notified and must be read.
+    """
+
+    def __init__(self, connection: Connection, on_message: Callable[[bytes], None]) -> None:
+        self.connection = connection
+        self._on_message = on_message
+        self._servers: dict[str, _Subscription] = {}
+
+    async def subscribe(self, channels: Iterable[bytes]) -> None:
+        """Listen to channels from now on."""
+        for url, group in self._by_server(channels).items():
+            server = self._servers.get(url)
+            if server is None or server.is_lost:
+                server = self._servers[url] = _Subscription(self.connection, url, self._on_message)
+            await server.subscribe(group)
+
+    async def unsubscribe(self, channels: Iterable[bytes]) -> None:
+        """Stop listening to channels."""
+        for url, group in self._by_server(channels).items():
+            if (server := self._servers.get(url)) and not server.is_lost:
+                await server.unsubscribe(group)
+
+    async def close(self) -> None:
+        """Stop listening to all channels."""
+        while self._servers:
+            await self._servers.popitem()[1].close()
+
+    def _by_server(self, channels: Iterable[bytes]) -> dict[str, list[bytes]]:
+        servers: dict[str, list[bytes]] = defaultdict(list)
+        for channel in channels:
+            url = self.connection.server_of(channel)
+            if url is not None:
+                servers[url].append(channel)
+        return servers
+
+
+class _Subscription:
+    """The channels of one server, on a connection of their own."""
+
+    def __init__(self, connection: Connection, url: str, on_message: Callable[[bytes], None]) -> None:
+        self._client, self._pubsub = connection.listener(url)
+        self._sharded = connection.sharded_channels
+        # A cluster accepts shard channels of different slots only one by one.
+        self._at_once = 1 if connection.is_cluster and self._sharded else 1024
+        self._on_message = on_message
+        self._listening: asyncio.Task[None] | None = None
+        self.is_lost = False
+
+    async def subscribe(self, channels: list[bytes]) -> None:
+        await self._send(self._pubsub.ssubscribe if self._sharded else self._pubsub.subscribe, channels)
+        if self._listening is None and not self.is_lost:
+            self._listening = begin(self._listen(), "index-subscriptions")
+
+    async def unsubscribe(self, channels: list[bytes]) -> None:
+        await self._send(self._pubsub.sunsubscribe if self._sharded else self._pubsub.unsubscribe, channels)
+
+    async def close(self) -> None:
+        await end(self._listening)
+        await self._disconnect()
+
+    async def _send(self, command: Callable[..., Awaitable[Any]], channels: list[bytes]) -> None:
+        try:
+            with lost_connections():
+                for begin in range(0, len(channels), self._at_once):
+                    await command(*channels[begin : begin + self._at_once])
+        except FAULTS:
+            await self._disconnect()
+
+    async def _listen(self) -> None:
+        try:
+            with lost_connections():
+                while True:
+                    message = await self._pubsub.get_message(timeout=None)
+                    if message is not None and message["channel"] is not None:
+                        self._on_message(message["channel"])
+        except FAULTS:
+            await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        self.is_lost = True
+        try:
+            with lost_connections():
+                await self._pubsub.aclose()  # type: ignore[no-untyped-call]
+                await self._client.aclose()
+        except FAULTS:
+            pass  # it was lost already
+
+
+EXIST = Script("exist")
+
+
+class SharedSources:
+    """Files by key, in calls that are bounded and raise nothing: while Redis is unavailable there are none."""
+
+    def __init__(self, session: RedisSession, keys: Keys, *, ttl_s: int, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        """The largest file that `put` takes."""
+        self._session = session
+        self._keys = keys
+        self._ttl_ms = ttl_s * 1000
+
+    async def put(self, key: bytes, image: bytes) -> bool:
+        """Share the bytes of an image for a while; return False if they are too large or the call failed."""
+        if len(image) > self.max_bytes:
+            return False
+
+        async def put(connection: Connection, _: Membership) -> bool:
+            await connection.put(self._keys.source(key), image, self._ttl_ms)
+            return True
+
+        return await self._session.ask("put_source", put, self._session.puts) is not None
+
+    async def existing(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Return those of the keys under which bytes are shared."""
+        found: set[bytes] = set()
+        for batch in batches(keys):
+            names = [(self._keys.source(key),) for key in batch]
+            replies = await self._session.run("sources", EXIST, names)
+            found.update(key for key, reply in zip(batch, replies or (), strict=False) if reply)
+        return frozenset(found)
+
+    async def get(self, key: bytes) -> bytes | None:
+        """Return the bytes that a replica shared under `key`, or None."""
+
+        async def get(connection: Connection, _: Membership) -> bytes | None:
+            return await connection.read_one(self._keys.source(key), self.max_bytes)
+
+        return await self._session.ask("get_source", get, self._session.gets)

@@ -1,0 +1,217 @@
+"""The layout of the index in Redis: names of keys, the records in them, and the roll of live replicas."""
+
+import re
+import struct
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Collection, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from encoder_contract.endpoint import Endpoint
+from encoder_contract.errors import ModelMismatchError
+from encoder_contract.geometry import Grid
+from encoder_service.cluster.cluster import Location, Locations, Replica
+from encoder_service.cluster.redis.connection import Connection, Script
+
+SCHEMA_VERSION = 3
+
+# A replica in a location: 64 bits of a hash over its id and epoch, so that the old locations of a restarted replica
+# name nobody. Two of a thousand replicas collide with probability 3e-14; that costs failed peer calls, not wrong rows.
+TOKEN_BYTES = 8
+# Token, then height and width of the grid; `t` is 1.
+_RECORD = struct.Struct(f"<{TOKEN_BYTES}sII")
+
+
+def namespace(prefix: str, model_fingerprint: bytes) -> str:
+    """Return the namespace of a model: models, and versions of this layout, share a Redis but no keys."""
+    return f"{prefix}:{model_fingerprint.hex()[:12]}:{SCHEMA_VERSION}"
+
+
+def replica_token(replica_id: str, epoch: int) -> bytes:
+    """Return the token of one start of a replica, for locations and leases."""
+    return blake3(f"{replica_id}\0{epoch}".encode()).digest(TOKEN_BYTES)
+
+
+def fingerprint(replica: Replica) -> str:
+    """Return what the replicas of a namespace must have in common, short and readable: model.processor."""
+    return f"{replica.model_fingerprint[:8].hex()}.{replica.processor_fingerprint[:8].hex()}"
+
+
+class Keys:
+    """The keys of a namespace. The address is the hash tag, so that all keys of an address are in one slot."""
+
+    def __init__(self, namespace: str) -> None:
+        self._prefix = namespace.encode() + b":{"
+        self.roll = self._prefix + b"replicas}"
+
+    def location(self, address: bytes) -> bytes:
+        """Return the key of the records of who holds the address; also the channel that notifies of changes."""
+        return self._tagged(address) + b":loc"
+
+    def address(self, channel: bytes) -> bytes | None:
+        """Return the address that a channel is about, or None for a channel that is not ours."""
+        tagged = channel.removeprefix(self._prefix).removesuffix(b"}:loc")
+        try:
+            return urlsafe_b64decode(tagged + b"=" * (-len(tagged) % 4))
+        except ValueError:
+            return None
+
+    def lease(self, address: bytes) -> bytes:
+        """Return the key of the token of the replica that encodes the address."""
+        return self._tagged(address) + b":lease"
+
+    def source(self, key: bytes) -> bytes:
+        """Return the key of the bytes of an image."""
+        return self._tagged(key) + b":src"
+
+    def _tagged(self, key: bytes) -> bytes:
+        # Not the raw bytes: a brace among them would end the hash tag early.
+        return self._prefix + urlsafe_b64encode(key).rstrip(b"=") + b"}"
+
+
+class Record(NamedTuple):
+    """One replica in a location: its token, and the grid it names."""
+
+    token: bytes
+    grid: Grid
+
+
+def packed(grid: Grid) -> bytes:
+    """Return the part of a record after the token."""
+    return _RECORD.pack(b"", grid.h, grid.w)[TOKEN_BYTES:]
+
+
+def records(value: bytes | None) -> Iterator[Record]:
+    """Yield each record of a location; an incomplete one at the end is skipped."""
+    value = value or b""
+    for token, h, w in _RECORD.iter_unpack(value[: len(value) // _RECORD.size * _RECORD.size]):
+        yield Record(token, Grid(1, h, w))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another live replica, as of the last heartbeat. `load` is its number of images under way."""
+
+    replica_id: str
+    epoch: int
+    endpoint: str
+    load: float
+
+
+# A replica's name appears in logs and on the status page, where it must not look like anything else.
+_NAME = re.compile(rb"[!-~]{1,128}")
+
+
+def readable(name: bytes) -> str:
+    """Return a name from Redis, which anyone may have written, as printable text for a message."""
+    return name.decode() if _NAME.fullmatch(name) else repr(name[:128])
+
+
+def _peer(replica_id: bytes, record: bytes) -> Peer:
+    """Parse an entry of the roll. Raises `ValueError` for an invalid one."""
+    _, epoch, _, load, endpoint = record.decode("ascii").split(" ")
+    if not _NAME.fullmatch(replica_id) or not endpoint.isprintable():
+        raise ValueError("not a name")
+    Endpoint.parse(endpoint)
+    return Peer(replica_id.decode(), int(epoch), endpoint, float(load))
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """The answer to a heartbeat: the other live replicas by token, and whether we were on the roll already."""
+
+    peers: dict[bytes, Peer]
+    was_present: bool
+
+    @classmethod
+    def parse(cls, was_present: int, entries: list[bytes]) -> "Roll":
+        """Parse the flat list [id, record, ...] that the script returned; invalid records are skipped."""
+        peers: dict[bytes, Peer] = {}
+        for replica_id, record in zip(entries[::2], entries[1::2], strict=False):
+            try:
+                peer = _peer(replica_id, record)
+            except ValueError:
+                continue
+            peers[replica_token(peer.replica_id, peer.epoch)] = peer
+        return cls(peers, was_present == 1)
+
+
+ROLL = Script("roll")
+
+# Tokens of dead replicas to remember, so that they are not looked up on the roll again; each call of `acquire` sends
+# them (8 bytes each). When there are more, all are forgotten, which costs one heartbeat.
+MAX_DEAD = 256
+
+
+class SupersededError(ModelMismatchError):
+    """A later start of the same replica id is on the roll."""
+
+
+class Membership:
+    """One start of a replica among its peers; what it knows about them is as old as the last heartbeat."""
+
+    def __init__(self, replica: Replica, roll_key: bytes, ttl_ms: int, jobs: Sized) -> None:
+        """Peers see the number of `jobs` as this replica's load."""
+        self.token = replica_token(replica.replica_id, replica.epoch)
+        self._replica = replica
+        self._roll_key = roll_key
+        self._ttl_ms = ttl_ms
+        self._jobs = jobs
+        self.dead: set[bytes] = set()
+        self.peers: dict[bytes, Peer] = {}
+
+    async def heartbeat(self, connection: Connection, verb: str) -> bool:
+        """Join, beat or leave; learn who is alive; return whether we were on the roll already.
+
+        Raises `ModelMismatchError` when a live replica serves another model, `SupersededError` when a later start of
+        this replica has taken its place.
+        """
+        ours = self._replica
+        reply = await connection.run_once(
+            ROLL,
+            self._roll_key,
+            verb,
+            ours.replica_id,
+            ours.epoch,
+            fingerprint(ours),
+            len(self._jobs),
+            ours.endpoint,
+            self._ttl_ms,
+        )
+        if reply[0] == b"mismatch":
+            theirs = f"{readable(reply[1])} serves {readable(reply[2])}"
+            raise ModelMismatchError(
+                f"the namespace of the index is taken by another model or processor: {theirs}, "
+                f"{ours.replica_id} serves {fingerprint(ours)}"
+            )
+        if reply[0] == b"superseded":
+            raise SupersededError(f"a later start of replica {ours.replica_id} has taken its place")
+        roll = Roll.parse(reply[1], reply[2])
+        self.peers = roll.peers
+        self.dead -= roll.peers.keys()
+        return roll.was_present
+
+    def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:
+        """Return those that may have joined since the last heartbeat."""
+        return set(tokens) - self.peers.keys() - self.dead - {self.token}
+
+    def mark_dead(self, tokens: Iterable[bytes]) -> None:
+        """Call after a heartbeat: replicas unknown before it that are still not on the roll are dead."""
+        if len(self.dead) > MAX_DEAD:
+            self.dead.clear()
+        self.dead |= self.unknown(tokens)
+
+    def locations(self, value: bytes | None, without: Collection[str] = ()) -> Locations:
+        """Return the live peers in the value of a location key, except those in `without`."""
+        found = []
+        for record in records(value):
+            peer = self.peers.get(record.token)
+            if peer is not None and peer.replica_id not in without:
+                found.append(Location(peer.replica_id, peer.endpoint, record.grid))
+        return tuple(found)
+
+    def tokens_of(self, replica_ids: Collection[str]) -> bytes:
+        """Return the tokens of live peers, concatenated."""
+        return b"".join(token for token, peer in self.peers.items() if peer.replica_id in replica_ids)

@@ -1,0 +1,260 @@
+"""Image files that were submitted: the checks on their bytes and grid, and their cache.
+
+The cache keeps files for a while, so that an evicted embedding can be computed again without the client.
+"""
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import TypeVar
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import DigestMismatchError, InvalidRequestError
+from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.header import FORMATS, check_limits, read_header
+from encoder_service.image.source import Source
+from encoder_service.keys import ImageKey
+
+# Hashing this much and reading its header cost less than a hand-off to a thread; only a compressed text chunk costs
+# more, and that under a millisecond. Larger files go to a worker thread.
+ON_LOOP_BYTES = 4 << 10
+# Two: hashing releases the GIL and reading a header does not, so more threads would only take turns. A pool of its
+# own, so that no other blocking work delays validation.
+THREADS = 2
+
+
+T = TypeVar("T")
+
+
+class ThreadTurns:
+    """A few threads for short work; callers take turns, however much each of them asks for.
+
+    Belongs to one event loop. A caller waits for the work that has a thread, and for one piece of each other caller.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._free = threads
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def run(self, caller: str, work: Callable[[], T]) -> T:
+        """Return what `work` does on a thread. Work that has begun goes on when the call is cancelled."""
+        loop = asyncio.get_running_loop()
+        if not self._free:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.setdefault(caller, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # its thread is free again
+                    self._give_back()
+                raise
+        else:
+            self._free -= 1
+        running = self._threads.submit(work)
+        running.add_done_callback(partial(self._ended, loop))
+        return await asyncio.wrap_future(running)
+
+    def _ended(self, loop: asyncio.AbstractEventLoop, _work: "Future[T]") -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(self._give_back)
+
+    def _give_back(self) -> None:
+        """Give a thread to the caller whose turn it is."""
+        while self._waiting:
+            caller, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[caller] = turns  # behind the others
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+class Validator:
+    """Checks bytes against their digest and the limits without decoding pixels. Used from the event loop."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        max_image_bytes: int,
+        max_image_pixels: int,
+        formats: Sequence[str] = FORMATS,
+        on_hash: Callable[[float], None] = lambda _seconds: None,
+    ) -> None:
+        """`on_hash` is called with the seconds that hashing an image took."""
+        self.geometry = geometry
+        self._max_image_bytes = max_image_bytes
+        self._max_image_pixels = max_image_pixels
+        self._formats = formats
+        self._on_hash = on_hash
+        self._threads = ThreadTurns(THREADS, "validation")
+
+    async def take(self, key: ImageKey, data: bytes, caller: str) -> Source:
+        """Return `data` as a source if it has the digest of `key` and is within the limits.
+
+        `caller` is who sent it: callers take turns. Raises `DigestMismatchError`, `InvalidImageError` or
+        `ImageLimitError`.
+        """
+        if len(data) <= ON_LOOP_BYTES:
+            return self._take(key, data)
+        return await self._threads.run(caller, partial(self._take, key, data))
+
+    def _take(self, key: ImageKey, data: bytes) -> Source:
+        began = monotonic()
+        digest = content_digest(data)
+        self._on_hash(monotonic() - began)
+        if digest != key.digest:
+            raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {key.digest.hex()}")
+        header = read_header(data, self._formats)
+        check_limits(
+            header,
+            len(data),
+            max_image_bytes=self._max_image_bytes,
+            max_image_pixels=self._max_image_pixels,
+        )
+        return Source(key.source_key, data, header)
+
+    def check_name(self, key: ImageKey, claimed: Grid | None) -> None:
+        """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
+        geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
+        if claimed is not None and not geometry.has(claimed):
+            raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which no image can have")
+
+    def agreed(self, said: Iterable[Grid], claimed: Grid | None) -> Grid | None:
+        """Return the first grid in `said` (by the index) that agrees with the caller; None: read it from the bytes.
+
+        `said` neither confirms a grid that no image can have nor refutes what the caller computed.
+        """
+        return next((grid for grid in said if self.geometry.has(grid) and claimed in (None, grid)), None)
+
+    def grid(self, key: ImageKey, source: Source, claimed: Grid | None = None) -> Grid:
+        """Return the grid of an image with this source, in the variant of its key.
+
+        Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid.
+        """
+        geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
+        return confirm(geometry.grid(*source.header.upright), claimed)
+
+
+def confirm(grid: Grid, claimed: Grid | None) -> Grid:
+    """Return `grid`; raises `InvalidRequestError` if the caller computed another."""
+    if claimed is not None and claimed != grid:
+        raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, the image has {tuple(grid)}")
+    return grid
+
+
+@dataclass(slots=True)
+class _Kept:
+    source: Source
+    holder: str
+    used_s: float
+
+
+class SourceCache:
+    """A bounded, least-recently-used map from a key to its source. Thread-safe: even asking its size drops entries.
+
+    The key is derived from content digest and tenant salt: a tenant must not learn what another sent.
+
+    An entry lives for `ttl_s` seconds after its last use, or less if `max_bytes` is reached: a dropped image
+    costs its sender another upload, never a wrong answer. Entries count against the holder that sent them first. While
+    there is space, a holder may take all of it; then the holder with the most bytes makes room, so that holders that
+    always want more have equal shares.
+    """
+
+    def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = monotonic) -> None:
+        self.max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._turn = threading.Lock()
+        self._held_bytes = 0
+        self._images: OrderedDict[bytes, _Kept] = (
+            OrderedDict()
+        )  # the least recently used first, as in the next
+        self._of: dict[str, OrderedDict[bytes, None]] = {}  # by holder
+        self._bytes_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        with self._turn:
+            self._expire()
+            return len(self._images)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all files kept."""
+        with self._turn:
+            self._expire()
+            return self._held_bytes
+
+    def put(self, source: Source, holder: str = "") -> None:
+        """Keep `source`, evicting others while there is no space. One larger than `max_bytes` is not kept."""
+        with self._turn:
+            self._expire()
+            if (kept := self._images.get(source.key)) is not None:
+                holder = kept.holder
+                self._remove(source.key)
+            size = len(source.data)
+            if size > self.max_bytes:
+                return
+            self._images[source.key] = _Kept(source, holder, self._clock())
+            self._of.setdefault(holder, OrderedDict())[source.key] = None
+            self._bytes_of[holder] = self._bytes_of.get(holder, 0) + size
+            self._held_bytes += size
+            while self._held_bytes > self.max_bytes:
+                self._remove(self._victim(source.key))
+
+    def get(self, key: bytes) -> Source | None:
+        """Return the source of `key` and renew its lifetime, or None."""
+        with self._turn:
+            self._expire()
+            kept = self._images.get(key)
+            if kept is None:
+                return None
+            kept.used_s = self._clock()
+            self._images.move_to_end(key)
+            self._of[kept.holder].move_to_end(key)
+            return kept.source
+
+    def drop(self, key: bytes) -> None:
+        """Drop the source of `key`, if there is one."""
+        with self._turn:
+            if key in self._images:
+                self._remove(key)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._turn:
+            self._images.clear()
+            self._of.clear()
+            self._bytes_of.clear()
+            self._held_bytes = 0
+
+    def _victim(self, newest: bytes) -> bytes:
+        """Return the oldest entry of the holder with the most bytes, but for the one that was just put."""
+        oldest = {holder: next(iter(keys)) for holder, keys in self._of.items()}
+        return oldest[max((h for h in oldest if oldest[h] != newest), key=self._bytes_of.__getitem__)]
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._images:
+            key, kept = next(iter(self._images.items()))
+            if kept.used_s + self._ttl_s > now:
+                return
+            self._remove(key)
+
+    def _remove(self, key: bytes) -> None:
+        kept = self._images.pop(key)
+        size = len(kept.source.data)
+        self._held_bytes -= size
+        self._bytes_of[kept.holder] -= size
+        del self._of[kept.holder][key]
+        if not self._of[kept.holder]:
+            del self._of[kept.holder], self._bytes_of[kept.holder]

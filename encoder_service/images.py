@@ -1,0 +1,582 @@
+"""What happens to an image on the event loop: it is looked up, received and queued, and its rows are found.
+
+A Submit names images. `Encoder` answers from what this replica knows, or else by the cluster. If this replica is to
+encode an image, it asks for the bytes, checks them and queues the image. The engine goes on from there: decode, ViT,
+store. A Fetch gets rows from `RowFinder`: held here, encoded here, or fetched from a peer. `SubmitWaiters` has the
+Fetches whose image nobody has submitted or put yet. A Put asks `PutLeases` which images its caller is to compute.
+
+Nothing here touches a pixel.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from encoder_contract.errors import DigestMismatchError, EncoderError, OverloadedError, UnknownImageError
+from encoder_contract.geometry import Grid
+from encoder_service.cluster.cluster import Acquired, Cluster, Locations
+from encoder_service.engine.job_queue import JobQueue
+from encoder_service.image.source import Source
+from encoder_service.image.sources import SourceCache, Validator, confirm
+from encoder_service.keys import ImageKey
+from encoder_service.limits import Shares
+from encoder_service.scheduler import Claim
+from encoder_service.store import Pin, Store
+
+
+class Keeper:
+    """A caller that has the files of images for as long as its call is open."""
+
+    def __init__(self) -> None:
+        self.turned = asyncio.Event()
+        """Set when one of the two below has changed."""
+        self.asked: dict[
+            bytes, None
+        ] = {}  # addresses of images that a Fetch waits for, in the order of the Fetches
+        self.end: EncoderError | None = None
+
+
+class SubmitWaiters:
+    """Up to `max_waiters` waiters, shared among holders, for any number of addresses. One event loop's."""
+
+    def __init__(self, cluster: Cluster, max_waiters: int) -> None:
+        self._cluster = cluster
+        self._room = Shares(max_waiters, "images that nobody has submitted")
+        self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
+        self._keepers: dict[bytes, dict[Keeper, None]] = {}
+        self._end: EncoderError | None = None
+
+    async def wait(self, key: ImageKey, holder: str, until: float) -> Locations:
+        """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
+
+        A caller that keeps the image is asked for it. Raises `UnknownImageError` at `until`, on the clock of the loop,
+        or when `give_up` says so, `OverloadedError` when too many wait, and what `end` was told.
+        """
+        if self._end is not None:
+            raise self._end
+        unknown = UnknownImageError(key.unknown)
+        if asyncio.get_running_loop().time() >= until:
+            raise unknown
+        self._room.take((holder,))
+        waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(key.address, set()).add(waiter)
+        self._cluster.search(key, self.wake)
+        self._ask(key.address)
+        try:
+            async with asyncio.timeout_at(until):
+                return await waiter
+        except TimeoutError:
+            raise unknown from None
+        finally:
+            self._room.give_back((holder,))
+            self._leave(key.address, waiter)
+
+    def keep(self, address: bytes, keeper: Keeper) -> None:
+        """Note that `keeper` has the file of an image."""
+        self._keepers.setdefault(address, {})[keeper] = None
+        keeper.end = self._end
+
+    def keep_no_more(self, address: bytes, keeper: Keeper) -> None:
+        """Undo `keep`. If someone waits for the image, another keeper is asked."""
+        if keepers := self._keepers.get(address):
+            keepers.pop(keeper, None)
+            if not keepers:
+                del self._keepers[address]
+            elif address in self._waiters:
+                self._ask(address)
+
+    def end(self, error: EncoderError) -> None:
+        """Say that nothing will be submitted here any more: whoever waits, comes to, or keeps images, hears `error`."""
+        self._end = error
+        self.end_keeping(error)
+        for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def end_keeping(self, error: EncoderError) -> None:
+        """Say to all who keep images, with `error`, that they are to submit them elsewhere."""
+        for keeper in {keeper for keepers in self._keepers.values() for keeper in keepers}:
+            keeper.end = error
+            keeper.turned.set()
+
+    def wake(self, address: bytes, locations: Locations = ()) -> None:
+        """Say that `address` is here, or at these locations."""
+        self._cluster.end_search(address)
+        for waiter in self._waiters.pop(address, ()):
+            if not waiter.done():
+                waiter.set_result(locations)
+
+    def give_up(self, key: ImageKey) -> None:
+        """Say that whoever was at this image will not finish it: those who wait for it need not wait on."""
+        self._cluster.end_search(key.address)
+        for waiter in self._waiters.pop(key.address, ()):
+            if not waiter.done():
+                waiter.set_exception(UnknownImageError(key.unknown))
+
+    def _ask(self, address: bytes) -> None:
+        if keepers := self._keepers.get(address):
+            keeper = next(reversed(keepers))
+            keeper.asked[address] = None
+            keeper.turned.set()
+
+    def _leave(self, address: bytes, waiter: "asyncio.Future[Locations]") -> None:
+        waiting = self._waiters.get(address)
+        if waiting is not None:
+            waiting.discard(waiter)
+            if not waiting:
+                del self._waiters[address]
+                self._cluster.end_search(address)
+
+
+# If requested bytes have not arrived after this time, the lease is released, so that a caller that stalls delays no
+# other replica. If they arrive later, the lease is acquired again.
+UPLOAD_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedImage:
+    """An image of a Submit call, the grid its caller computed, and the call's claim on it."""
+
+    key: ImageKey
+    claimed_grid: Grid | None
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What is known about a named image; `grid` is None if its bytes are needed."""
+
+    grid: Grid | None
+    cached: bool = False
+
+
+class Encoder:
+    """Answers the names of images and receives their bytes. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        sources: SourceCache,
+        jobs: JobQueue,
+        store: Store,
+        cluster: Cluster,
+        waiters: SubmitWaiters,
+    ) -> None:
+        self._validator = validator
+        self._sources = sources
+        self._jobs = jobs
+        self._store = store
+        self._cluster = cluster
+        self._waiters = waiters
+
+    async def name(self, images: Sequence[SubmittedImage]) -> list[LookupResult | EncoderError]:
+        """Answer each submitted name: cached, queued, an error, or (grid None) bytes needed.
+
+        Asks the cluster about everything that is not known here in one step.
+        """
+        answers = [self._known_here(image) for image in images]
+        unknown = [image for image, answer in zip(images, answers, strict=True) if answer is None]
+        acquired = await self._cluster.acquire([image.key.address for image in unknown])
+        return [answer or self._asked(image, acquired) for image, answer in zip(images, answers, strict=True)]
+
+    async def receive(self, image: SubmittedImage, data: bytes) -> LookupResult:
+        """Check the bytes of an image against its name and the limits, and queue it.
+
+        Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
+        """
+        key = image.key
+        source = await self._validator.take(key, data, image.claim.holder)
+        grid = self._validator.grid(key, source, image.claimed_grid)
+        if not self._jobs.knows(key):
+            # The lease is usually ours already, but not if another caller gave it up or the bytes took too long.
+            acquired = await self._cluster.acquire([key.address])
+            if key.address not in acquired.granted:  # a peer holds it or encodes it
+                self._sources.put(source, image.claim.holder)
+                self._waiters.wake(key.address)
+                self._cluster.share_source(key, data)
+                return LookupResult(grid, cached=key.address in acquired.located)
+        queued = self._queue(image, source, grid)
+        self._sources.put(source, image.claim.holder)  # not before: a refused file pushes out no other
+        self._cluster.share_source(key, data)
+        return LookupResult(grid, cached=not queued)
+
+    def withdraw(self, claim: Claim) -> None:
+        """Give up a claim; an image without claims is dropped unless its batch has started."""
+        self._jobs.withdraw(claim)
+
+    def keep(self, address: bytes, keeper: Keeper) -> None:
+        """Note that `keeper` can send the file of an image again, should a Fetch wait for it."""
+        self._waiters.keep(address, keeper)
+
+    def keep_no_more(self, address: bytes, keeper: Keeper) -> None:
+        """Undo `keep`."""
+        self._waiters.keep_no_more(address, keeper)
+
+    def forget(self, key: ImageKey) -> None:
+        """Release the lease of an image whose requested bytes will not come."""
+        if key not in self._jobs:
+            self._cluster.release(key.address)
+
+    def _known_here(self, image: SubmittedImage) -> LookupResult | EncoderError | None:
+        try:
+            self._validator.check_name(image.key, image.claimed_grid)
+            if (pin := self._store.pin(image.key.address)) is not None:
+                with pin:
+                    return LookupResult(confirm(Grid(*pin.grid), image.claimed_grid), cached=True)
+            if (job := self._jobs.join(image.key, image.claim)) is not None:
+                return LookupResult(confirm(job.grid, image.claimed_grid))
+        except EncoderError as error:
+            return error
+        return None
+
+    def _asked(self, image: SubmittedImage, acquired: Acquired) -> LookupResult | EncoderError:
+        """Answer a name by what the cluster said: this replica is to encode the image, or peers hold or encode it.
+
+        Bytes that are here already are not asked for again: if that peer dies, a Fetch encodes the image here.
+        """
+        if image.key.address in acquired.granted:
+            return self._granted(image)
+        locations = acquired.located.get(image.key.address, ())
+        grid = self._validator.agreed((location.grid for location in locations), image.claimed_grid)
+        try:
+            if grid is None and (source := self._sources.get(image.key.source_key)) is not None:
+                grid = self._validator.grid(image.key, source, image.claimed_grid)
+        except EncoderError as error:
+            return error
+        return LookupResult(grid, cached=bool(locations))
+
+    def _granted(self, image: SubmittedImage) -> LookupResult | EncoderError:
+        """Answer a name that this replica is to encode, unless it was queued or encoded here meanwhile."""
+        if (known := self._known_here(image)) is None:
+            return self._begun(image)
+        self.forget(image.key)
+        return known
+
+    def _begun(self, image: SubmittedImage) -> LookupResult | EncoderError:
+        """Queue an image whose bytes are here; otherwise ask for them."""
+        try:
+            if (source := self._sources.get(image.key.source_key)) is not None:
+                grid = self._validator.grid(image.key, source, image.claimed_grid)
+                self._queue(image, source, grid)
+                return LookupResult(grid)
+            if image.claimed_grid is not None:  # a full queue refuses before bytes are sent
+                self._jobs.check_room(image.claim.holder, image.claimed_grid.patches)
+        except EncoderError as error:
+            self._cluster.release(image.key.address)
+            return error
+        asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, image.key)
+        return LookupResult(None)
+
+    def _queue(self, image: SubmittedImage, source: Source, grid: Grid) -> bool:
+        """Queue an image; return False if its rows are held by now: they came while the cluster was asked."""
+        job = self._jobs.submit(image.key, source, grid, image.claim)
+        if job is None:
+            self._cluster.release(image.key.address)
+        self._waiters.wake(image.key.address)
+        return job is not None
+
+
+LEASE_WAIT_S = 1.0  # to wait for another replica before looking again: its lease ends by itself if it dies
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """Pinned rows, and where they were found; if they were waited for, how long each stage took and when it began."""
+
+    pin: Pin
+    source: Literal["device", "host", "peer", "encoded"]
+    stage_ms: Mapping[str, float] = field(default_factory=dict)
+    stage_began_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class RowFinder:
+    """Waits for rows that are being encoded, starts encoding, or fetches from peers. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        sources: SourceCache,
+        jobs: JobQueue,
+        store: Store,
+        cluster: Cluster,
+        waiters: SubmitWaiters,
+        *,
+        encodes: bool = True,
+    ) -> None:
+        """Without a tower, `encodes` is False: rows are held, come from peers, or are put."""
+        self._validator = validator
+        self._sources = sources
+        self._jobs = jobs
+        self._store = store
+        self._cluster = cluster
+        self._waiters = waiters
+        self._encodes = encodes
+
+    def known_error(self, error: Exception) -> EncoderError:
+        """Return what to tell who awaits rows of an error on their way; a lost device ends everything."""
+        return self._jobs.known_error(error)
+
+    async def locate(self, images: Sequence[ImageKey]) -> dict[bytes, Locations]:
+        """Return where peers hold those of the images that are not known here; as `Cluster.find`."""
+        unknown = [key for key in images if not self._jobs.knows(key)]
+        return await self._cluster.find(unknown) if unknown else {}
+
+    async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
+        """Return the rows of an image if they are held or being encoded here, else None."""
+        self._cluster.asked(key)
+        if (pin := self._store.pin(key.address)) is not None:
+            return FetchResult(pin, pin.tier)
+        if (job := self._jobs.join(key, claim)) is None:
+            return None
+        pin = await self._jobs.wait(job, claim)
+        return FetchResult(pin, "encoded", job.stage_ms, job.stage_began_s)
+
+    async def rows(
+        self, key: ImageKey, claim: Claim, grace_s: float, located: dict[bytes, Locations]
+    ) -> FetchResult:
+        """Return the rows of an image, pinned: held here, encoded here, or fetched from a peer.
+
+        `located` is a fresh answer of `locate`. Waits for an encoding that is under way or can be started. For an image
+        that nobody has submitted, waits at most `grace_s`, then raises `UnknownImageError`. Cancelling withdraws the
+        claim.
+        """
+        deadline = asyncio.get_running_loop().time() + grace_s
+        elsewhere = located.get(key.address)
+        failed: set[str] = set()
+        while True:
+            if (found := await self.rows_here(key, claim)) is not None:
+                return found
+            live = tuple(location for location in elsewhere or () if location.replica_id not in failed)
+            if live and self._begun_as_cheaper(key, claim):
+                continue
+            if live:
+                keeper = await self._cluster.fetch_from_peer(key, live)
+                if keeper is not None and (pin := self._store.pin(key.address)) is not None:
+                    return FetchResult(pin, "peer")
+                failed.update(location.replica_id for location in live)
+                elsewhere = (await self._cluster.find([key])).get(key.address)
+            elif (
+                source := await self._source_of(key, claim, is_elsewhere=elsewhere is not None)
+            ) is not None:
+                elsewhere = await self._begin(key, source, claim, failed)
+            elif self._jobs.knows(key):
+                elsewhere = ()  # it came while the cluster was asked
+            else:
+                elsewhere = await self._waiters.wait(key, claim.holder, deadline)
+
+    async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
+        """Start encoding, or wait for the replica that does, unless it `failed`; return where the image is then."""
+        acquired = await self._cluster.acquire([key.address], failed)
+        if key.address not in acquired.granted:
+            located = acquired.located.get(key.address)
+            return located or await self._cluster.wait_published(key.address, LEASE_WAIT_S, failed)
+        try:
+            begun = self._jobs.submit(key, source, self._validator.grid(key, source), claim)
+        except EncoderError:
+            if key not in self._jobs:
+                self._cluster.release(key.address)
+            raise
+        if begun is None:
+            self._cluster.release(key.address)
+        self._waiters.wake(key.address)
+        return ()
+
+    def _begun_as_cheaper(self, key: ImageKey, claim: Claim) -> bool:
+        """Encode bytes that are here, without a lease, if that should be faster than a transfer; return whether."""
+        if (source := self._sources.get(key.source_key)) is None:
+            return False
+        grid = self._validator.grid(key, source)
+        encode_s = self._jobs.encode_s(grid.patches)
+        if not 0 < encode_s < self._cluster.transfer_s(self._validator.geometry.tokens(grid)):
+            return False
+        try:
+            self._jobs.submit(key, source, grid, claim)
+        except OverloadedError:
+            return False  # nothing is faster in a queue that is full
+        self._waiters.wake(key.address)
+        return True
+
+    async def _source_of(self, key: ImageKey, claim: Claim, *, is_elsewhere: bool) -> Source | None:
+        """Return the source of an image if it is here or another replica shared it, and there is a tower for it."""
+        if not self._encodes:
+            return None
+        source = self._sources.get(key.source_key)
+        if source is not None or not is_elsewhere:
+            return source
+        if (data := await self._cluster.find_source(key)) is None:
+            return None
+        try:
+            source = await self._validator.take(key, data, claim.holder)
+        except DigestMismatchError:
+            return None  # bytes in the index may be anyone's: they must not become this image's embedding
+        self._sources.put(source, claim.holder)
+        return source
+
+
+# Images followed at a time that another replica's caller computes: whoever waits for more of them hears at the end of
+# its grace that nothing came, instead of at once.
+MAX_FOLLOWED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PutImage:
+    """An image that a caller of Put names, and the grid its rows are of."""
+
+    key: ImageKey
+    grid: Grid
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What one caller may put, until `ends_at` on the clock of the loop; `open` until then, or until it is settled."""
+
+    image: PutImage
+    holders: Sequence[str]
+    ends_at: float
+    open: bool = True
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PutAnswer:
+    """The answer to a name: a lease if it is `yours`; how long the other's lasts at most if it is to `wait`."""
+
+    holding: Literal["held", "yours", "wait"]
+    lease: Lease | None = None
+    wait_s: float = 0.0
+
+
+class PutLeases:
+    """One lease for each address, here and, through the cluster, at all replicas. One event loop's."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        store: Store,
+        cluster: Cluster,
+        waiters: SubmitWaiters,
+        *,
+        lease_s: float,
+        max_leases: int,
+    ) -> None:
+        self.lease_s = lease_s
+        self._validator = validator
+        self._store = store
+        self._cluster = cluster
+        self._waiters = waiters
+        self._room = Shares(max_leases, "leases to put rows")
+        self._leases: dict[bytes, Lease] = {}
+        self._following: dict[bytes, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        """Leases held by callers of this replica."""
+        return len(self._leases)
+
+    async def ask(self, images: Sequence[PutImage], holders: Sequence[str]) -> list[PutAnswer | EncoderError]:
+        """Answer names: held, to be computed by this caller, or being computed. Asks the cluster once, for all.
+
+        A lease counts against `holders` until it is settled. Whoever is cancelled has got none.
+        """
+        answers: list[PutAnswer | EncoderError | None] = []
+        taken: dict[int, Lease] = {}
+        try:
+            for place, image in enumerate(images):
+                answers.append(self._known_here(image))
+                if answers[place] is None:
+                    try:
+                        taken[place] = self._take(image, holders)
+                    except EncoderError as error:
+                        answers[place] = error
+            acquired = await self._cluster.acquire([lease.image.key.address for lease in taken.values()])
+        except BaseException:  # cancelled too: the caller never hears of its leases
+            for lease in taken.values():
+                self.give_up(lease)
+            raise
+        for place, lease in taken.items():
+            answers[place] = self._asked(lease, acquired)
+        return [answer for answer in answers if answer is not None]
+
+    def kept(self, lease: Lease) -> None:
+        """Say that the rows of a lease are in the store."""
+        address = lease.image.key.address
+        if lease.open:
+            self.settle(lease)
+        self._cluster.publish(address, lease.image.grid)
+        self._waiters.wake(address)
+
+    def give_up(self, lease: Lease) -> None:
+        """End a lease whose rows do not come; who waits for them hears it now. Once it is not open, nothing happens."""
+        if lease.open:
+            self.settle(lease)
+            self._cluster.release(lease.image.key.address)
+            self._waiters.give_up(lease.image.key)
+
+    def settle(self, lease: Lease) -> None:
+        """Count a lease no more."""
+        lease.open = False
+        if lease.timer is not None:
+            lease.timer.cancel()
+        self._room.give_back(lease.holders)
+        del self._leases[lease.image.key.address]
+
+    def _known_here(self, image: PutImage) -> PutAnswer | EncoderError | None:
+        try:
+            self._validator.check_name(image.key, image.grid)
+            if (pin := self._store.pin(image.key.address)) is not None:
+                with pin:
+                    confirm(Grid(*pin.grid), image.grid)
+                return PutAnswer("held")
+        except EncoderError as error:
+            return error
+        if (lease := self._leases.get(image.key.address)) is not None:
+            left_s = lease.ends_at - asyncio.get_running_loop().time()
+            return PutAnswer("wait", wait_s=max(left_s, 0.0))
+        return None
+
+    def _take(self, image: PutImage, holders: Sequence[str]) -> Lease:
+        """Give this caller the lease, before the cluster is asked: nobody else here shall ask meanwhile.
+
+        Raises `OverloadedError`.
+        """
+        self._room.take(holders)
+        loop = asyncio.get_running_loop()
+        lease = Lease(image, holders, loop.time() + self.lease_s)
+        lease.timer = loop.call_later(self.lease_s, self.give_up, lease)
+        self._leases[image.key.address] = lease
+        return lease
+
+    def _asked(self, lease: Lease, acquired: Acquired) -> PutAnswer:
+        """Answer a name as the cluster did."""
+        key = lease.image.key
+        if not lease.open:  # its time passed while the cluster was asked
+            if key.address not in self._leases:
+                self._cluster.release(key.address)
+            return PutAnswer("wait")
+        if key.address in acquired.granted:
+            if not self._store.contains(key.address):
+                return PutAnswer("yours", lease)
+            self.settle(lease)  # it was brought over while the cluster was asked
+            self._cluster.release(key.address)
+            self._waiters.wake(key.address)
+            return PutAnswer("held")
+        self.settle(lease)
+        if located := acquired.located.get(key.address):
+            self._waiters.wake(key.address, located)
+            return PutAnswer("held")
+        self._begin_to_follow(key)
+        return PutAnswer("wait", wait_s=self.lease_s)
+
+    def _begin_to_follow(self, key: ImageKey) -> None:
+        """Another replica's caller has the lease: have those who wait here hear how that ends."""
+        if key.address not in self._following and len(self._following) < MAX_FOLLOWED:
+            task = asyncio.create_task(self._follow(key), name="put-follow")
+            self._following[key.address] = task
+            task.add_done_callback(lambda _: self._following.pop(key.address, None))
+
+    async def _follow(self, key: ImageKey) -> None:
+        located = await self._cluster.wait_published(key.address, self.lease_s)
+        if located:
+            self._waiters.wake(key.address, located)
+        else:
+            self._waiters.give_up(key)

@@ -1,0 +1,443 @@
+"""Metrics: those that record events, those that are read at a scrape, and the scrape of another process.
+
+Each is declared once. Names, units and types follow Prometheus: base units, `_total` for what only grows. Each label
+has a few known values, never one that a caller chooses, so the number of series is bounded.
+"""
+
+import re
+import ssl
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from itertools import pairwise, product
+from math import inf
+from time import monotonic
+from typing import Literal, TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from encoder_contract.credentials import Token
+from encoder_contract.endpoint import is_local
+from encoder_contract.errors import EncoderError
+from encoder_contract.transports import TRANSPORT_NAMES
+from encoder_contract.v1 import encoder_pb2 as pb
+
+PREFIX = "encsvc"
+
+# Name -> (kind, help, labels).
+READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]] = {
+    "build_info": ("gauge", "Always 1; the labels say which versions run.", ("version", "python", "torch")),
+    "model_info": (
+        "gauge",
+        "Always 1; the labels say what is served and how.",
+        ("model", "model_type", "fingerprint", "dtype", "device", "attention", "decoder"),
+    ),
+    "log_dropped": ("counter", "Log lines dropped because nobody read them in time.", ()),
+    "draining": ("gauge", "1 while the server drains: it refuses new calls.", ()),
+    "device_peak_flops": ("gauge", "Floating-point operations per second the device can do at best.", ()),
+    "device_memory_bytes": (
+        "gauge",
+        "Memory of the device: total, free, reserved and allocated by torch; 0 on the CPU.",
+        ("state",),
+    ),
+    "decoder_restarts": ("counter", "Decoder processes that ended and were replaced.", ("reason",)),
+    "decoder_messages": (
+        "counter",
+        "Lines that decoder processes printed to standard error; they are thrown away.",
+        (),
+    ),
+    "batches": ("counter", "Batches of the tower, in a CUDA graph or eagerly.", ("how",)),
+    "padding_patches": ("counter", "Patches of padding, computed to fill the shape of a CUDA graph.", ()),
+    "queue_images": ("gauge", "Images between admission and outcome.", ("state", "class")),
+    "queue_patches": ("gauge", "Patches of those images.", ("state", "class")),
+    "queue_source_bytes": ("gauge", "Bytes of the image files queued.", ()),
+    "queue_requests": ("gauge", "Requests with an image in the queue.", ()),
+    "queue_claims": ("gauge", "Claims of callers on queued images.", ()),
+    "queue_clients": ("gauge", "Clients with an image in the queue.", ()),
+    "queue_max_images": ("gauge", "Most images the queue accepts.", ()),
+    "queue_max_patches": ("gauge", "Most patches the queue accepts.", ()),
+    "queue_max_source_bytes": ("gauge", "Most image bytes the queue accepts.", ()),
+    "store_used_bytes": ("gauge", "Bytes of the tier's pages that hold embeddings.", ("tier",)),
+    "store_size_bytes": ("gauge", "Bytes of the tier.", ("tier",)),
+    "store_pinned_bytes": ("gauge", "Bytes of embeddings that are being read.", ("tier",)),
+    "store_largest_free_bytes": ("gauge", "Largest run of free pages.", ("tier",)),
+    "store_entries": ("gauge", "Embeddings held.", ("tier",)),
+    "store_hits": ("counter", "Lookups that found the embedding, by tier.", ("tier",)),
+    "store_misses": ("counter", "Lookups that found the embedding in no tier.", ()),
+    "store_evictions": ("counter", "Embeddings evicted.", ("tier",)),
+    "store_writes": ("counter", "Embeddings written.", ("tier",)),
+    "store_pins": ("gauge", "Pins on embeddings.", ()),
+    "store_moves": ("counter", "Embeddings moved between tiers.", ("direction",)),
+    "store_waits": ("counter", "Writes that waited for a pin to be released.", ()),
+    "store_refusals": ("counter", "Writes refused because everything stayed pinned.", ()),
+    "segment_free_bytes": ("gauge", "Free bytes of the file system that holds the shared memory.", ()),
+    "sources_bytes": ("gauge", "Bytes of image files kept to recompute evicted embeddings.", ()),
+    "sources_size_bytes": ("gauge", "Most bytes of image files kept.", ()),
+    "sources_images": ("gauge", "Image files kept.", ()),
+    "sources_offered": ("counter", "Image files shared with peers, or dropped instead.", ("outcome",)),
+    "foreign": (
+        "counter",
+        "Rows and image files not signed with the fleet's key, and so not used.",
+        ("what",),
+    ),
+    "upload_bytes": ("gauge", "Bytes reserved for uploads.", ()),
+    "put_leases": ("gauge", "Images that callers are computing and may put.", ()),
+    "index_state": ("gauge", "1 for the state of the index connection, 0 for the others.", ("state",)),
+    "index_peers": ("gauge", "Other live replicas that this replica sees.", ()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One value at a scrape; `name` is one of `READINGS`."""
+
+    name: str
+    value: float
+    labels: Sequence[str] = ()
+
+
+Read = Callable[[], Iterable[Reading]]
+
+
+class Readings(Collector):
+    """Gives Prometheus what `read` returns, which is called once per scrape."""
+
+    def __init__(self) -> None:
+        self.read: Read = tuple
+
+    def describe(self) -> Iterator[Metric]:
+        """Name no metrics."""
+        return iter(())  # registering must not read: the components may not exist yet
+
+    def collect(self) -> Iterator[Metric]:
+        """Read, and yield each metric with all its values."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for reading in self.read():
+            kind, text, labels = READINGS[reading.name]
+            if reading.name not in families:
+                family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                families[reading.name] = family(f"{PREFIX}_{reading.name}", text, labels=labels)
+            assert len(reading.labels) == len(labels), reading
+            families[reading.name].add_metric(list(reading.labels), reading.value)
+        yield from families.values()
+
+
+# They would be a third of all series, for a start time that process_start_time_seconds has too.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+# From a hash (40 µs) to a wait that ends at a deadline; three or four steps per decade are fine enough to act on.
+SECONDS = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+# A lag over the framing of a megabyte (4 ms) is worth showing; one over 100 ms is an alert.
+LAG_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
+PATCHES = tuple(2**power for power in range(8, 19))
+IMAGES = tuple(2**power for power in range(9))
+
+SUBMITTED = ("cached", "queued", "failed")
+TRANSPORTS = tuple(TRANSPORT_NAMES.values())
+PUT = ("held", "yours", "wait", "kept", "failed")
+FETCHED = ("device", "host", "peer", "encoded", "failed")
+STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
+TRIED = ("ok", "failed")
+DECODERS = ("dali", "pillow")
+DEMAND = {True: "demanded", False: "speculative"}
+CLASSES = {"class": tuple(DEMAND.values())}
+
+_Labelled = TypeVar("_Labelled", Counter, Histogram)
+
+
+def reason(error: Exception | None) -> str:
+    """Return the label of an error: `image_limit` for `ImageLimitError`; empty for None."""
+    if error is None:
+        return ""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
+
+
+def _reasons(kind: type[EncoderError] = EncoderError) -> Iterator[str]:
+    """Yield the label of every error of the hierarchy."""
+    for error in kind.__subclasses__():
+        yield reason(error(""))
+        yield from _reasons(error)
+
+
+class Metrics:
+    """The metrics of one server. Every method is thread-safe and takes microseconds."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._readings = Readings()
+        self._registry.register(self._readings)
+        ProcessCollector(registry=self._registry)
+        self._stage = self._histogram("stage_seconds", "Time of an image in a stage", stage=STAGES)
+        self._queue_wait = self._histogram(
+            "queue_wait_seconds", "Time from admission to the start of decoding", SECONDS, **CLASSES
+        )
+        self._encode = self._histogram("encode_seconds", "Time of an image from admission to stored rows")
+        self._fetch_wait = self._histogram(
+            "fetch_wait_seconds", "Time from Fetch until the rows are ready", outcome=FETCHED
+        )
+        self._transfer = self._histogram("transfer_seconds", "Time to send rows", transport=TRANSPORTS)
+        self._index_call = self._histogram("index_call_seconds", "Time of an index call", call=(), outcome=())
+        self._peer_fetch = self._histogram(
+            "peer_fetch_seconds", "Time to get rows from a peer", outcome=TRIED
+        )
+        self._loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop wakes a sleeping task", LAG_SECONDS
+        )
+        self._batch_patches = self._histogram("batch_patches", "Patches in a batch of the tower", PATCHES)
+        self._batch_images = self._histogram("batch_images", "Images in a batch of the tower", IMAGES)
+        self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
+        self._starved = self._counter("device_starved_seconds", "Time the tower waited with images queued")
+        self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
+        self._decoded = self._counter("decoded_images", "Images decoded", decoder=DECODERS)
+        self._submitted = self._images("submitted_images", "Images answered in Submit", SUBMITTED)
+        self._encoded = self._images("encoded_images", "Images that left the pipeline", ("kept", "failed"))
+        self._fetched = self._images("fetched_images", "Images answered in Fetch", FETCHED)
+        self._put = self._images("put_images", "Answers to images of Put", PUT)
+        self._put_bytes = self._counter("put_bytes", "Bytes of rows that callers put")
+        self._transfer_bytes = self._counter("transfer_bytes", "Bytes of rows sent", transport=TRANSPORTS)
+        self._upload_bytes = self._counter("uploaded_bytes", "Bytes of images received")
+        self._calls = self._counter("calls", "Calls ended", call=("submit", "fetch", "put"), status=("OK",))
+        self._in_progress = Gauge(
+            f"{PREFIX}_calls_in_progress",
+            "Open calls; a Fetch over shared memory stays open while its rows are read.",
+            ("call",),
+            registry=self._registry,
+        )
+
+    def read_from(self, read: Read) -> None:
+        """Collect all `Reading`s from `read`, which is called on the exporter's threads, once per scrape."""
+        self._readings.read = read
+
+    def wsgi(self) -> Callable[..., Iterable[bytes]]:
+        """Return the WSGI application that answers a scrape."""
+        return make_wsgi_app(self._registry)
+
+    # The pipeline
+
+    def queued(self, seconds: float, *, demanded: bool) -> None:
+        """Record an image's wait for the decoder."""
+        self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
+
+    def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float, flops: float) -> None:
+        """Record an encoded batch, how long the device was busy with it, and the operations that it needed."""
+        self._batch_patches.observe(sum(t * h * w for t, h, w in grids))
+        self._batch_images.observe(len(grids))
+        self._busy.inc(seconds)
+        self._flops.inc(flops)
+
+    def decoded(self, decoder: str) -> None:
+        """Record an image decoded by one of `DECODERS`."""
+        self._decoded.labels(decoder).inc()
+
+    def starved(self, seconds: float) -> None:
+        """Record time in which the device was idle although images were queued."""
+        self._starved.inc(seconds)
+
+    def encoded(self, seconds: float, stage_ms: Mapping[str, float], error: Exception | None = None) -> None:
+        """Record an image that leaves the pipeline: its rows stored, or an error."""
+        for stage in STAGES:
+            if stage in stage_ms:
+                self.stage(stage, stage_ms[stage] / 1000)
+        if error is None:
+            self._encode.observe(seconds)
+        self._encoded.labels("failed" if error else "kept", reason(error)).inc()
+
+    def stage(self, stage: str, seconds: float) -> None:
+        """Record an image's time in one of `STAGES`."""
+        assert stage in STAGES, stage
+        self._stage.labels(stage).observe(seconds)
+
+    # Calls
+
+    def call_began(self, call: str) -> None:
+        """Count an open call."""
+        self._in_progress.labels(call).inc()
+
+    def call_ended(self, call: str, status: str) -> None:
+        """Count a call that ended with a gRPC status."""
+        self._in_progress.labels(call).dec()
+        self._calls.labels(call, status).inc()
+
+    def submitted(
+        self, outcome: Literal["cached", "queued", "failed"], error: Exception | None = None
+    ) -> None:
+        """Count an image answered in Submit."""
+        self._submitted.labels(outcome, reason(error)).inc()
+
+    def uploaded(self, size: int, seconds: float) -> None:
+        """Count an image whose last byte arrived `seconds` after it was named."""
+        self._upload_bytes.inc(size)
+        self.stage("upload", seconds)
+
+    def fetched(
+        self,
+        outcome: Literal["device", "host", "peer", "encoded", "failed"],
+        wait_s: float,
+        error: Exception | None = None,
+    ) -> None:
+        """Count an image of a Fetch: where its rows came from, and how long the caller waited."""
+        self._fetched.labels(outcome, reason(error)).inc()
+        self._fetch_wait.labels(outcome).observe(wait_s)
+
+    def put(self, outcome: str, size: int, error: Exception | None = None) -> None:
+        """Count an answer of a Put, one of `PUT`, and the bytes of rows that were kept."""
+        self._put.labels(outcome, reason(error)).inc()
+        self._put_bytes.inc(size)
+
+    def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
+        """Count rows sent."""
+        self._transfer_bytes.labels(TRANSPORT_NAMES[transport]).inc(size)
+        self._transfer.labels(TRANSPORT_NAMES[transport]).observe(seconds)
+
+    # The cluster and the event loop
+
+    def index_call(self, call: str, seconds: float, ok: bool) -> None:
+        """Count a call to the index."""
+        self._index_call.labels(call, TRIED[not ok]).observe(seconds)
+
+    def peer_fetch(self, seconds: float, ok: bool) -> None:
+        """Count an attempt to get rows from another replica."""
+        self._peer_fetch.labels(TRIED[not ok]).observe(seconds)
+
+    def loop_lag(self, seconds: float) -> None:
+        """Record how late a sleeping task was woken."""
+        self._loop_lag.observe(seconds)
+
+    # Every series whose labels are known exists from the start: a counter that appears with its first event would
+    # have no rate for that event.
+
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float] = SECONDS, **labels: Sequence[str]
+    ) -> Histogram:
+        name, names = f"{PREFIX}_{name}", tuple(labels)
+        return _begin(Histogram(name, f"{text}.", names, buckets=buckets, registry=self._registry), labels)
+
+    def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
+        counter = Counter(f"{PREFIX}_{name}", f"{text}.", tuple(labels), registry=self._registry)
+        return _begin(counter, labels)
+
+    def _images(self, name: str, text: str, outcomes: Sequence[str]) -> Counter:
+        counter = self._counter(name, text, outcome=(), reason=())
+        for outcome in outcomes:
+            for why in _reasons() if outcome == "failed" else [""]:
+                counter.labels(outcome, why)
+        return counter
+
+
+def _begin(metric: _Labelled, labels: Mapping[str, Sequence[str]]) -> _Labelled:
+    if labels:
+        for values in product(*labels.values()):
+            metric.labels(*values)
+    return metric
+
+
+MAX_SCRAPE_BYTES = 16 << 20  # a server exports 30 KB; anything this large is not a server
+Labels = Mapping[str, str]
+
+
+class ScrapeError(Exception):
+    """An endpoint that does not answer with metrics; the message names it and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """All samples of one endpoint at one moment; our metrics' names without the prefix."""
+
+    at_s: float
+    samples: Mapping[str, Sequence[tuple[Labels, float]]]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the sum of the series of `name` that have `labels`; 0 when there are none."""
+        return sum(value for _, value in self.series(name, **labels))
+
+    def series(self, name: str, **labels: str) -> list[tuple[Labels, float]]:
+        """Return the series of `name` that have `labels`."""
+        wanted = labels.items()
+        return [(given, value) for given, value in self.samples.get(name, ()) if wanted <= given.items()]
+
+    def text(self, name: str, label: str) -> str:
+        """Return a label of the only series whose value is 1; empty if there is none."""
+        return next((given.get(label, "") for given, value in self.series(name) if value == 1), "")
+
+
+def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | None = None) -> Scrape:
+    """Read the metrics of `endpoint`: host:port, or https://host:port, whose certificate is one of `ca` (a PEM file).
+
+    Without `ca` it has to be a public one. `token` is for a server with tenants. Raises `ScrapeError`.
+    """
+    url = endpoint if endpoint.startswith(("http://", "https://")) else f"http://{endpoint}"
+    try:
+        context = ssl.create_default_context(cafile=ca or None) if url.startswith("https://") else None
+        page = urllib.request.Request(f"{url.rstrip('/')}/metrics")  # noqa: S310
+        for header in token.metadata() if token is not None else ():
+            if context is None and not is_local(url.removeprefix("http://").rstrip("/")):
+                raise ScrapeError(f"{endpoint}: a token is sent by https:// or within this host only")
+            page.add_unredirected_header(*header)
+        with urllib.request.urlopen(page, timeout=timeout_s, context=context) as answer:  # noqa: S310
+            text = answer.read(MAX_SCRAPE_BYTES).decode()
+        samples: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name.removeprefix(f"{PREFIX}_")].append((sample.labels, sample.value))
+    except HTTPException as error:
+        raise ScrapeError(
+            f"{endpoint}: it does not speak HTTP: this is not a --metrics-listen address"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)  # the error that urllib wraps
+        raise ScrapeError(f"{endpoint}: {getattr(reason, 'strerror', None) or reason}") from error
+    return Scrape(monotonic(), samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The difference between two scrapes of one endpoint; without an earlier one, since its process started."""
+
+    before: Scrape | None
+    now: Scrape
+    seconds: float
+
+    def increase(self, name: str, **labels: str) -> float:
+        """Return how much the counters `name` grew; a restarted process counts from 0 again."""
+        earlier = self.before.total(name, **labels) if self.before is not None else 0.0
+        later = self.now.total(name, **labels)
+        return later - earlier if later >= earlier else later
+
+    def rate(self, name: str, **labels: str) -> float:
+        """Return the growth per second."""
+        return self.increase(name, **labels) / self.seconds if self.seconds > 0 else 0.0
+
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """Return the growth of a histogram's cumulative buckets by their upper bound."""
+        bounds = {given["le"] for given, _ in self.now.series(f"{name}_bucket", **labels)}
+        return {float(le): self.increase(f"{name}_bucket", le=le, **labels) for le in bounds}
+
+
+def quantile(share: float, buckets: Mapping[float, float]) -> float | None:
+    """Return the value below which `share` of the observations lie, interpolated as in Prometheus; None without any."""
+    bounds = [0.0, *sorted(buckets)]
+    count = buckets.get(inf, 0.0)
+    if not count:
+        return None
+    rank = share * count
+    below = 0.0
+    for low, high in pairwise(bounds):
+        if buckets[high] >= rank:
+            if high == inf:
+                return low
+            return low + (high - low) * (rank - below) / (buckets[high] - below)
+        below = buckets[high]
+    return bounds[-2]

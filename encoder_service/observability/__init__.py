@@ -1,1 +1,0 @@
-"""What an operator sees: metrics, the HTTP port, logs, and `top`."""

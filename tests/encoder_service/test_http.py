@@ -1,0 +1,165 @@
+"""The operator's port: the page, health, and connections that say nothing."""
+
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from encoder_service.app import Server
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine.model import Model
+from encoder_service.http import MAX_CONNECTIONS, STUCK_S, HttpPort
+from encoder_service.metrics import Metrics
+from tests.operator_view import get, numbers
+from tests.waiting import PATIENCE_S
+
+
+async def test_the_page_says_what_runs_and_links_to_the_rest(server: Server) -> None:
+    status, page = await get(server, "/")
+    assert status == 200
+    for text in (
+        "encoder-service",
+        "qwen3_vl",
+        server.replica_id,
+        'href="/metrics"',
+        "megapixels",
+        "serving",
+    ):
+        assert text in page
+    assert (await get(server, "/healthz"))[0] == (await get(server, "/readyz"))[0] == 200
+    assert (await get(server, "/nothing"))[0] == 404
+    server.service.draining = True
+    assert (await get(server, "/readyz")) == (503, "draining\n")
+    assert (await get(server, "/healthz"))[0] == 200
+    assert (await numbers(server)).total("draining") == 1
+
+
+def test_a_loop_that_is_stuck_is_not_healthy() -> None:
+    http = HttpPort(
+        "127.0.0.1:0",
+        title="t",
+        facts={"<b>": "&"},
+        metrics=Metrics().wsgi(),
+        last_tick=lambda: time.monotonic() - STUCK_S - 1,
+        draining=lambda: False,
+    )
+    http.start()
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30)
+        page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=30).read().decode()
+        assert "&lt;b&gt;" in page
+        assert "has not turned" in page
+    finally:
+        http.stop()
+
+
+@contextmanager
+def serving() -> Iterator[HttpPort]:
+    http = HttpPort(
+        "127.0.0.1:0",
+        title="t",
+        facts={},
+        metrics=Metrics().wsgi(),
+        last_tick=time.monotonic,
+        draining=lambda: False,
+    )
+    http.start()
+    try:
+        yield http
+    finally:
+        http.stop()
+
+
+class Drips:
+    """Connections that send a request a byte at a time and never its end, each opened again when it is cut off."""
+
+    def __init__(self, endpoint: str, number: int) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self._address = host, int(port)
+        self._connections = [socket.create_connection(self._address, timeout=30) for _ in range(number)]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._drip)
+        self.reopened = 0
+
+    def __enter__(self) -> "Drips":
+        self._thread.start()
+        return self
+
+    def _drip(self) -> None:
+        while not self._stop.wait(0.05):
+            for index, connection in enumerate(self._connections):
+                try:
+                    connection.sendall(b"G")
+                except OSError:
+                    connection.close()
+                    self._connections[index] = socket.create_connection(self._address, timeout=30)
+                    self.reopened += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for connection in self._connections:
+            connection.close()
+
+
+def threads_of_connections() -> int:
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def test_health_is_answered_beside_dripping_connections_and_threads_are_bounded() -> None:
+    with serving() as http, Drips(http.endpoint, 2 * MAX_CONNECTIONS) as drips:
+        for _ in range(20):
+            with urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30) as answer:
+                assert answer.read() == b"ok\n"
+            with urllib.request.urlopen(f"http://{http.endpoint}/metrics", timeout=30) as answer:
+                assert b"encsvc_" in answer.read()
+            assert threads_of_connections() <= MAX_CONNECTIONS
+        until = time.monotonic() + PATIENCE_S  # those that were cut off for others notice at their next byte
+        while not drips.reopened and time.monotonic() < until:
+            time.sleep(0.02)
+        assert drips.reopened > 0
+
+
+def test_a_connection_has_its_time_however_often_it_sends_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.http.CONNECTION_S", 0.5)
+    with serving() as http:
+        host, _, port = http.endpoint.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection.settimeout(0.05)
+        with connection, suppress(ConnectionError):
+            for _ in range(600):
+                connection.sendall(b"G")
+                with suppress(TimeoutError):
+                    assert connection.recv(1) == b""
+                    return
+            pytest.fail("still open after half a minute")
+
+
+def test_connections_that_say_nothing_end_with_the_port() -> None:
+    with serving() as http:
+        host, _, port = http.endpoint.rpartition(":")
+        idle = socket.create_connection((host, int(port)), timeout=30)
+        urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30).close()
+    with idle:
+        assert idle.recv(1) == b""
+
+
+async def test_a_taken_metrics_port_is_a_clear_refusal(config: Config, model: Model) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        server = Server(replace(config, metrics_listen=listen), model)
+        with pytest.raises(ConfigError, match=f"--metrics-listen {listen}: the address is taken"):
+            await server.start()
+
+
+@pytest.mark.parametrize("listen", ["9464", "localhost:", "localhost:http"])
+def test_a_metrics_address_that_is_none_is_refused(config: Config, listen: str) -> None:
+    with pytest.raises(ConfigError, match="--metrics-listen"):
+        replace(config, metrics_listen=listen)

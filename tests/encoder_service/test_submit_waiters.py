@@ -1,0 +1,112 @@
+"""Waiting for images that nobody has submitted: bounded, and ended by an arrival here or elsewhere."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import OverloadedError, Status, UnknownImageError
+from encoder_contract.geometry import Grid
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.app import Server
+from encoder_service.cluster.cluster import Location, Locations, Solo
+from encoder_service.images import SubmitWaiters
+from encoder_service.keys import ImageKey
+from prefill_client import EncoderClient, RowRequest
+from testing.photos import photo
+from tests.calls import collect
+from tests.operator_view import numbers
+from tests.waiting import PATIENCE_S, soon
+
+
+def address(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def key(number: int) -> ImageKey:
+    return ImageKey(address(number), bytes(32))
+
+
+async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() -> None:
+    sought: dict[bytes, Callable[[bytes, Locations], None]] = {}
+    cluster = Solo()
+    cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
+    cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign, assignment]
+    waiters = SubmitWaiters(cluster, max_waiters=100)
+    until = asyncio.get_running_loop().time() + PATIENCE_S
+    tasks = [asyncio.create_task(waiters.wait(key(n % 4), f"client {n}", until)) for n in range(8)]
+    await asyncio.sleep(0)
+    assert set(sought) == {address(n) for n in range(4)}
+    waiters.wake(address(1))
+    where = (Location("r", "r:1", Grid(1, 2, 2)),)
+    sought[address(2)](address(2), where)
+    assert await asyncio.gather(tasks[1], tasks[5], tasks[2], tasks[6]) == [(), (), where, where]
+    assert sum(task.done() for task in tasks) == 4, "nobody else was woken"
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    assert address(0) in sought, "one more waits for it"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not sought
+
+
+async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
+    waiters = SubmitWaiters(Solo(), max_waiters=100)
+    until = asyncio.get_running_loop().time() + PATIENCE_S
+    greedy = [asyncio.create_task(waiters.wait(key(n), "greedy", until)) for n in range(100)]
+    await asyncio.sleep(0)
+    refused = [task for task in greedy if task.done()]
+    assert len(refused) == 25
+    for task in refused:
+        error = task.exception()
+        assert isinstance(error, OverloadedError)
+        assert error.retry_after_ms > 0
+    other = asyncio.create_task(waiters.wait(key(1), "other", until))
+    await asyncio.sleep(0)
+    waiters.wake(address(1))
+    assert await other == ()
+    for task in greedy:
+        task.cancel()
+    await asyncio.gather(*greedy, return_exceptions=True)
+    with pytest.raises(UnknownImageError):
+        await waiters.wait(key(1), "greedy", asyncio.get_running_loop().time() + 0.01)
+
+
+@pytest.fixture
+async def stub(server: Server) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        yield EncoderServiceStub(channel)
+
+
+def unknown(count: int, grace_ms: int) -> pb.FetchRequest:
+    images = [pb.FetchImage(index=n, digest=address(n)) for n in range(count)]
+    return pb.FetchRequest(caller=pb.Caller(client_id="lost"), images=images, grace_ms=grace_ms)
+
+
+async def test_a_flood_of_unknown_digests_is_refused_and_costs_nobody_else_an_answer(
+    server: Server, client: EncoderClient, stub: Any
+) -> None:
+    calls = [stub.Fetch(unknown(512, 30_000)) for _ in range(12)]
+    image = photo(64, 64, 9)
+    reading = [asyncio.ensure_future(call.read()) for call in calls]
+    first, _ = await asyncio.wait(reading, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    refused = first.pop().result()  # of which call does not matter: they reach the server in any order
+    assert refused.error.code == Status.RESOURCE_EXHAUSTED.value
+    assert refused.error.retry_after_ms > 0
+    (submitted,) = await client.submit([image])
+    outcomes = await collect(client, [RowRequest(content_digest(image))])
+    assert submitted.error is None
+    assert outcomes[0].error is None
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    await soon(lambda: _no_calls(server))
+
+
+async def _no_calls(server: Server) -> bool:
+    return (await numbers(server)).total("calls_in_progress") == 0

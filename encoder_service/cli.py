@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begin()
     parser = CommandLine(
         prog="encoder-service",
-        description="Encodes images for multimodal LLM servers: each image by itself, each image once.",
+        description="Encodes images for multimodal LLM servers, each image once, and shares the embeddings.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "serve",
         help="serve a model's vision tower over gRPC",
         description="Serve the vision tower of a Hugging Face checkpoint. Every flag is also an environment variable "
-        "(in brackets behind its help); flags win.",
+        "(named at the end of its help). Flags override variables.",
     )
     Config.add_flags(serve)
     _add_top(commands)
@@ -66,48 +66,57 @@ def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     top = commands.add_parser(
         "top",
         help="watch running servers",
-        description="A live view of one or more replicas, from their metrics: queue, rates, waits, tiers.",
+        description="Show a live view of one or more replicas: queue, rates, waits and store tiers, read from their "
+        "metrics.",
     )
     top.add_argument(
         "endpoints",
         nargs="*",
         metavar="HOST:PORT",
-        help=f"what the servers have as --metrics-listen (default {DEFAULT_METRICS})",
+        help=f"address of a server's --metrics-listen, or its https:// URL (default {DEFAULT_METRICS})",
     )
     top.add_argument("--interval-s", type=seconds, default=2.0, help="seconds between frames (default 2)")
     top.add_argument(
-        "--tls-ca", default="", metavar="FILE", help="PEM file of authorities of servers at https://host:port"
+        "--tls-ca",
+        default="",
+        metavar="FILE",
+        help="PEM file of the authorities of servers at https://host:port",
     )
     top.add_argument(
         "--token-file",
         default="",
         metavar="FILE",
-        help="file with the token of a tenant that may read metrics",
+        help="file with the token of a tenant that has the right `metrics`",
     )
-    top.add_argument("--once", action="store_true", help="print one frame, over each server's life, and end")
+    top.add_argument(
+        "--once", action="store_true", help="print one frame with totals since each server's start, and exit"
+    )
 
 
 def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     for name, text in (
-        ("stats", "show what a server's store holds: tiers, hit rate, pins, largest entries"),
-        ("evict", "drop one embedding, unless it is in use"),
-        ("flush", "drop every embedding that nobody uses, and the image files kept to make them again"),
+        ("stats", "show a server's store: tiers, hit rate, pins and largest entries"),
+        ("evict", "remove one embedding from a server's store, unless it is in use"),
+        ("flush", "remove all embeddings that are not in use, and the image files kept to encode them again"),
     ):
         command = commands.add_parser(
-            name, help=text, description=f"{text}; on the server's host, as its user."
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}. Run it on the server's host as the server's user.",
         )
         if name == "evict":
             command.add_argument(
                 "address",
                 metavar="ADDRESS",
-                help="store address, 64 hexadecimal digits, as `stats` and `prefill-client encode` print it",
+                help="address of the embedding, 64 hexadecimal digits, as printed by `stats` and `prefill-client "
+                "encode`",
             )
         command.add_argument(
             "--server",
             type=endpoint,
             default=DEFAULT_SERVER,
             metavar="HOST:PORT",
-            help="where the server listens; or unix:/path (default %(default)s)",
+            help="address of the server, or unix:/path (default %(default)s)",
         )
         Credentials.add_flags(command)
 

@@ -30,186 +30,216 @@ class Config(Settings):
     model: Path = knob(
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
     )
-    listen: str = knob("127.0.0.1:50051", help="host:port or unix:/path to serve on; port 0 picks a free one")
+    listen: str = knob(
+        "127.0.0.1:50051", help="address to serve gRPC on: host:port or unix:/path; port 0 picks a free port"
+    )
     listen_unprotected: Literal["no", "yes"] = knob(
         "no",
-        help="listen beyond this host without TLS: for a network that only trusted callers reach and read",
+        help="yes: serve other hosts without TLS; only for a network that no untrusted host can reach or read",
     )
-    tls_cert: str = knob(
-        "", help="PEM file with this server's certificate and those up to its authority; empty: no TLS"
-    )
-    tls_key: str = knob("", help="PEM file with its key, not encrypted")
+    tls_cert: str = knob("", help="PEM file with the server's certificate chain; empty: no TLS")
+    tls_key: str = knob("", help="PEM file with the private key of --tls-cert, unencrypted")
     tls_client_ca: str = knob(
-        "", help="PEM file of authorities; with it, a gRPC caller needs a certificate of theirs (mutual TLS)"
+        "",
+        help="PEM file of the authorities that issue client certificates; if set, gRPC callers must present one "
+        "(mutual TLS)",
     )
     tls_peer_ca: str = knob(
         "",
-        help="PEM file of authorities of the other replicas; empty: --tls-client-ca's, else the public ones",
+        help="PEM file of the authorities that issue the other replicas' certificates; empty: those of "
+        "--tls-client-ca, or else the public ones",
     )
     tls_peer_name: str = knob(
-        "", help="name in the other replicas' certificates; empty: the host that each of them advertises"
+        "",
+        help="name to expect in the other replicas' certificates; empty: the host that each replica advertises",
     )
     fleet_key_file: str = knob(
         "",
-        help="file with a secret of all replicas, 32 characters or more: rows and files that it did not sign are not "
-        "believed; more lines are older secrets, still believed",
+        help="file with the secret that all replicas share, at least 32 characters; rows and image files that it did "
+        "not sign are ignored; further lines are older secrets that are still accepted; empty: nothing is signed",
     )
     tenants_file: str = knob(
         "",
-        help="TOML file of tenants with their tokens, certificates and rights: others are not served; empty: all are",
+        help="TOML file of the tenants, with their tokens, certificates and rights; other callers are refused; empty: "
+        "all callers are served",
     )
     advertise: str = knob(
         "",
-        help="host:port at which other replicas reach this one; empty: the listening address, or this host's",
+        help="host:port at which other replicas reach this one; empty: the address of --listen, or this host's address "
+        "if --listen names all interfaces",
     )
     index: str = knob(
         "memory",
-        help="index shared by the replicas: memory (a single node) or redis://host:port, rediss://, redis://…?cluster=true",
+        help="index that the replicas share: memory (a single replica) or the URL of a Redis (redis://host:port, "
+        "rediss://, redis+cluster://)",
     )
-    index_prefix: str = knob("encoder", help="prefix of all keys in Redis")
-    index_timeout_ms: int = knob(100, help="timeout of a call to the index, milliseconds")
+    index_prefix: str = knob("encoder", help="prefix of every key in Redis")
+    index_timeout_ms: int = knob(100, help="timeout of one call to the index, milliseconds")
     index_at_start: Literal["require", "alone"] = knob(
         "require",
-        help="if the index is unavailable at start: require ends with an error, alone starts without it",
+        help="what to do if the index is unavailable at start: require exits with an error; alone starts without the "
+        "index and joins later",
     )
     metrics_listen: str = knob(
-        "", help="host:port for Prometheus metrics and a status page; port 0 picks a free one; empty: none"
+        "",
+        help="host:port for Prometheus metrics, probes and a status page; port 0 picks a free port; empty: off",
     )
-    device: str = knob("auto", help="where the vision tower runs: auto, cpu, cuda or cuda:N")
+    device: str = knob(
+        "auto", help="device of the vision tower: auto, cpu, cuda or cuda:N; auto uses a GPU if there is one"
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
-        "auto", help="element type of weights and rows; auto uses the checkpoint's"
+        "auto", help="element type of weights and rows; auto: the checkpoint's"
     )
     tower_precision: Literal["full", "fp8"] = knob(
         "full",
-        help="precision of the tower's products: full is that of the element type, fp8 is quicker on a GPU and less "
-        "exact; its rows have addresses of their own",
+        help="precision of the tower's matrix products; full: that of --dtype; fp8: faster on a GPU but less exact, "
+        "and its rows are stored separately",
     )
     attention: Literal["auto", "flash3", "varlen", "flash2", "sdpa", "flash4", "cudnn"] = knob(
-        "auto", help="attention backend; auto uses the fastest that is installed"
+        "auto", help="attention backend; auto: the fastest that is installed"
     )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",
-        help="on CUDA, run every image alone, so that its rows never depend, to the bit, on others in the batch; the "
-        "CPU always does",
+        help="yes: encode each image in its own batch on CUDA, so that its rows are bit-equal whatever else is queued; "
+        "always so on the CPU",
     )
     cuda_graphs: Literal["yes", "no"] = knob(
-        "yes", help="capture CUDA graphs at start; no makes starting faster"
+        "yes", help="capture CUDA graphs at start; no: start faster, encode slower"
     )
     decoder: Literal["auto", "dali", "pillow"] = knob(
-        "auto", help="image decoder; auto uses DALI if installed"
+        "auto", help="image decoder; auto: DALI if it is installed, else Pillow"
     )
     decoder_process: Literal["auto", "yes", "no"] = knob(
         "auto",
-        help="decode in processes of their own, without files and network: auto does on the CPU; with yes a GPU gets "
-        "pixels that the CPU decoded",
+        help="decode in separate processes that have no files and no network; auto: yes on the CPU, no with a GPU; "
+        "with yes, the CPU decodes for the GPU too",
     )
     decode_limit_s: float = knob(
         15.0,
-        help="seconds of a processor that decoding an image may take in such a process; of the clock, three times as "
-        "many and three more, but 5 if it uses no processor",
+        help="CPU seconds that a decoder process may spend on one image; the limit of elapsed time is 3 s plus three "
+        "times this, or 5 s if the process uses no CPU",
     )
     decode_threads: int = knob(
         0,
         zero=True,
-        help="threads that decode and preprocess images one by one (DALI's own pool has the same number); 0: 8 with a "
-        "GPU, 2 without",
+        help="threads that decode and preprocess single images; DALI's pool has as many; 0: 8 with a GPU, 2 without",
     )
     decode_pixels: int = knob(
         50_000_000,
-        help="source pixels decoded at a time, once in a batch and once one by one; one larger image is decoded "
-        "beside them",
+        help="source pixels decoded at the same time, counted separately for DALI's batch and for single images; one "
+        "larger image may be decoded in addition",
     )
-    torch_threads: int = knob(0, zero=True, help="threads of a matrix product on the CPU; 0: torch's default")
+    torch_threads: int = knob(0, zero=True, help="CPU threads of one torch operation; 0: torch's default")
     batch_patches: int = knob(
         0,
         zero=True,
-        help="patches in one batch of the vision tower, a larger image runs alone; 0: 16384 on a GPU, 1024 on the CPU",
+        help="patches in one batch of the vision tower; a larger image is a batch by itself; 0: 16384 on a GPU, 1024 "
+        "on the CPU",
     )
-    store_host_gib: float = knob(2.0, help="host tier of the embedding store, GiB of shared memory")
+    store_host_gib: float = knob(2.0, help="size of the store's host tier, GiB of shared memory")
     store_device_gib: float = knob(
-        0.0, zero=True, help="device tier of the embedding store, GiB of GPU memory; 0 turns it off"
+        0.0, zero=True, help="size of the store's device tier, GiB of GPU memory; 0: no device tier"
     )
     store_prefault: Literal["yes", "no"] = knob(
         "yes",
-        help="touch the store's memory at start, in the background, so that later copies cause no page faults",
+        help="touch the store's memory in the background at start, which avoids page faults later",
     )
-    store_segment_dir: Path = knob(Path("/dev/shm"), help="folder of the shared-memory segment")  # noqa: S108
+    store_segment_dir: Path = knob(Path("/dev/shm"), help="folder for the store's shared-memory segment")  # noqa: S108
     accept_put: Literal["no", "yes"] = knob(
         "no",
-        help="let callers put rows that they computed themselves: whoever may put can put wrong ones (SECURITY.md)",
+        help="accept rows that clients computed (Put); clients with this right are trusted: the server cannot verify "
+        "rows (SECURITY.md)",
     )
     store_only: Literal["no", "yes"] = knob(
         "no",
-        help="keep rows that callers put and peers hold, and encode nothing: needs no weights and no GPU",
+        help="only store rows that clients put or peers hold, and never encode; needs no weights and no GPU",
     )
     model_fingerprint: str = knob(
         "",
-        help="with --store-only: fingerprint of the model (64 hexadecimal digits, as an encoding replica prints it at "
-        "start) whose replicas share an index with this one; empty: of the configuration alone",
+        help="with --store-only: model fingerprint of the encoding replicas that share the index, 64 hexadecimal "
+        "digits as they print it at start; empty: computed from the configuration without weights",
     )
     put_lease_s: float = knob(
-        30.0, help="seconds a caller of Put has to compute the rows of an image and send them"
+        30.0, help="seconds a client of Put has to compute and send the rows of one image"
     )
     source_gib: float = knob(
-        0.5, zero=True, help="submitted image bytes kept to recompute evicted embeddings, GiB"
+        0.5,
+        zero=True,
+        help="size of the cache of submitted image files, GiB, from which evicted embeddings are encoded again; 0: "
+        "none are kept",
     )
-    source_ttl_s: float = knob(600.0, help="seconds a submitted image is kept after its last use")
+    source_ttl_s: float = knob(600.0, help="seconds a submitted image file is kept after its last use")
     formats: str = knob(
-        ",".join(FORMATS), help="image formats accepted, comma-separated; others are INVALID_ARGUMENT"
+        ",".join(FORMATS),
+        help="accepted image formats, comma-separated; others are refused with INVALID_ARGUMENT",
     )
-    max_image_bytes: int = knob(32 << 20, help="largest image file accepted")
-    max_image_pixels: int = knob(100_000_000, help="largest width x height accepted, read from the header")
-    max_images_per_call: int = knob(512, help="images in one Submit or Fetch call")
+    max_image_bytes: int = knob(32 << 20, help="largest accepted image file, bytes")
+    max_image_pixels: int = knob(
+        100_000_000, help="largest accepted image, pixels (width x height in its header)"
+    )
+    max_images_per_call: int = knob(512, help="most images in one Submit, Fetch or Put call")
     max_calls: int = knob(
         1024,
-        help="calls open at a time, and as many Submit calls, three quarters of them from one host; over it "
-        "RESOURCE_EXHAUSTED",
+        help="most open calls, and separately most open Submit calls; one host may hold three quarters of them; "
+        "further calls are refused with RESOURCE_EXHAUSTED",
     )
-    max_queued_images: int = knob(4096, help="images waiting to be encoded; over it RESOURCE_EXHAUSTED")
+    max_queued_images: int = knob(
+        4096, help="most images in the encoding queue; further ones are refused with RESOURCE_EXHAUSTED"
+    )
     max_queued_patches: int = knob(
-        16_000_000, help="patches waiting to be encoded; over it RESOURCE_EXHAUSTED"
+        16_000_000,
+        help="most patches in the encoding queue; further images are refused with RESOURCE_EXHAUSTED",
     )
     max_queued_gib: float = knob(
-        1.0, help="image bytes waiting to be encoded, GiB; over it RESOURCE_EXHAUSTED"
+        1.0,
+        help="most image bytes in the encoding queue, GiB; further images are refused with RESOURCE_EXHAUSTED",
     )
-    upload_idle_s: float = knob(10.0, help="seconds after which a stalled or very slow upload is ended")
+    upload_idle_s: float = knob(
+        10.0, help="seconds after which a stalled or very slow upload is ended with DEADLINE_EXCEEDED"
+    )
     reader_idle_s: float = knob(
         30.0,
-        help="seconds after which a call is ended, and its pins released, if its caller does not read",
+        help="seconds after which a call whose client does not read is ended with DEADLINE_EXCEEDED and its pins are "
+        "released",
     )
     max_queue_s: float = knob(
-        30.0, help="seconds the queue may take at the measured rate; over it RESOURCE_EXHAUSTED"
+        30.0,
+        help="longest encoding queue, seconds at the measured rate; further images are refused with RESOURCE_EXHAUSTED",
     )
-    max_client_share: float = knob(0.75, below=1, help="share of the queue that a single client may fill")
+    max_client_share: float = knob(
+        0.75, below=1, help="share of the encoding queue that one client may fill, 0 to 1"
+    )
     max_waiting_images: int = knob(
         4096,
-        help="images that Fetches wait for and that are not submitted yet, three quarters of them for one client; "
-        "over it RESOURCE_EXHAUSTED",
+        help="most images that Fetch calls wait for before they are submitted; one client may hold three quarters of "
+        "them; further ones are refused with RESOURCE_EXHAUSTED",
     )
     max_pinned_share: float = knob(
         0.9,
         below=1,
-        help="share of the host store that running Fetches may keep pinned, three quarters of it for one client; "
-        "over it RESOURCE_EXHAUSTED",
+        help="share of the host tier that open Fetch calls may pin, 0 to 1; one client may pin three quarters of it; "
+        "further images are refused with RESOURCE_EXHAUSTED",
     )
     max_grace_ms: int = knob(
         30_000,
         zero=True,
-        help="longest time a Fetch may wait for an image that is not submitted yet, milliseconds",
+        help="longest time a Fetch call may wait for an image to be submitted, milliseconds",
     )
-    drain_s: float = knob(30.0, zero=True, help="seconds for which running calls may finish after SIGTERM")
+    drain_s: float = knob(30.0, zero=True, help="seconds that open calls have to finish after SIGTERM")
     hand_over_s: float = knob(
         0.0,
         zero=True,
-        help="seconds before draining in which other replicas fetch what only this one holds; 0: no handover",
+        help="seconds before the drain in which other replicas copy the rows that only this one holds; 0: no handover",
     )
     device_peak_tflops: float = knob(
         0.0,
         zero=True,
-        help="peak of the device in TFLOP/s at this element type, for the utilisation metric; 0: unknown",
+        help="peak speed of the device at --dtype, TFLOP/s, for the utilization metric; 0: no such metric",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="lowest level that is logged")
-    log_format: Literal["console", "json"] = knob("console", help="log format")
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="lowest level to log")
+    log_format: Literal["console", "json"] = knob(
+        "console", help="format of log lines: console (text) or json (one object per line)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

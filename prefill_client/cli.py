@@ -24,41 +24,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 an image or call failed, 2 bad usage."""
     if arguments is None:
         begin()
-    parser = CommandLine(prog="prefill-client", description="The LLM side of the encoder service.")
+    parser = CommandLine(
+        prog="prefill-client", description="Client of the encoder service, for the LLM side."
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     encode = commands.add_parser(
-        "encode", help="encode images and print what came back, with the time of each stage"
+        "encode", help="encode image files and print the shape of their rows and the time of each stage"
     )
-    encode.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="an image file")
+    encode.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="image file")
     encode.add_argument(
         "--server",
         type=endpoint,
         default="127.0.0.1:50051",
         metavar="HOST:PORT",
-        help="where the server listens; or unix:/path (default %(default)s)",
+        help="address of the server, or unix:/path (default %(default)s)",
     )
     encode.add_argument(
-        "--timeout-s", type=seconds, default=120.0, help="give up after this long (default %(default)s)"
+        "--timeout-s", type=seconds, default=120.0, help="seconds before giving up (default %(default)s)"
     )
     Credentials.add_flags(encode)
-    encode.add_argument("--inline", action="store_true", help="do not use shared memory")
+    encode.add_argument(
+        "--inline", action="store_true", help="receive rows by gRPC, not through shared memory"
+    )
     timeline = commands.add_parser(
-        "timeline", help="draw traces of requests: a lane for each image, one for each chunk"
+        "timeline", help="draw request traces as a timeline, with a lane per image and per prefill chunk"
     )
     timeline.add_argument(
-        "traces", nargs="+", type=Path, metavar="TRACE", help="a trace file, as `serve --trace-folder` leaves"
+        "traces", nargs="+", type=Path, metavar="TRACE", help="trace file written by `serve --trace-folder`"
     )
     timeline.add_argument(
         "--out",
         required=True,
         type=Path,
-        help="the picture: .html, .svg, or .png where matplotlib is installed",
+        help="picture to write: .html, .svg, or .png (needs matplotlib)",
     )
     serve = commands.add_parser(
         "serve",
         help="run the reference prefill service: OpenAI-compatible chat completions over HTTP",
-        description="Every flag is also an environment variable (in brackets behind its help); flags win.",
+        description="Every flag is also an environment variable (named at the end of its help). Flags override "
+        "variables.",
     )
     ServiceConfig.add_flags(serve)
     given = parser.parse_args(arguments)

@@ -16,49 +16,59 @@ class ServiceConfig(Settings):
 
     environment_prefix = "PREFILLSVC_"
 
-    model: Path = knob(help="folder of a Hugging Face checkpoint; its vision weights are not read")
+    model: Path = knob(help="folder of a Hugging Face checkpoint; its vision weights are not loaded")
     encoder: str = knob(
         "127.0.0.1:50051",
-        help="host:port or unix:/path of the encoder; dns:host:port for all replicas of that name",
+        help="address of the encoder service: host:port or unix:/path; dns:host:port: every replica behind that name",
     )
     encoder_tls_ca: str = knob(
-        "", help="PEM file of authorities of the encoder's certificate, or public; empty: no TLS"
+        "", help="PEM file of the authorities that issue the encoder's certificate, or public; empty: no TLS"
     )
     encoder_tls_cert: str = knob(
-        "", help="PEM file with a certificate of ours, where the encoder asks for one"
+        "", help="PEM file with this service's client certificate, if the encoder requires one"
     )
-    encoder_tls_key: str = knob("", help="PEM file with its key, not encrypted")
-    encoder_tls_name: str = knob("", help="name in the encoder's certificate; empty: the host in --encoder")
-    encoder_token_file: str = knob("", help="file with the token of our tenant at the encoder; empty: none")
-    tls_cert: str = knob("", help="PEM file with this service's certificate, for HTTPS; empty: HTTP")
-    tls_key: str = knob("", help="PEM file with its key, not encrypted")
-    listen: str = knob("127.0.0.1:8000", help="host:port to serve HTTP on; port 0 takes a free one")
-    served_name: str = knob("", help="name of the model in requests; empty takes the folder's")
-    device: str = knob("cpu", help="where the language model runs: cpu, cuda or cuda:N")
-    dtype: Literal["bfloat16", "float16", "float32"] = knob("bfloat16", help="element type of its weights")
-    threads: int = knob(0, zero=True, help="threads of a matrix product on the CPU; 0 leaves torch's choice")
-    chunk_tokens: int = knob(512, help="tokens in a prefill chunk")
+    encoder_tls_key: str = knob("", help="PEM file with the private key of --encoder-tls-cert, unencrypted")
+    encoder_tls_name: str = knob(
+        "", help="name to expect in the encoder's certificate; empty: the host of --encoder"
+    )
+    encoder_token_file: str = knob(
+        "", help="file with this service's tenant token for the encoder; empty: no token"
+    )
+    tls_cert: str = knob("", help="PEM file with this service's certificate chain, for HTTPS; empty: HTTP")
+    tls_key: str = knob("", help="PEM file with the private key of --tls-cert, unencrypted")
+    listen: str = knob("127.0.0.1:8000", help="host:port to serve HTTP on; port 0 picks a free port")
+    served_name: str = knob("", help="model name that requests use; empty: the name of the folder")
+    device: str = knob("cpu", help="device of the language model: cpu, cuda or cuda:N")
+    dtype: Literal["bfloat16", "float16", "float32"] = knob(
+        "bfloat16", help="element type of the language model's weights"
+    )
+    threads: int = knob(0, zero=True, help="CPU threads of one torch operation; 0: torch's default")
+    chunk_tokens: int = knob(512, help="most tokens in one prefill chunk")
     prefix_tokens: int = knob(
-        65536, zero=True, help="tokens of answered prompts whose KV cache is kept for a follow-up"
+        65536,
+        zero=True,
+        help="tokens of answered prompts whose KV cache is kept for follow-up requests; 0: none are kept",
     )
-    max_requests: int = knob(64, help="requests at once; over it 429")
-    max_body_bytes: int = knob(256 << 20, help="largest request body")
-    max_image_bytes: int = knob(32 << 20, help="largest image in a request")
+    max_requests: int = knob(64, help="most requests at the same time; further ones are answered with 429")
+    max_body_bytes: int = knob(256 << 20, help="largest request body, bytes")
+    max_image_bytes: int = knob(32 << 20, help="largest image file in a request, bytes")
     request_s: float = knob(
-        300.0, help="seconds that a request may take to its first token, and then to its last"
+        300.0, help="seconds a request may take to its first token, and again from there to its last"
     )
     image_hosts: str = knob(
         "",
-        help="where image URLs may point, comma-separated: hosts, addresses, networks, or `public` for every public "
-        "host; empty: data URLs only",
+        help="hosts that image URLs may name, comma-separated: host names, addresses, networks, or `public` for every "
+        "public host; empty: only data URLs are accepted",
     )
     trace_folder: str = knob(
-        "", help="folder in which the newest requests each leave a trace of what took how long; empty: none"
+        "", help="folder for the timing traces of the newest requests, one file each; empty: no traces"
     )
-    image_s: float = knob(10.0, help="seconds that loading an image from such a host may take")
-    image_cache_gib: float = knob(0.25, zero=True, help="memory for images that were loaded by URL, GiB")
+    image_s: float = knob(10.0, help="seconds that one image download may take")
+    image_cache_gib: float = knob(
+        0.25, zero=True, help="size of the cache of downloaded images, GiB; 0: none are kept"
+    )
     image_fresh_s: float = knob(
-        60.0, zero=True, help="seconds such an image is kept if its host does not say how long"
+        60.0, zero=True, help="seconds a downloaded image is kept if its host sends no lifetime"
     )
 
     def __post_init__(self) -> None:

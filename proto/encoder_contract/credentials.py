@@ -41,16 +41,19 @@ class Credentials:
     def add_flags(parser: argparse.ArgumentParser) -> None:
         """Give a command the flags of its client."""
         for flag, text in (
-            ("ca", f"PEM file of authorities of the server's certificate, or `{PUBLIC_CA}`; empty: no TLS"),
-            ("cert", "PEM file with a certificate of ours, where the server asks for one"),
-            ("key", "PEM file with its key"),
-            ("name", "name in the server's certificate, if it is not the host"),
+            (
+                "ca",
+                f"PEM file of the authorities that issue the server's certificate, or `{PUBLIC_CA}`; empty: no TLS",
+            ),
+            ("cert", "PEM file with a client certificate, if the server requires one"),
+            ("key", "PEM file with the private key of --tls-cert, unencrypted"),
+            ("name", "name to expect in the server's certificate; empty: the host of --server"),
         ):
             parser.add_argument(
                 f"--tls-{flag}", default="", metavar="NAME" if flag == "name" else "FILE", help=text
             )
         parser.add_argument(
-            "--token-file", default="", metavar="FILE", help="file with the token of a tenant; empty: none"
+            "--token-file", default="", metavar="FILE", help="file with a tenant's token; empty: no token"
         )
 
     @classmethod

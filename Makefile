@@ -58,11 +58,11 @@ demo: setup ## Run a two-turn chat over 8 images, end to end (IMAGES=folder for 
 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed)
-	@$(PY) -m pytest -m 'not gpu and not fleet'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet'
 
 .PHONY: test-quick
 test-quick: setup ## Run the tests that need neither a server nor much computing (a minute)
-	@$(PY) -m pytest -m 'not gpu and not fleet and not process and not slow'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet and not process and not slow'
 
 .PHONY: test-fleet
 test-fleet: setup ## Test a cluster: replicas and Redis fail under load (four minutes)

@@ -21,6 +21,7 @@ from prefill_client.vllm.request_parameters import caller_of, stored_of, submitt
 from prefill_client.vllm.row_fetcher import Caller, Wanted
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Gating
+from prefill_client.vllm.tower_input import TowerInput, grid_of
 
 _log = logging.getLogger("vllm.encoder_service")
 # For "how soon are the rows needed" of images behind the next step: a guess that only orders the service's work.
@@ -53,9 +54,9 @@ class Gate:
 
     def __init__(
         self, table: RowTable, signer: NameSigner, counts: Counts, *, description: Callable[[], Description | None],
-        merge_size: int, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
+        tower: TowerInput, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
     ) -> None:  # fmt: skip
-        """`description` is the service's, None before it is joined; `merge_size`, how many patches wide a token is.
+        """`description` is the service's, None before it is joined; `tower` is what the engine's own takes.
 
         `window_tokens` is what one step prefills at most, `capacity_rows` what fits into host memory.
         """
@@ -64,10 +65,11 @@ class Gate:
         self._counts = counts
         self._description = description
         self._tenant_salt = tenant_salt
-        self._merged_patches = merge_size**2
+        self._merged_patches = tower.merge**2
         self._window_tokens = window_tokens
         self._free_rows = self._capacity_rows = capacity_rows
         self._gating = gating
+        self._tower = tower
         self._prompts: dict[str, Prompt] = {}
         self._failed: dict[str, EncoderError] = {}
         # Requests that wait for host memory, in the order in which they came.
@@ -129,8 +131,8 @@ class Gate:
             for index, feature in enumerate(request.mm_features):
                 if is_ours(feature.identifier):
                     spans.append(self._span(index, feature, producer))
-                elif feature.data is None or all(key.endswith("grid_thw") for key in feature.data):
-                    raise InvalidRequestError(f"image {index} has neither pixels nor a name of ours")
+                else:
+                    self._tower.check(index, feature)
             said = request.ec_transfer_params
             caller = caller_of(said, request_id=request_id, tenant_salt=salt)
             prompt = Prompt(
@@ -154,11 +156,11 @@ class Gate:
             raise InvalidRequestError(f"image {index} has a name that our middleware did not give it")
         if feature.data is None or set(feature.data) != {"image_grid_thw"}:
             raise InvalidRequestError(f"image {index} has a name of ours and data of its own")
-        grid = tuple(feature.data["image_grid_thw"].data.flatten().tolist())
+        grid = grid_of(feature, "image_grid_thw")
         rows = name.grid.patches // self._merged_patches
         if grid != name.grid or position.get_num_embeds() != rows:
             raise InvalidRequestError(
-                f"image {index} is said to have grid {grid} and {position.get_num_embeds()} rows, "
+                f"image {index} is said to have grid {grid and tuple(grid)} and {position.get_num_embeds()} rows, "
                 f"and was submitted with grid {tuple(name.grid)} and {rows}"
             )
         begin, end = position.offset, position.offset + position.length

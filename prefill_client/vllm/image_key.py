@@ -12,12 +12,6 @@ import torch
 from encoder_contract.producer import EngineKey
 
 _SCHEME = "vllm processed pixels"
-_PIXELS = "pixel_values"
-
-
-def has_pixels(data: Mapping[str, Any] | None) -> bool:
-    """Whether the engine's tower can encode an image or video of which vLLM has this data."""
-    return data is not None and any(key.startswith(_PIXELS) for key in data)
 
 
 def image_key(data: Mapping[str, Any], cache_salt: str) -> EngineKey:

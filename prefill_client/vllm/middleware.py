@@ -35,7 +35,7 @@ from prefill_client.vllm.service_check import check_description
 from prefill_client.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.encoder_service")
-FORMS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES}
+FORMS = {"/v1/chat/completions": CHAT, "/invocations": CHAT, "/v1/responses": RESPONSES}
 """The routes on which images are ours, and how requests there carry them."""
 _HTTP = {
     Status.INVALID_ARGUMENT: (400, "BadRequestError"),
@@ -45,6 +45,8 @@ _HTTP = {
 # As vLLM answers for an image that its host does not have.
 _IMAGE_HOST = (422, "UnprocessableEntityError")
 _DOWN = (503, "ServiceUnavailableError")
+# Bytes of a body that is parsed on the event loop, within a millisecond: text. Images are megabytes of base64.
+_SHORT = 1 << 16
 # What says that the next request would wait in vain as well.
 _NO_ANSWER = (
     Status.UNAVAILABLE,
@@ -84,11 +86,10 @@ class EncoderServiceMiddleware:
             return
         error: EncoderError | None = None
         named: _Named | None = None
-        if b"image" in body:
-            try:
-                named = await self._named(form, scope, body)
-            except EncoderError as why:
-                error = why
+        try:
+            named = await self._named(form, scope, body)
+        except EncoderError as why:
+            error = why
         if named is not None:
             async with named.kept:
                 error = await Exchange(named.body, named.kept, receive, send).run(
@@ -107,14 +108,18 @@ class EncoderServiceMiddleware:
     async def _named(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> "_Named | None":
         """Submit the images and put names in their place; return None without images, or if the body is no JSON."""
         try:
-            parsed = await asyncio.to_thread(json.loads, body)  # megabytes of base64
-        except ValueError:
+            parsed = json.loads(body) if len(body) <= _SHORT else await asyncio.to_thread(json.loads, body)
+        except (ValueError, RecursionError):
             return None  # vLLM has an answer to that
         images = RequestImages(parsed, form)
         if not len(images):
             return None
         kept = await self._of(scope).submit(images, _headers(scope))
-        return _Named(await asyncio.to_thread(lambda: json.dumps(images.body).encode()), kept)
+        try:
+            return _Named(await asyncio.to_thread(lambda: json.dumps(images.body).encode()), kept)
+        except RecursionError:
+            await kept.close()
+            raise InvalidRequestError("the request's JSON is nested too deeply") from None
 
     def _of(self, scope: MutableMapping[str, Any]) -> "_Service":
         if self._service is None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
 
-_KINDS = {"image_url", "input_image", "image_embeds", "image_pil"}
+_KINDS = {"image_url", "input_image", "image_pil"}
+_EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
 # They change images in the engine alone, and with them what vLLM takes for an image's identity.
 _PROCESSOR_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 
@@ -34,7 +35,13 @@ class RequestImages:
     def __init__(self, body: Any, form: Form) -> None:
         self.body = body
         self._form = form
-        self._parts = list(_image_parts(body, form))
+        parts = list(_parts(body, form))
+        for part in parts:
+            if embedded := _kinds(part) & _EMBEDDED:
+                raise ForbiddenError(
+                    f"{min(embedded)}: embeddings are made by the encoder service alone; send images"
+                )
+        self._parts = [part for part in parts if _kinds(part) & _KINDS]
         if not self._parts:
             return
         for option in _PROCESSOR_OPTIONS:
@@ -62,19 +69,23 @@ class RequestImages:
         self.body["ec_transfer_params"] = {**(self.body.get("ec_transfer_params") or {}), key: value}
 
 
-def _image_parts(body: Any, form: Form) -> Iterator[dict[str, Any]]:
+def _parts(body: Any, form: Form) -> Iterator[dict[str, Any]]:
     messages = body.get(form.messages) if isinstance(body, dict) else None
     for message in messages if isinstance(messages, list) else ():
         for key in form.parts:
             parts = message.get(key) if isinstance(message, dict) else None
             for part in parts if isinstance(parts, list) else ():
-                if isinstance(part, dict) and (part.get("type") in _KINDS or _KINDS & part.keys()):
+                if isinstance(part, dict):
                     yield part
 
 
+def _kinds(part: dict[str, Any]) -> set[str]:
+    """Return all that vLLM may take a part for: by its type, or by its keys."""
+    kind = part.get("type")
+    return {*part, kind} if isinstance(kind, str) else {*part}
+
+
 def _url(part: dict[str, Any]) -> str:
-    if "image_embeds" in part or part.get("type") == "image_embeds":
-        raise ForbiddenError("image_embeds: embeddings are made by the encoder service alone; send images")
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str):

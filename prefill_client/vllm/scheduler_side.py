@@ -16,6 +16,7 @@ from prefill_client.vllm.row_table import Rows, RowTable
 from prefill_client.vllm.service_check import check_description, row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.steps import Steps
+from prefill_client.vllm.tower_input import TowerInput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,11 +41,11 @@ class SchedulerSide:
             NameSigner(config.ec_transfer_config.engine_id),
             self.counts,
             description=lambda: self._fetcher.description,
-            merge_size=kind.merge,
             tenant_salt=settings.tenant_salt,
             window_tokens=config.scheduler_config.max_num_batched_tokens + look_ahead(config),
             capacity_rows=self._memory.size_bytes // size,
             gating=settings.gating,
+            tower=TowerInput.of(config),
         )
         self._steps = Steps[Rows](
             self._memory.path,

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.image_key import has_pixels
 from prefill_client.vllm.prompt_images import Feature, PromptImages, Request, Span
 from prefill_client.vllm.settings import Gating
 from prefill_client.vllm.shared_table import SharedTable
 from prefill_client.vllm.store_session import Asked
+from prefill_client.vllm.tower_input import TowerInput
 
 _log = logging.getLogger("vllm.encoder_service")
-_GRID = "image_grid_thw"
-_ENCODED = ("image", "video")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,12 @@ class SharingGate:
     """For the scheduler's thread."""
 
     def __init__(
-        self, table: SharedTable, counts: Counts, *, merge: int, window_tokens: int, gating: Gating
+        self, table: SharedTable, counts: Counts, *, tower: TowerInput, window_tokens: int, gating: Gating
     ) -> None:  # fmt: skip
-        """`window_tokens` is what one step prefills at most; `merge` squared patches become a row."""
+        """`window_tokens` is what one step prefills at most."""
         self._table = table
         self._counts = counts
-        self._merged_patches = merge**2
+        self._tower = tower
         self._window_tokens = window_tokens
         self._gating = gating
         self._prompts: dict[str, _Prompt] = {}
@@ -97,10 +95,13 @@ class SharingGate:
         self.finished(request.request_id)  # a session that goes on with more images
         self._prompts[request.request_id] = prompt
         for index, feature in enumerate(request.mm_features):
-            if feature.modality in _ENCODED and not has_pixels(feature.data):
+            try:
+                grid = self._tower.check(index, feature)
+            except InvalidRequestError as error:
                 # This role makes vLLM accept parts without pixels: with a wrong grid, one would end the engine.
-                self._fail(request.request_id, f"image {index} comes without pixels")
-            elif (span := self._span(index, feature)) is not None:
+                self._fail(request.request_id, error.message)
+                continue
+            if (span := self._span(index, feature, grid)) is not None:
                 prompt.spans.append(span)
             else:
                 prompt.others.append(feature)
@@ -111,16 +112,13 @@ class SharingGate:
             _log.warning("request %s ends with an error: %s", request_id, why)
             self._failed[request_id] = InvalidRequestError(why)
 
-    def _span(self, index: int, feature: Feature) -> _Span | None:
-        """Return where an image is; None for what is no image, or does not have a row for each of its tokens."""
-        if feature.data is None or _GRID not in feature.data:
+    def _span(self, index: int, feature: Feature, grid: Grid | None) -> _Span | None:
+        """Return where an image is; None for what is no image with a grid."""
+        if grid is None or feature.modality != "image":
             return None
-        grid = Grid(*feature.data[_GRID].data.flatten().tolist())
-        rows, position = grid.patches // self._merged_patches, feature.mm_position
-        if position.get_num_embeds() != rows:
-            return None
+        position = feature.mm_position
         begin, end = position.offset, position.offset + position.length
-        return _Span(begin, end, index, feature.identifier, rows, feature, grid)
+        return _Span(begin, end, index, feature.identifier, position.get_num_embeds(), feature, grid)
 
     def _next(self, prompt: _Prompt, computed: int, windows: int | None) -> list[_Span]:
         """Return the images that the next steps touch, as many as prefill so many windows; None: all."""

@@ -16,6 +16,7 @@ from prefill_client.vllm.shared_table import SharedImage, SharedTable
 from prefill_client.vllm.sharing_gate import SharingGate
 from prefill_client.vllm.steps import Steps
 from prefill_client.vllm.store_session import StoreSession
+from prefill_client.vllm.tower_input import TowerInput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +39,7 @@ class SharingSide:
         self.gate = SharingGate(
             self.table,
             self.counts,
-            merge=kind.merge,
+            tower=TowerInput.of(config),
             window_tokens=config.scheduler_config.max_num_batched_tokens + look_ahead(config),
             gating=settings.gating,
         )

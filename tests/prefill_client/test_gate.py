@@ -19,6 +19,7 @@ from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.tower_input import TowerInput
 from testing.photos import photo
 from tests.waiting import PATIENCE_S
 
@@ -79,11 +80,11 @@ class Prefill:
             self.signer,
             self.counts,
             description=lambda: fetcher.description,
-            merge_size=2,
             tenant_salt="",
             window_tokens=WINDOW,
             capacity_rows=ROOM_ROWS,
             gating="window",
+            tower=TowerInput(fetcher.description.geometry.merge_size),
         )
 
     def request(self, request_id: str, layout: str, images: Sequence[Submitted]) -> tuple[Asking, int]:

@@ -1,10 +1,13 @@
 """Requests that end or corrupt an engine with a careless consumer: each ends itself, and nothing else."""
 
+import base64
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from encoder_contract.geometry import Grid
 from testing.photos import photo
@@ -55,6 +58,51 @@ def signed_with_another_grid(engine: Engine) -> dict[str, Any]:
     )
 
 
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> str:
+    """A tensor as a caller sends one."""
+    file = io.BytesIO()
+    torch.save(torch.ones(shape, dtype=dtype), file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def embedded(modality: str, **data: Any) -> dict[str, Any]:
+    """A part that has this in the place of an image or a video."""
+    kind = f"{modality}_embeds"
+    return {"type": kind, kind: data, "uuid": f"{modality} of a caller"}
+
+
+FRAME = {"video_grid_thw": [1, 4, 4], "timestamps": [1.0]}
+PATCH_VALUES = 3 * 2 * 16**2
+# The chat template of the test's checkpoint knows images alone: callers may write a video's place themselves.
+PLACE = ([], ["<|vision_start|><|video_pad|><|vision_end|>"])
+# What a caller may send in the place of an image or video, none of which vLLM itself refuses.
+EMBEDDED: dict[str, dict[str, Any]] = {
+    "a video without pixels": embedded("video", **FRAME),
+    "embeddings of an image": embedded("image", image_grid_thw=[1, 4, 4], image_embeds=tensor(4, 512)),
+    "embeddings of a wrong width": embedded("image", image_grid_thw=[1, 4, 4], image_embeds=tensor(4, 3)),
+    "too few embeddings": embedded("image", image_grid_thw=[1, 4, 4], image_embeds=tensor(1, 512)),
+    "embeddings of a video": embedded("video", **FRAME, video_embeds=tensor(4, 512)),
+    "embeddings of a video of a wrong width": embedded("video", **FRAME, video_embeds=tensor(4, 3)),
+    "pixels of a wrong width": embedded("image", image_grid_thw=[1, 4, 4], pixel_values=tensor(16, 7)),
+    "too few pixels": embedded("image", image_grid_thw=[1, 4, 4], pixel_values=tensor(8, PATCH_VALUES)),
+    "pixels with an odd grid": embedded(
+        "image", image_grid_thw=[1, 1, 16], pixel_values=tensor(16, PATCH_VALUES)
+    ),
+    "pixels with a negative grid": embedded(
+        "image", image_grid_thw=[1, -4, -4], pixel_values=tensor(16, PATCH_VALUES)
+    ),
+    "pixels with a grid of four numbers": embedded(
+        "image", image_grid_thw=[1, 1, 4, 4], pixel_values=tensor(16, PATCH_VALUES)
+    ),
+    "pixels with a grid of fractions": embedded(
+        "image", image_grid_thw=[1.0, 4.0, 4.0], pixel_values=tensor(16, PATCH_VALUES)
+    ),
+    "an image of two frames": embedded(
+        "image", image_grid_thw=[2, 4, 4], pixel_values=tensor(32, PATCH_VALUES)
+    ),
+    "a video's pixels of a wrong width": embedded("video", **FRAME, pixel_values_videos=tensor(16, 7)),
+}
+
 HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "no name": lambda engine: engine.named(IMAGE, uuid=None),
     "a name that nobody knows": lambda engine: engine.named(IMAGE, uuid="my-image"),
@@ -67,6 +115,18 @@ HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "a grid that the service does not confirm": signed_with_another_grid,
     "pixels under a name of ours": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
 }
+
+
+@pytest.mark.parametrize("kind", EMBEDDED)
+def test_tensors_of_a_caller_end_their_request_alone(engine: Engine, kind: str) -> None:
+    engine.forget()
+    try:
+        hostile = engine.start(["hostile ", *PLACE[kind.count("video")], EMBEDDED[kind]])
+    except (ValueError, TypeError):
+        return  # vLLM refuses it before its engine hears of it
+    assert engine.run(hostile)[hostile].reason == "error"
+    assert engine.ask(["good"]).reason == "length"
+    engine.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

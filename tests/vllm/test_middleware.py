@@ -245,6 +245,51 @@ def test_what_cannot_be_served_is_refused_with_its_own_text(
     assert told in response.json()["error"]["message"]
 
 
+EMBEDDED = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        json.dumps(EMBEDDED),
+        json.dumps(EMBEDDED).replace("image_embeds", "im\\u0061ge_embeds"),
+        json.dumps(EMBEDDED).replace('"type": "image_embeds", ', ""),
+        '{"type": "video_embeds", "video_embeds": {"video_grid_thw": [1, 4, 4], "timestamps": [1.0]}, "uuid": "x"}',
+        '{"type": "audio_embeds", "audio_embeds": null, "uuid": "x"}',
+    ],
+    ids=["image", "escaped", "without a type", "video", "audio"],
+)
+def test_embeddings_of_a_caller_are_refused(http: HttpEngine, path: str, part: str) -> None:
+    body = f'{{"model": "tiny", "max_tokens": 2, "messages": [{{"role": "user", "content": [{part}]}}]}}'
+    response = httpx.post(
+        http.url + path, content=body, headers={"content-type": "application/json"}, timeout=120
+    )
+    assert response.status_code == 403, response.text
+    assert "embeddings are made by the encoder service" in response.json()["error"]["message"]
+
+
+def test_images_of_an_invocation_are_encoded_by_the_service(http: HttpEngine, service: ServerProcess) -> None:
+    encoded = service.encodes()
+    message = {"role": "user", "content": content(["x", photo(93, 94, 8200, "PNG")])}
+    body = {"model": "tiny", "max_tokens": 2, "messages": [message]}
+    assert httpx.post(http.url + "/invocations", json=body, timeout=120).status_code == 200
+    assert service.encodes() == encoded + 1
+
+
+@pytest.mark.parametrize("around", ["", '{"type": "image_url", "image_url": {"url": "x"}}'])
+def test_deeply_nested_json_is_the_callers_error(http: HttpEngine, around: str) -> None:
+    nested = "[" * 100_000 + around + "]" * 100_000
+    body = f'{{"model": "tiny", "messages": [{{"role": "user", "content": {nested}}}]}}'
+    response = httpx.post(
+        http.url + "/v1/chat/completions",
+        content=body,
+        headers={"content-type": "application/json"},
+        timeout=120,
+    )
+    assert response.status_code == 400, response.text
+
+
 def test_an_image_is_loaded_from_an_allowed_domain_at_any_port(http: HttpEngine, album: str) -> None:
     part = {"type": "image_url", "image_url": {"url": f"{album}/photo"}}
     assert http.chat([{"type": "text", "text": "x"}, part]).status_code == 200

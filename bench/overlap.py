@@ -29,9 +29,9 @@ import transformers
 
 from bench.harness.benchmark import Benchmark, Figure
 from prefill_client import Chunk, EncoderClient, FetchedRows, Layout, RowRequest, Trace, plan, read
-from prefill_client.reference.chat import Chat, Prefilled
-from prefill_client.reference.engine import Embedded, Engine, Prompt
-from prefill_client.reference.language_model import LanguageModel, load_language_model
+from prefill_reference.chat import Chat, Prefilled
+from prefill_reference.engine import Embedded, Engine, Prompt
+from prefill_reference.language_model import LanguageModel, load_language_model
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess, running

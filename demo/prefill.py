@@ -15,9 +15,9 @@ import transformers
 
 from encoder_contract.errors import EncoderError
 from prefill_client import EncoderClient, Trace
-from prefill_client.reference.chat import Chat, ChunkRun, Prefilled
-from prefill_client.reference.engine import Engine
-from prefill_client.reference.language_model import load_language_model
+from prefill_reference.chat import Chat, ChunkRun, Prefilled
+from prefill_reference.engine import Engine
+from prefill_reference.language_model import load_language_model
 
 QUESTIONS = ("What do these photos show?", "And these, compared with the first ones?")
 ANSWER_TOKENS = 8

@@ -15,7 +15,7 @@ import transformers
 
 from demo.checks import check
 from demo.report import print_turn
-from prefill_client.tools.timeline import draw
+from prefill_reference.timeline import draw
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerStartError, running

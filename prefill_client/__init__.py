@@ -42,7 +42,7 @@ from prefill_client.images import (
 from prefill_client.prompt.chunks import Chunk, Window, plan
 from prefill_client.prompt.layout import Layout, Span, expand_prompt
 from prefill_client.prompt.prefetch import PrefetchSession, ReadyChunk
-from prefill_client.tools.trace import Trace
+from prefill_client.trace import Trace
 from prefill_client.transport import TRANSPORTS
 from prefill_client.transport.device import DeviceRows
 from prefill_client.transport.reading import read

@@ -1,4 +1,7 @@
-"""The command line of the prefill side: `prefill-client encode`, `timeline` and `serve`."""
+"""The command line of the prefill side: `prefill-client encode`, `timeline` and `serve`.
+
+`timeline` and `serve` are the reference service's; the functions that need `prefill_reference` import it.
+"""
 
 import argparse
 import asyncio
@@ -12,8 +15,6 @@ from encoder_contract.credentials import Credentials
 from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient, FetchedRows, RowRequest, Submitted
-from prefill_client.reference.config import ServiceConfig
-from prefill_client.tools.timeline import draw
 from prefill_client.transport import BY_DEFAULT, INLINE
 
 CONNECT_S = 10.0  # a far server that is there answers within it
@@ -65,14 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Every flag is also an environment variable (named at the end of its help). Flags override "
         "variables.",
     )
-    ServiceConfig.add_flags(serve)
+    _add_service_flags(serve)
     given = parser.parse_args(arguments)
     if given.command == "serve":
         return _serve(vars(given))
     return _draw(given) if given.command == "timeline" else _encode_files(given)
 
 
+def _add_service_flags(serve: argparse.ArgumentParser) -> None:
+    from prefill_reference.config import ServiceConfig
+
+    ServiceConfig.add_flags(serve)
+
+
 def _draw(given: argparse.Namespace) -> int:
+    from prefill_reference.timeline import draw
+
     try:
         print(draw(given.traces, given.out))
     except (OSError, ValueError) as error:
@@ -84,7 +93,7 @@ def _draw(given: argparse.Namespace) -> int:
 def _serve(given: dict[str, object]) -> int:
     # torch and transformers take seconds to import, and `encode` works without them.
     try:
-        from prefill_client.reference.server import main as serve
+        from prefill_reference.server import main as serve
     except ImportError as error:
         print(f"prefill-client: {error}; pip install 'encoder-service[reference]'", file=sys.stderr)
         return BAD_USAGE

@@ -18,7 +18,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVICE = ROOT / "encoder_service"
-COUNTED = ("encoder_service", "prefill_client", "proto/encoder_contract", "testing", "bench", "demo", "tests")
+COUNTED = (
+    "encoder_service",
+    "prefill_client",
+    "prefill_reference",
+    "proto/encoder_contract",
+    "testing",
+    "bench",
+    "demo",
+    "tests",
+)
 # Runs on a timer, with or without an image: it would be counted now and then.
 ON_A_TIMER = "http.py"
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PACKAGES = ("encoder_service", "prefill_client", "proto", "bench", "demo", "testing", "deploy")
+PACKAGES = (
+    *("encoder_service", "prefill_client", "prefill_reference", "proto"),
+    *("bench", "demo", "testing", "deploy"),
+)
 SOURCES = (".py", ".proto", ".lua", ".yml", ".yaml", ".toml")
 
 

@@ -9,8 +9,13 @@ from pathlib import Path
 from testing import structure
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"encoder_contract": ROOT / "proto", "encoder_service": ROOT, "prefill_client": ROOT}
-# Each may import from those before it, but the client not the server.
+PACKAGES = {
+    "encoder_contract": ROOT / "proto",
+    "encoder_service": ROOT,
+    "prefill_client": ROOT,
+    "prefill_reference": ROOT,
+}
+# Each may import from those before it, but the client and the reference service not the server.
 FOLDERS = [*PACKAGES, "testing", "demo", "bench", "tests"]
 
 # The service from the top down: an entry imports only from layers below its own.
@@ -43,20 +48,20 @@ FENCES = {
         "prefill_client/transport/elements",
         "prefill_client/transport/transport",
         "prefill_client/prompt/prefetch",
-        "prefill_client/reference/",
+        "prefill_reference/",
         "prefill_client/vllm/",
     },
     "redis": {"encoder_service/cluster/redis/connection"},
-    "transformers": {"prefill_client/reference/"},
-    "prometheus_client": {"encoder_service/metrics", "prefill_client/reference/"},
+    "transformers": {"prefill_reference/"},
+    "prometheus_client": {"encoder_service/metrics", "prefill_reference/"},
     "nvidia": {"encoder_service/image/dali", "encoder_service/image/decoder_process"},
     "PIL": {"encoder_service/image/decoder", "encoder_service/image/pillow"},
     "rich": {"encoder_service/cli", "encoder_service/top"},
-    "fastapi": {"prefill_client/reference/"},
-    "uvicorn": {"prefill_client/reference/"},
+    "fastapi": {"prefill_reference/"},
+    "uvicorn": {"prefill_reference/"},
     "flash_attn": {"encoder_service/vision/"},
     "triton": {"encoder_service/vision/", "encoder_service/image/"},
-    "safetensors": {"encoder_service/vision/load", "prefill_client/reference/"},
+    "safetensors": {"encoder_service/vision/load", "prefill_reference/"},
     "vllm": {"prefill_client/vllm/"},
     "cuda": {"encoder_contract/device_memory"},
     "pickle": set(),
@@ -66,7 +71,7 @@ FENCES = {
 # Who touches the environment: entry points read it; the others set what a library reads.
 ENVIRONMENT = {
     "encoder_service/cli": "reads settings",
-    "prefill_client/reference/server": "reads settings",
+    "prefill_reference/server": "reads settings",
     "encoder_service/image/dali": "sets how much DALI says",
     "encoder_service/image/decoder_pool": "sets how its children keep memory",
     "encoder_contract/command_line": "sets how much gRPC says",
@@ -79,7 +84,7 @@ WALL_CLOCK = {
     "encoder_service/cluster/peers": "says when a call to a replica was signed",
     "encoder_service/top": "shows how old a process is",
     "prefill_client/media/freshness": "reads a host's Expires that comes without its Date",
-    "prefill_client/reference/completions": "says when an answer was made",
+    "prefill_reference/completions": "says when an answer was made",
 }
 
 
@@ -134,16 +139,17 @@ def all_imports() -> Iterator[tuple[str, str]]:
 
 
 def test_server_and_client_never_import_each_other() -> None:
-    apart = {"encoder_service", "prefill_client"}
+    server, clients = {"encoder_service"}, {"prefill_client", "prefill_reference"}
+    refused = {"encoder_service": clients, **dict.fromkeys(clients, server)}
     assert [
         (name, imported)
         for name, imported in all_imports()
-        if (top := imported.split(".")[0]) in apart and top != name.split("/")[0]
+        if imported.split(".")[0] in refused.get(name.split("/")[0], set())
     ] == []
 
 
 def test_the_contract_imports_neither_package_nor_a_numeric_library() -> None:
-    refused = {"torch", "numpy", "encoder_service", "prefill_client"}
+    refused = {"torch", "numpy", "encoder_service", "prefill_client", "prefill_reference"}
     assert [
         (name, imported)
         for name, imported in all_imports()
@@ -197,15 +203,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph()).prepare()  # raises CycleError, naming the circle
 
 
-def test_folders_import_only_from_those_below_and_the_reference_is_above_the_client() -> None:
+def test_folders_import_only_from_those_below_but_the_command_line_finds_the_reference_service() -> None:
     for name, imported in graph().items():
-        folder = name.split(".")[0]
-        allowed = FOLDERS[: FOLDERS.index(folder) + 1]
-        assert {each.split(".")[0] for each in imported} <= {*allowed}, name
-        if folder == "prefill_client" and not name.startswith(
-            ("prefill_client.reference", "prefill_client.cli", "prefill_client.vllm")
-        ):
-            assert not any(each.startswith("prefill_client.reference") for each in imported), name
+        allowed = set(FOLDERS[: FOLDERS.index(name.split(".")[0]) + 1])
+        if name == "prefill_client.cli":
+            allowed.add("prefill_reference")  # `prefill-client serve` and `timeline`
+        assert {each.split(".")[0] for each in imported} <= allowed, name
 
 
 def test_only_entry_points_read_the_environment() -> None:

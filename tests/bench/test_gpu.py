@@ -123,7 +123,15 @@ ALSO = {
         if "mark.gpu" in path.read_text()
     ],
 }
-OURS = {"bench", "testing", "tests", "encoder_service", "prefill_client", "encoder_contract"}
+OURS = {
+    "bench",
+    "testing",
+    "tests",
+    "encoder_service",
+    "prefill_client",
+    "prefill_reference",
+    "encoder_contract",
+}
 
 
 def imported(path: Path) -> Iterator[tuple[str, bool]]:

@@ -14,7 +14,7 @@ from bench.sizing import main as show_sizing
 from encoder_contract.command_line import BAD_USAGE
 from encoder_service.app import LOST_DEVICE
 from encoder_service.config import Config, ConfigError
-from prefill_client.reference.config import ServiceConfig
+from prefill_reference.config import ServiceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -14,9 +14,22 @@ from encoder_contract.version import __version__
 from testing.photos import photo
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"encoder_service": ROOT, "prefill_client": ROOT, "encoder_contract": ROOT / "proto"}
+PACKAGES = {
+    "encoder_service": ROOT,
+    "prefill_client": ROOT,
+    "prefill_reference": ROOT,
+    "encoder_contract": ROOT / "proto",
+}
 # Build files only: a build in the tree itself would leave things behind, and take along what it left last time.
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "encoder_service", "prefill_client", "proto")
+SOURCES = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "encoder_service",
+    "prefill_client",
+    "prefill_reference",
+    "proto",
+)
 WAIT_S = 200  # building and installing it takes five
 
 

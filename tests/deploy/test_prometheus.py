@@ -21,8 +21,8 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.metrics import Scrape
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
-from prefill_client.reference.metrics import Metrics as PrefillMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
+from prefill_reference.metrics import Metrics as PrefillMetrics
 from testing.photos import photo
 from testing.redis_servers import redis_server
 from tests.operator_view import numbers

@@ -16,7 +16,10 @@ from encoder_service.metrics import PREFIX, READINGS, Metrics
 from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
 from tests.test_architecture import LAYERS
 
-OURS = ("encoder_service", "prefill_client", "encoder_contract", "proto", "bench", "tests", "deploy", "docs")
+OURS = (
+    *("encoder_service", "prefill_client", "prefill_reference", "encoder_contract", "proto"),
+    *("bench", "tests", "deploy", "docs"),
+)
 WRITTEN_BY_THE_READER = {"deploy/.env", "deploy/vllm/.env"}
 MARKER = r"<!-- bench:(\w+)(?:\.tables)? -->"
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -51,7 +54,8 @@ def test_links_and_files_exist(page: Path) -> None:
         for file in named(r"(?<![\w./-])([\w-]+\.(?:py|md|proto|yml))\b", code):
             assert any(any((ROOT / place).rglob(file)) for place in OURS if (ROOT / place).exists()), file
         for module in named(
-            r"(?<![\w.])((?:bench|encoder_service|prefill_client|encoder_contract)\.[a-z]\w*(?:\.\w+)*)", code
+            r"(?<![\w.])((?:bench|encoder_(?:service|contract)|prefill_(?:client|reference))\.[a-z]\w*(?:\.\w+)*)",
+            code,
         ):
             assert file_or_module(module), module
 

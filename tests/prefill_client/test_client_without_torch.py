@@ -17,7 +17,10 @@ from tests.processes import running
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ABSENT = ("torch", "PIL", "encoder_service", "prometheus_client", "redis", "rich", "safetensors")
+ABSENT = (
+    *("torch", "PIL", "encoder_service", "prefill_reference"),
+    *("prometheus_client", "redis", "rich", "safetensors"),
+)
 
 SCRIPT = """
 import sys
@@ -29,7 +32,6 @@ from importlib.util import find_spec
 
 from prefill_client import *
 from prefill_client import cli
-from prefill_client.tools import timeline
 
 assert not [name for name in absent if find_spec(name)]
 with BlockingClient.connect(endpoint) as encoder:

@@ -86,8 +86,8 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
     assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
 
 
-def test_importing_the_client_loads_neither_torch_nor_grpc_nor_the_server() -> None:
-    heavy = "{'torch', 'grpc', 'PIL', 'redis', 'encoder_service', 'transformers'}"
+def test_importing_the_client_loads_no_torch_grpc_server_or_reference_service() -> None:
+    heavy = "{'torch', 'grpc', 'PIL', 'redis', 'encoder_service', 'prefill_reference', 'transformers'}"
     script = f"import sys, prefill_client; print({heavy} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True

@@ -14,11 +14,11 @@ from prefill_client import EncoderClient, __version__
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.reference.http_service import Limits
+from prefill_reference.http_service import Limits
 from testing.photos import data_url, photo
 from tests.dripping_host import HEAD, dripping_host
 from tests.image_host import image_host
-from tests.prefill_client.reference.test_http_service import serving, user
+from tests.prefill_reference.test_http_service import serving, user
 from tests.waiting import PATIENCE_S
 
 FIRST = photo(300, 220, 1)

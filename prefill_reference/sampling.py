@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from prefill_client.reference.engine import Choose, greedy
+from prefill_reference.engine import Choose, greedy
 
 
 def sampler(temperature: float, top_p: float, seed: int | None) -> Choose:

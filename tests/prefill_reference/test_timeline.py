@@ -19,12 +19,12 @@ from encoder_contract.traceparent import trace_id
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Trace
 from prefill_client.cli import main
-from prefill_client.reference.chat import Chat
-from prefill_client.reference.engine import Engine
-from prefill_client.reference.language_model import load_language_model
-from prefill_client.tools.timeline import COLOURS, draw
-from prefill_client.tools.trace import Span, read_spans
+from prefill_client.trace import Span, read_spans
 from prefill_client.transport.server_clock import ServerClock
+from prefill_reference.chat import Chat
+from prefill_reference.engine import Engine
+from prefill_reference.language_model import load_language_model
+from prefill_reference.timeline import COLOURS, draw
 from testing.photos import photo
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for

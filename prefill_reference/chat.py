@@ -29,9 +29,9 @@ from prefill_client import (
     read_images,
 )
 from prefill_client.prompt.prefetch import of_image
-from prefill_client.reference.engine import Choose, Embedded, Engine, Prompt, greedy
-from prefill_client.reference.prefix import PrefixCache
 from prefill_client.transport.elements import element_type
+from prefill_reference.engine import Choose, Embedded, Engine, Prompt, greedy
+from prefill_reference.prefix import PrefixCache
 
 Result = TypeVar("Result")
 

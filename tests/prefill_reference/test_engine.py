@@ -15,8 +15,8 @@ from torch import Tensor
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
 from prefill_client import Layout, expand_prompt, plan
-from prefill_client.reference.engine import Engine, prefill
-from prefill_client.reference.language_model import load_language_model
+from prefill_reference.engine import Engine, prefill
+from prefill_reference.language_model import load_language_model
 
 pytestmark = pytest.mark.slow
 

@@ -20,14 +20,14 @@ from encoder_contract.settings import ConfigError
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.reference.chat import Chat
-from prefill_client.reference.config import ServiceConfig
-from prefill_client.reference.engine import Engine
-from prefill_client.reference.http_service import HttpService, Limits
-from prefill_client.reference.language_model import load_language_model
-from prefill_client.reference.metrics import Metrics
-from prefill_client.reference.prefix import PrefixCache
-from prefill_client.reference.trace_folder import TraceFolder
+from prefill_reference.chat import Chat
+from prefill_reference.config import ServiceConfig
+from prefill_reference.engine import Engine
+from prefill_reference.http_service import HttpService, Limits
+from prefill_reference.language_model import load_language_model
+from prefill_reference.metrics import Metrics
+from prefill_reference.prefix import PrefixCache
+from prefill_reference.trace_folder import TraceFolder
 
 GIB = 1 << 30
 DRAIN_S = 30  # what running requests are given after SIGTERM

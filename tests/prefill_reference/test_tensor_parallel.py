@@ -17,7 +17,7 @@ import torch.distributed as dist
 from encoder_contract.errors import EncoderError
 from encoder_service.api import admin_client as operator_client
 from prefill_client import TRANSPORTS, BlockingClient, FetchedRows, RowRequest
-from prefill_client.reference.tensor_parallel import pack, rows_on_every_rank
+from prefill_reference.tensor_parallel import pack, rows_on_every_rank
 from testing.photos import photo
 from tests.processes import running
 from tests.waiting import START_S

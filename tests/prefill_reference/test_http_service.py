@@ -23,14 +23,14 @@ from prefill_client import EncoderClient
 from prefill_client.cli import main
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.reference.chat import Chat
-from prefill_client.reference.config import ServiceConfig
-from prefill_client.reference.engine import Engine
-from prefill_client.reference.http_service import HttpService, Limits
-from prefill_client.reference.language_model import load_language_model
-from prefill_client.reference.metrics import Metrics
-from prefill_client.reference.prefix import PrefixCache
-from prefill_client.reference.trace_folder import TraceFolder
+from prefill_reference.chat import Chat
+from prefill_reference.config import ServiceConfig
+from prefill_reference.engine import Engine
+from prefill_reference.http_service import HttpService, Limits
+from prefill_reference.language_model import load_language_model
+from prefill_reference.metrics import Metrics
+from prefill_reference.prefix import PrefixCache
+from prefill_reference.trace_folder import TraceFolder
 from testing.photos import data_url, photo
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for

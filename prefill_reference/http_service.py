@@ -26,11 +26,11 @@ from encoder_contract.errors import Status as Code
 from encoder_contract.traceparent import TRACEPARENT
 from prefill_client import Trace, traceparent
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.reference.chat import Chat, Prefilled
-from prefill_client.reference.completions import ChatRequest, completion, error_body, piece, usage
-from prefill_client.reference.metrics import Metrics
-from prefill_client.reference.sampling import sampler
-from prefill_client.reference.trace_folder import TraceFolder
+from prefill_reference.chat import Chat, Prefilled
+from prefill_reference.completions import ChatRequest, completion, error_body, piece, usage
+from prefill_reference.metrics import Metrics
+from prefill_reference.sampling import sampler
+from prefill_reference.trace_folder import TraceFolder
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
 from prefill_client import Chunk, Layout, plan
-from prefill_client.reference.language_model import LanguageModel, Levels
-from prefill_client.reference.positions import mrope_positions
-from prefill_client.reference.prefix import Prefix
+from prefill_reference.language_model import LanguageModel, Levels
+from prefill_reference.positions import mrope_positions
+from prefill_reference.prefix import Prefix
 
 # rows(image, row_begin, row_end) -> [row_end - row_begin, width]: where the engine gets an image's rows from.
 RowSource = Callable[[int, int, int], Awaitable[Tensor]]

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from prefill_client.tools.trace import REQUEST, Span, place, read_spans
+from prefill_client.trace import REQUEST, Span, place, read_spans
 
 COLOURS = {
     "hash": "#9e9ac8",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from encoder_contract.geometry import Grid
 from prefill_client import expand_prompt
-from prefill_client.reference.positions import mrope_positions
+from prefill_reference.positions import mrope_positions
 
 IMAGE = 7
 MERGE = 2

@@ -10,8 +10,8 @@ from encoder_contract.errors import ForbiddenError
 from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.reference.http_service import Limits
-from tests.prefill_client.reference.test_http_service import serving, user
+from prefill_reference.http_service import Limits
+from tests.prefill_reference.test_http_service import serving, user
 from tests.waiting import soon
 
 FORBIDDEN = "http://host/forbidden.jpg"

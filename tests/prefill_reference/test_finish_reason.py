@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from prefill_client import EncoderClient
-from prefill_client.reference.completions import ChatRequest
-from prefill_client.reference.http_service import Limits
-from tests.prefill_client.reference.test_http_service import MODEL, serving, user
+from prefill_reference.completions import ChatRequest
+from prefill_reference.http_service import Limits
+from tests.prefill_reference.test_http_service import MODEL, serving, user
 
 QUESTION = "What is this?"
 ROOM = 3

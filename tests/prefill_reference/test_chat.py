@@ -12,10 +12,10 @@ import transformers
 
 from encoder_contract.errors import InvalidImageError, InvalidRequestError, ModelMismatchError
 from prefill_client import EncoderClient, Layout, expand_prompt
-from prefill_client.reference.chat import Chat, Prefilled
-from prefill_client.reference.engine import Engine
-from prefill_client.reference.language_model import LanguageModel, load_language_model
-from prefill_client.reference.prefix import PrefixCache
+from prefill_reference.chat import Chat, Prefilled
+from prefill_reference.engine import Engine
+from prefill_reference.language_model import LanguageModel, load_language_model
+from prefill_reference.prefix import PrefixCache
 from testing.photos import photo
 from testing.reference_model import OneShot
 from tests.gate import Gate

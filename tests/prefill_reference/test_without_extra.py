@@ -1,0 +1,38 @@
+"""The commands of the reference service where its extra, `encoder-service[reference]`, is not installed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ABSENT = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "matplotlib")
+
+
+def prefill_client(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    absent = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))"
+    code = f"{absent}; from prefill_client.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_serve_names_what_is_missing_and_the_extra_that_installs_it(tmp_path: Path) -> None:
+    result = prefill_client("serve", "--model", tmp_path, "--listen", "127.0.0.1:0")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert "torch" in result.stderr
+    assert "pip install 'encoder-service[reference]'" in result.stderr
+
+
+def test_serve_lists_its_settings_without_the_extra() -> None:
+    result = prefill_client("serve", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "--chunk-tokens" in result.stdout
+
+
+def test_timelines_are_drawn_without_the_extra(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "timeline.html"
+    trace.write_text(json.dumps({"traceEvents": [], "otherData": {"request_id": "chatcmpl-1"}}))
+    result = prefill_client("timeline", trace, "--out", picture)
+    assert result.returncode == 0, result.stderr
+    assert "chatcmpl-1" in picture.read_text()

@@ -179,7 +179,7 @@ class Server:
     async def _refuse_new_calls(self) -> None:
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
-        self._waiters.end_keeping(UnavailableError("the server is draining: use another one"))
+        self._waiters.end_keeping(UnavailableError("the server is draining: use another server"))
 
     # Construction
 

@@ -310,8 +310,8 @@ class Watch:
                 )
             except OSError as error:
                 raise ConfigError(
-                    f"{flag('metrics_listen')} {listen}: the address is taken or not ours ({error.strerror}); "
-                    "port 0 takes a free one"
+                    f"{flag('metrics_listen')} {listen}: the address is taken or not one of this host "
+                    f"({error.strerror}); port 0 picks a free port"
                 ) from error
         self.endpoint = self._port.endpoint if self._port else ""
         self.url = f"{'https' if certificates else 'http'}://{self.endpoint}/" if self._port else ""

@@ -42,7 +42,7 @@ class SubmitWaiters:
 
     def __init__(self, cluster: Cluster, max_waiters: int) -> None:
         self._cluster = cluster
-        self._room = Shares(max_waiters, "images that nobody has submitted")
+        self._room = Shares(max_waiters, "images that are not submitted yet")
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
         self._keepers: dict[bytes, dict[Keeper, None]] = {}
         self._end: EncoderError | None = None
@@ -465,7 +465,7 @@ class PutLeases:
         self._store = store
         self._cluster = cluster
         self._waiters = waiters
-        self._room = Shares(max_leases, "leases to put rows")
+        self._room = Shares(max_leases, "Put leases")
         self._leases: dict[bytes, Lease] = {}
         self._following: dict[bytes, asyncio.Task[None]] = {}
 

@@ -32,12 +32,14 @@ class Shares:
         free = self.size - self.held - amount
         if free < 0:
             raise OverloadedError(
-                f"the server has no room for more {self._what}", retry_after_ms=RETRY_AFTER_MS
+                f"the server's limit of {self._what} ({self.size}) is reached: retry",
+                retry_after_ms=RETRY_AFTER_MS,
             )
         most = math.floor(free * SHARE / (1 - SHARE))
         if any(held and held + amount > most for held in map(self._holders.__getitem__, holders)):
             raise OverloadedError(
-                f"this caller's share of {self._what} is taken", retry_after_ms=RETRY_AFTER_MS
+                f"this caller's share of {self._what} is used up: end other calls, or retry",
+                retry_after_ms=RETRY_AFTER_MS,
             )
         self.held += amount
         self._holders.update(dict.fromkeys(holders, amount))

@@ -35,7 +35,7 @@ class LoopThread:
         try:
             return future.result()
         except CancelledError:
-            raise UnavailableError("the client was closed meanwhile") from None
+            raise UnavailableError("the client was closed") from None
         except BaseException:  # Ctrl-C in this thread; after an error of the work itself, this does nothing
             future.cancel()
             raise

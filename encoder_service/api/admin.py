@@ -44,7 +44,7 @@ class AdminService:
     def _guard(self, proof: bytes, context: Context) -> None:
         self._identity.require("operate", context)
         if not (messages.is_local(context) and compare_digest(proof, self._store.segment.segment_id)):
-            raise ForbiddenError("only the server's own user on its own host may do this")
+            raise ForbiddenError("operator calls are allowed only on the server's host, as the server's user")
 
     def _stats(self) -> pb.StatsResponse:
         stats = self._store.stats()

@@ -88,7 +88,7 @@ class Identity:
         tenant = self.require(right, context)
         if tenant is not None and tenant.name != admitted.client_id:
             raise UnauthenticatedError(
-                f"the token no longer belongs to tenant {admitted.client_id}: call again"
+                f"this token or certificate is no longer that of tenant {admitted.client_id}: call again"
             )
 
     def holders(self, caller: pb.Caller, context: Context) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Identity:
             return None
         tenant = self._tenant(self._tenants, context)
         if right is not None and right not in tenant.rights:
-            raise ForbiddenError(f"tenant {tenant.name} has no right to {right}")
+            raise ForbiddenError(f"tenant {tenant.name} lacks the right `{right}`")
         return tenant
 
     def check_reader(self, authorization: str) -> None:
@@ -122,7 +122,7 @@ class Identity:
             return
         tenant = _bearer(self._tenants, authorization)
         if "metrics" not in tenant.rights:
-            raise ForbiddenError(f"tenant {tenant.name} has no right to metrics")
+            raise ForbiddenError(f"tenant {tenant.name} lacks the right `metrics`")
 
     @staticmethod
     def _tenant(tenants: Tenants, context: Context) -> Tenant:
@@ -132,7 +132,7 @@ class Identity:
         known = context.auth_context() or {}
         names = [name.decode(errors="replace") for kind in _CERTIFICATE_NAMES for name in known.get(kind, ())]
         if (tenant := tenants.by_certificate(names)) is None:
-            raise UnauthenticatedError("this server needs a tenant's token or certificate")
+            raise UnauthenticatedError("this server requires a tenant's token or certificate")
         return tenant
 
 
@@ -141,7 +141,7 @@ def _bearer(tenants: Tenants, authorization: str) -> Tenant:
     is_bearer = authorization.startswith(_BEARER)
     tenant = tenants.by_token(authorization.removeprefix(_BEARER)) if is_bearer else None
     if tenant is None:
-        raise UnauthenticatedError("the token belongs to no tenant")
+        raise UnauthenticatedError("unknown token: it belongs to no tenant of this server")
     return tenant
 
 

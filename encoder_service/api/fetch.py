@@ -32,7 +32,7 @@ class PinRoom:
     """Bytes of pinned rows by client; an image that a client pins in several calls counts once. For one event loop."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._shares = Shares(size_bytes, "pinned rows")
+        self._shares = Shares(size_bytes, "pinned bytes")
         self._pins: Counter[tuple[str, bytes]] = Counter()  # client and address
         self._released = asyncio.Event()
 
@@ -184,7 +184,7 @@ class _Outcome:
         if isinstance(self.result, EncoderError) or window.is_inside(self.result.pin.tokens):
             return self.result
         return InvalidRequestError(
-            f"row window [{window.begin}, {window.end}) is not inside the {self.result.pin.tokens} rows of the image"
+            f"row window [{window.begin}, {window.end}) is outside the image's {self.result.pin.tokens} rows"
         )
 
 
@@ -201,7 +201,7 @@ async def row_requests(
     `InvalidRequestError` for an index that is used twice.
     """
     if len({image.index for image in images}) < len(images):
-        raise InvalidRequestError("two images of the call have the same index")
+        raise InvalidRequestError("two images of this call have the same index")
     now = monotonic()
     named: dict[tuple[object, ...], list[pb.FetchImage]] = {}
     for image in images:  # by name, as a name is cheaper to compare than an address is to make

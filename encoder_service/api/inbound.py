@@ -76,9 +76,9 @@ class Requests(Generic[Request]):
         try:
             return await self.within(REQUEST_S)
         except TimeoutError as error:
-            raise DeadlineError(f"the request did not arrive within {REQUEST_S:g} s") from error
+            raise DeadlineError(f"no request arrived within {REQUEST_S:g} s") from error
         except StopAsyncIteration as error:
-            raise InvalidRequestError("the call ended without a request") from error
+            raise InvalidRequestError("the call ended before its first message") from error
 
     def _begun(self) -> "asyncio.Task[bytes | None]":
         if self._reading is None:
@@ -149,7 +149,9 @@ class Entrance:
                 await context.write(answer)
         except TimeoutError as error:
             self._serve_no_more(context)  # the status is queued behind the unread answer
-            raise DeadlineError(f"the caller read nothing for {self._reader_idle_s:g} s") from error
+            raise DeadlineError(
+                f"the caller read nothing for {self._reader_idle_s:g} s (--reader-idle-s)"
+            ) from error
         except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
             raise asyncio.CancelledError from error
 

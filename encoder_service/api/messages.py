@@ -100,7 +100,7 @@ def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryv
 
 def _check_bytes(kind: type[Message], raw: bytes, most: int) -> None:
     if len(raw) > most:
-        raise InvalidRequestError(f"this {kind.__name__} may have at most {most} bytes and has {len(raw)}")
+        raise InvalidRequestError(f"{kind.__name__} has {len(raw)} bytes, the limit is {most}")
 
 
 def check_caller(caller: pb.Caller) -> None:
@@ -109,19 +109,21 @@ def check_caller(caller: pb.Caller) -> None:
         len(caller.request_id.encode()) > MAX_REQUEST_ID_BYTES
         or len(caller.client_id.encode()) > MAX_REQUEST_ID_BYTES
     ):
-        raise InvalidRequestError(f"request_id and client_id take at most {MAX_REQUEST_ID_BYTES} bytes")
+        raise InvalidRequestError(f"request_id and client_id may have at most {MAX_REQUEST_ID_BYTES} bytes")
     if abs(caller.priority) > MAX_PRIORITY:
         raise InvalidRequestError(
-            f"priority goes from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {caller.priority}"
+            f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {caller.priority}"
         )
     if len(caller.tenant_salt) > MAX_SALT_BYTES:
-        raise InvalidRequestError(f"tenant_salt takes at most {MAX_SALT_BYTES} bytes")
+        raise InvalidRequestError(
+            f"tenant_salt may have at most {MAX_SALT_BYTES} bytes, got {len(caller.tenant_salt)}"
+        )
 
 
 def image_key(recipe: Recipe, digest: bytes, variant: pb.Variant, salt: bytes) -> ImageKey:
     """Return the key of the image that a message names. Raises `InvalidRequestError` for an invalid digest."""
     if len(digest) != DIGEST_BYTES:
-        raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes, got {len(digest)}")
+        raise InvalidRequestError(f"a digest must have {DIGEST_BYTES} bytes, got {len(digest)}")
     return recipe.key(digest, variant.min_pixels, variant.max_pixels, salt)
 
 
@@ -130,10 +132,10 @@ def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -
     variant = name.variant.min_pixels, name.variant.max_pixels
     if not name.HasField("engine_key"):
         if len(name.digest) != DIGEST_BYTES:
-            raise InvalidRequestError(f"a digest has {DIGEST_BYTES} bytes, got {len(name.digest)}")
+            raise InvalidRequestError(f"a digest must have {DIGEST_BYTES} bytes, got {len(name.digest)}")
         return put_key(by, name.digest, *variant, salt)
     if name.digest:
-        raise InvalidRequestError("an image is named by its digest or by an engine's key, not by both")
+        raise InvalidRequestError("an image must be named by digest or by engine_key, not by both")
     return put_key(by, EngineKey.from_message(name.engine_key), *variant, salt)
 
 
@@ -285,7 +287,7 @@ def _check_count(raw: bytes, most: int, names_field: int = 0) -> None:
                 if allowed < 0:
                     break
         if allowed < 0:
-            raise InvalidRequestError(f"the request has more fields than the {most} images of a call need")
+            raise InvalidRequestError(f"the request has more fields than a call of {most} images needs")
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
@@ -310,7 +312,7 @@ def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
             case _:
                 raise InvalidRequestError("the request is not a valid message")
         if at > len(raw):
-            raise InvalidRequestError("the request is not a valid message: its last field is cut short")
+            raise InvalidRequestError("the request is not a valid message: its last field is truncated")
         yield tag >> 3, begin, at
 
 
@@ -324,4 +326,4 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise InvalidRequestError("the request is not a valid message: a number in it does not end")
+    raise InvalidRequestError("the request is not a valid message: it contains an unterminated varint")

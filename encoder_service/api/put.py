@@ -105,7 +105,7 @@ class PutCall:
             for answer in self._ended():
                 yield answer
             if self._room.is_draining() and not self._expected:
-                raise UnavailableError("the server is draining: use another one")
+                raise UnavailableError("the server is draining: use another server")
             try:
                 request = await requests.within(self._patience_s())
             except TimeoutError:
@@ -136,7 +136,9 @@ class PutCall:
             return await self._piece(request.shared.index, request.shared.extent)
         if kind == "end":
             return await self._end(request.end)
-        raise InvalidRequestError("after `open`, a Put call holds names, rows and ends only")
+        raise InvalidRequestError(
+            "after `open`, a Put call may send only `names`, `rows`, `shared` and `end`"
+        )
 
     def _patience_s(self) -> float:
         """Return how long until there may be something to answer: the next lease ends, or the server drains."""
@@ -173,9 +175,9 @@ class PutCall:
 
     def _check_index(self, index: int, named: set[int]) -> None:
         if index in self._expected or index in named:
-            raise InvalidRequestError(f"index {index} is in use: its image has not had its last answer yet")
+            raise InvalidRequestError(f"index {index} is in use: wait for the last answer for its image")
         if index >= self._max_images:
-            raise InvalidRequestError(f"index {index} is not below max_images_per_call = {self._max_images}")
+            raise InvalidRequestError(f"index {index} must be below max_images_per_call = {self._max_images}")
         named.add(index)
         self._late.discard(index)
 
@@ -183,7 +185,7 @@ class PutCall:
         rows = self._room.rows
         if (name.width, name.dtype) != (rows.width, rows.dtype):
             raise InvalidRequestError(
-                f"a row here is {rows.width} {rows.dtype}; these have {name.width} {name.dtype[:16]!r}"
+                f"this server's row has {rows.width} {rows.dtype} elements, got {name.width} {name.dtype[:16]!r}"
             )
 
     def _answer_name(self, index: int, image: PutImage, answer: PutAnswer | EncoderError) -> pb.PutResponse:
@@ -214,7 +216,7 @@ class PutCall:
         if (expected := self._expected_at(end.index)) is None:
             return []
         if end.abandoned:
-            return [self._fail(end.index, AbandonedError("the caller gave the image up"))]
+            return [self._fail(end.index, AbandonedError("the caller abandoned the image"))]
         try:
             if (incoming := self._begun(expected)) is not None:
                 _require_open(expected.lease)
@@ -230,7 +232,7 @@ class PutCall:
     def _expected_at(self, index: int) -> _Expected | None:
         """Return the image that the rows belong to; None if it has had its last answer, and they were on their way."""
         if index not in self._expected and index not in self._late:
-            raise InvalidRequestError(f"rows of image {index}, which is not this caller's to put")
+            raise InvalidRequestError(f"image {index}: this call holds no lease")
         return self._expected.get(index)
 
     def _begun(self, expected: _Expected) -> Incoming | None:
@@ -242,8 +244,8 @@ class PutCall:
             size = expected.tokens * self._room.rows.row_bytes
             if size > self._room.bytes_under_way.size:
                 raise ImageLimitError(
-                    f"its rows of {size} bytes are more than may be on their way into the host store at a time, "
-                    f"{self._room.bytes_under_way.size} (half of --store-host-gib)"
+                    f"its rows have {size} bytes, but at most {self._room.bytes_under_way.size} may be on their way "
+                    "into the store (half of --store-host-gib)"
                 )
             self._room.bytes_under_way.take(self._holders, size)
             expected.held_bytes = size
@@ -254,7 +256,7 @@ class PutCall:
     async def _read(self, expected: _Expected, incoming: Incoming, extent: pb.Extent) -> None:
         """Copy a piece of rows out of the caller's file."""
         if self._segment is None or extent.offset > MAX_OFFSET:
-            raise InvalidRequestError("no segment is open that could hold rows there")
+            raise InvalidRequestError("the call opened no segment that holds rows at this offset")
         expected.working = asyncio.get_running_loop().run_in_executor(
             _copies, _read_and_close, incoming, os.dup(self._segment), extent.offset, extent.length
         )

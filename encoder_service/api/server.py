@@ -91,7 +91,7 @@ class Listener:
                 port = self._server.add_secure_port(address, _credentials(certificates))
         except RuntimeError as error:
             raise ConfigError(
-                f"{flag('listen')} {address}: the address is taken or not ours; port 0 takes a free one"
+                f"{flag('listen')} {address}: the address is taken or not one of this host; port 0 picks a free port"
             ) from error
         host = address.rpartition(":")[0]
         self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
@@ -219,7 +219,9 @@ class Health:
         """Answer now and at every change, until the server ends."""
         connection: str = context.peer()
         if self._watches[connection] >= MAX_WATCHES_OF_A_CONNECTION:
-            raise OverloadedError(f"a connection has at most {MAX_WATCHES_OF_A_CONNECTION} health watches")
+            raise OverloadedError(
+                f"a connection may have at most {MAX_WATCHES_OF_A_CONNECTION} health watches"
+            )
         self._watches[connection] += 1
         try:
             async for status in self._changes(request.service):

@@ -52,12 +52,12 @@ class EncoderService:
         self._finder = finder
         self._info = info
         self._metrics = metrics
-        self._upload_room = Shares(info.max_upload_bytes, "uploads")
+        self._upload_room = Shares(info.max_upload_bytes, "upload bytes")
         self._pin_room = PinRoom(info.max_pinned_bytes)
         # A Fetch over this is refused as a whole and first of all: refusing must be cheaper than asking again.
         self._fetch_room = Shares(info.max_fetched_images, "images in Fetch calls")
         self._turns = Turns()
-        put_room = Shares(info.max_put_bytes, "rows on their way into the store")
+        put_room = Shares(info.max_put_bytes, "bytes of rows being put")
         self._put_room = PutRoom(leases, store, info.rows, put_room, self._turns, lambda: self.draining)
         self.draining = False
 
@@ -151,7 +151,7 @@ class EncoderService:
                 self._info.identity.require("put", context)  # before anything is parsed
                 first = await requests.first()
                 if isinstance(first, tuple) or first.WhichOneof("message") != "open":
-                    raise InvalidRequestError("the first message of a Put call is `open`")
+                    raise InvalidRequestError("the first message of a Put call must be `open`")
                 caller = first.open.caller
                 caller.CopyFrom(self._info.identity.admit("put", caller, context))
                 _note_caller(caller, context, call)
@@ -167,9 +167,7 @@ class EncoderService:
     def _putting(self, opened: pb.PutOpen, call: Call, context: Context) -> PutCall:
         """Return the state of a call that may put. Raises `ForbiddenError` unless the operator allows it."""
         if not self._info.accepts_put:
-            raise ForbiddenError(
-                "this server accepts no rows from callers: its operator has to start it with --accept-put yes"
-            )
+            raise ForbiddenError("Put is off on this server: the operator turns it on with --accept-put yes")
         self._admit(opened.caller)
         producer, salt = Producer.from_message(opened.producer), opened.caller.tenant_salt
         segment = self._info.transports.open_segment(opened, is_local=messages.is_local(context))
@@ -187,7 +185,7 @@ class EncoderService:
     def _submitting(self, caller: pb.Caller, call: Call, context: Context) -> SubmitCall:
         if not self._info.encodes:
             raise ModelMismatchError(
-                "this server has no tower (--store-only): submit images to one that encodes, or put their rows"
+                "this server only stores rows (--store-only): submit images to a server that encodes, or put their rows"
             )
         limits = self._info.description.limits
         holders = self._info.identity.holders(caller, context)
@@ -234,7 +232,7 @@ class EncoderService:
     async def _opened(self, requests: Requests[pb.SubmitRequest], context: Context) -> pb.Caller:
         first = await requests.first()
         if first.WhichOneof("message") != "open":
-            raise InvalidRequestError("the first message of a Submit call is `open`")
+            raise InvalidRequestError("the first message of a Submit call must be `open`")
         caller = self._info.identity.admit("submit", first.open, context)
         self._admit(caller)
         return caller
@@ -249,13 +247,13 @@ class EncoderService:
 
     def _admit(self, caller: pb.Caller) -> None:
         if self.draining:
-            raise UnavailableError("the server is draining: use another one")
+            raise UnavailableError("the server is draining: use another server")
         self._info.check_model(caller)
 
     async def _wanted(self, request: pb.FetchRequest, holder: str) -> list[RowRequest]:
         most = self._info.description.limits.max_images_per_call
         if not 0 < len(request.images) <= most:
-            raise InvalidRequestError(f"a Fetch call names 1 to {most} images, got {len(request.images)}")
+            raise InvalidRequestError(f"a Fetch call must name 1 to {most} images, got {len(request.images)}")
         if request.HasField("producer"):
             by = Producer.from_message(request.producer)
             key_of = partial(messages.put_image_key, by, salt=request.caller.tenant_salt)

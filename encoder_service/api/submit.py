@@ -90,8 +90,8 @@ class Uploads:
         held = size + sum(other.size for other in self._images.values())
         if held > self._max_bytes:
             raise ImageLimitError(
-                f"the call holds pieces of images that are not complete over max_image_bytes = {self._max_bytes}: "
-                "send one after another"
+                f"the call's incomplete images exceed max_image_bytes = {self._max_bytes}: "
+                "send images one after another"
             )
         self._reserve(max(self._set_aside, held))
         self.patience_s = min(self.patience_s + size / MIN_BYTES_PER_S, self._idle_s)
@@ -173,7 +173,9 @@ class SubmitCall:
             async for answer in self._answers_to(request):
                 yield answer
         if self._expected:
-            raise InvalidRequestError(f"the call ended without the bytes of images {sorted(self._expected)}")
+            raise InvalidRequestError(
+                f"the call ended before the bytes of images {sorted(self._expected)} arrived"
+            )
 
     def close(self, *, withdraw: bool) -> None:
         """Drop unfinished uploads; `withdraw` also gives up what this call submitted and nobody else wants."""
@@ -196,7 +198,7 @@ class SubmitCall:
             if outcome is not None:
                 yield outcome
         else:
-            raise InvalidRequestError("after `open`, a Submit call holds names and bytes only")
+            raise InvalidRequestError("after `open`, a Submit call may send only `names` and `bytes`")
 
     async def _next(self, requests: Requests[pb.SubmitRequest]) -> pb.SubmitRequest:
         """Return the next message; raises `TimeoutError` if there may be something to say before it.
@@ -231,7 +233,7 @@ class SubmitCall:
         if self._uploads.patience_s > 0 or not self._expected:
             return []
         late = DeadlineError(
-            "the bytes of the image stopped arriving, or arrive too slowly: others need the space"
+            "the upload of the image stalled or is too slow (--upload-idle-s): send it again"
         )
         indexes = tuple(self._expected)
         for index in indexes:
@@ -278,10 +280,10 @@ class SubmitCall:
 
     def _check_index(self, index: int) -> None:
         if index in self._named:
-            raise InvalidRequestError(f"index {index} was used twice")
+            raise InvalidRequestError(f"index {index} is used twice in this call")
         if len(self._named) >= self._max_images:
             raise InvalidRequestError(
-                f"more than max_images_per_call = {self._max_images} images in one call"
+                f"the call names more than max_images_per_call = {self._max_images} images"
             )
         self._named.add(index)
 
@@ -306,7 +308,7 @@ class SubmitCall:
             # The image has failed already (over a limit): the rest of its bytes was on its way.
             if index in self._named:
                 return None
-            raise InvalidRequestError(f"bytes of image {index}, which was not named")
+            raise InvalidRequestError(f"image {index}: bytes arrived before its name")
         try:
             upload = self._uploads.add(index, piece.data)
             if not piece.last:

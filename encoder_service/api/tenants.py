@@ -119,7 +119,7 @@ def read_tenants(config: Config) -> Tenants | None:
 
 def _entries(tables: Mapping[str, Any]) -> _Entries:
     if not tables:
-        raise ValueError("it has no tenant: nobody could call")
+        raise ValueError("it names no tenant, so all callers would be refused")
     by_token: dict[bytes, Tenant] = {}
     by_certificate: dict[str, Tenant] = {}
     for name, table in tables.items():
@@ -129,19 +129,22 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
             )
         if unknown := table.keys() - {"tokens", "certificates", "rights", "max_priority"}:
             raise ValueError(
-                f"[{name}] has {', '.join(sorted(unknown))}; it takes tokens, certificates, rights and max_priority"
+                f"[{name}] has unknown keys: {', '.join(sorted(unknown))} (known: tokens, certificates, rights, "
+                "max_priority)"
             )
         given = {key: _strings(name, key, table.get(key, [])) for key in ("tokens", "certificates", "rights")}
         if unknown := {*given["rights"]} - {*RIGHTS}:
             raise ValueError(
-                f"[{name}] rights are some of {', '.join(RIGHTS)}, not {', '.join(sorted(unknown))}"
+                f"[{name}] has unknown rights: {', '.join(sorted(unknown))} (known: {', '.join(RIGHTS)})"
             )
         if not given["tokens"] and not given["certificates"]:
-            raise ValueError(f"[{name}] has neither a token nor a certificate: nobody could call as it")
+            raise ValueError(f"[{name}] needs a token or a certificate")
         tenant = Tenant(name, frozenset(given["rights"]), _priority(name, table.get("max_priority", 0)))
         for token in given["tokens"]:
             if not _SHA256.fullmatch(token):
-                raise ValueError(f"[{name}] tokens are SHA-256 of tokens, 64 hexadecimal digits each")
+                raise ValueError(
+                    f"[{name}] tokens must be SHA-256 hashes of tokens, 64 hexadecimal digits each"
+                )
             _add(by_token, bytes.fromhex(token), tenant)
         for certificate in given["certificates"]:
             _add(by_certificate, certificate, tenant)
@@ -151,7 +154,7 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
 def _priority(tenant: str, value: object) -> int:
     if type(value) is not int or not MIN_PRIORITY <= value <= MAX_PRIORITY:
         raise ValueError(
-            f"[{tenant}] max_priority is an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, not {value!r}"
+            f"[{tenant}] max_priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, got {value!r}"
         )
     return value
 
@@ -164,4 +167,4 @@ def _strings(tenant: str, key: str, value: object) -> list[str]:
 
 def _add(known: dict[Any, Tenant], key: object, tenant: Tenant) -> None:
     if known.setdefault(key, tenant) is not tenant:
-        raise ValueError(f"[{known[key].name}] and [{tenant.name}] have a token or a certificate in common")
+        raise ValueError(f"[{known[key].name}] and [{tenant.name}] have the same token or certificate")

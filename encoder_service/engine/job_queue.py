@@ -155,7 +155,7 @@ class JobQueue:
             if (job := self._join(key, claim)) is not None:
                 return job
             if self._closed:
-                raise UnavailableError("the server is shutting down: use another one")
+                raise UnavailableError("the server is shutting down: use another server")
             now = monotonic()
             size, pixels = len(source.data), source.header.pixels
             self._scheduler.admit(
@@ -322,7 +322,7 @@ class JobQueue:
             return UnavailableError(LOST)
         if self._device.is_full(error):
             log.warning("the device is short of memory", exc_info=error)
-            return OverloadedError("the device is short of memory", retry_after_ms=SHORT_RETRY_MS)
+            return OverloadedError("the device is out of memory: retry", retry_after_ms=SHORT_RETRY_MS)
         return known_error(error)
 
     def lost_device(self, error: Exception) -> bool:
@@ -401,12 +401,12 @@ class JobQueue:
             self._turn.notify_all()
 
     def _abort(self, why: str) -> None:
-        error = UnavailableError(f"{why}: use another one")
+        error = UnavailableError(f"{why}: use another server")
         self.fail_all(error)
         self._on_abort(error)
 
     def _abandon(self, job: Job) -> None:
-        abandoned = AbandonedError("everyone who wanted the image has left")
+        abandoned = AbandonedError("all callers of the image have left")
         if job.key not in self:  # else it was submitted again meanwhile
             self._on_end(job, abandoned)
         job.fail(abandoned)

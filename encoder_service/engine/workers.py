@@ -70,7 +70,7 @@ class Engine:
         self._jobs.close()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
-        self._jobs.fail_all(UnavailableError("the server is shutting down: use another one"))
+        self._jobs.fail_all(UnavailableError("the server is shutting down: use another server"))
 
     def _thread(self, name: str, *work: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=self._run, args=work, name=name, daemon=True)
@@ -280,7 +280,9 @@ def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | Non
     height, width, _ = pixels.shape
     if (width, height) == size:
         return None
-    return InvalidImageError(f"it decodes to {width}x{height} pixels, its header says {size[0]}x{size[1]}")
+    return InvalidImageError(
+        f"the image decodes to {width}x{height} pixels, but its header says {size[0]}x{size[1]}"
+    )
 
 
 def are_finite(rows: Sequence[Tensor]) -> Tensor:

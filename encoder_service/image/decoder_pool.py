@@ -639,7 +639,9 @@ class IsolatedDecoder(Decoder):
     def _error(self, reason: str, source: Source) -> EncoderError:
         text = _TEXTS.get(reason)
         if text is None:  # stopped or killed by others, or starved
-            return OverloadedError("the decoder ended while it had the image", retry_after_ms=_RETRY_MS)
+            return OverloadedError(
+                "the decoder process was ended while it decoded the image: retry", retry_after_ms=_RETRY_MS
+            )
         return UndecodableImageError(
             text.format(
                 format=source.header.format, cpu_s=self._cpu_s, megabytes=self._memory_bytes // 1_000_000

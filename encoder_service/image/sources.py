@@ -113,7 +113,9 @@ class Validator:
         digest = content_digest(data)
         self._on_hash(monotonic() - began)
         if digest != key.digest:
-            raise DigestMismatchError(f"the bytes hash to {digest.hex()}, not to {key.digest.hex()}")
+            raise DigestMismatchError(
+                f"the bytes hash to {digest.hex()}, but were sent under {key.digest.hex()}"
+            )
         header = read_header(data, self._formats)
         check_limits(
             header,
@@ -127,7 +129,7 @@ class Validator:
         """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
         geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         if claimed is not None and not geometry.has(claimed):
-            raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which no image can have")
+            raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which is not a valid grid")
 
     def agreed(self, said: Iterable[Grid], claimed: Grid | None) -> Grid | None:
         """Return the first grid in `said` (by the index) that agrees with the caller; None: read it from the bytes.
@@ -148,7 +150,9 @@ class Validator:
 def confirm(grid: Grid, claimed: Grid | None) -> Grid:
     """Return `grid`; raises `InvalidRequestError` if the caller computed another."""
     if claimed is not None and claimed != grid:
-        raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, the image has {tuple(grid)}")
+        raise InvalidRequestError(
+            f"the caller computed grid {tuple(claimed)}, but the image has {tuple(grid)}"
+        )
     return grid
 
 

@@ -86,7 +86,9 @@ class Admission:
             limit, want = getattr(self.limits, name), getattr(asked, name)
             free = limit - getattr(self.held, name)
             if want > limit:
-                raise ImageLimitError(f"the image has {want} {name}, and the whole queue holds {limit}")
+                raise ImageLimitError(
+                    f"the image has {want} {name}, more than the whole queue holds ({limit})"
+                )
             if want > free:
                 raise self.refusal(f"the queue is full: {limit} {name}")
             if mine.images and getattr(mine, name) + want > self._share(free - want):
@@ -104,9 +106,9 @@ class Admission:
         """Raise `OverloadedError` unless a holder with `mine` of the `held` claims may have one more."""
         free = self.limits.claims - held
         if free < 1:
-            raise self.refusal("too many callers are waiting")
+            raise self.refusal(f"too many callers are waiting for images ({self.limits.claims})")
         if mine and mine + 1 > self._share(free - 1):
-            raise self.refusal("this client waits for too many images")
+            raise self.refusal("this client is waiting for too many images")
 
     def release(self, task: Task) -> None:
         """Undo `admit`."""

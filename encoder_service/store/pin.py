@@ -152,7 +152,7 @@ class Pin:
         end = entry.tokens if end is None else end
         if not 0 <= begin < end <= entry.tokens:
             raise InvalidRequestError(
-                f"row window [{begin}, {end}) is outside an image of {entry.tokens} rows"
+                f"row window [{begin}, {end}) is outside the image's {entry.tokens} rows"
             )
         base = self._segment.data_offset if entry.tier.name == "host" else 0
         return [(base + offset, length) for offset, length in entry.extents(begin, end)]
@@ -185,7 +185,7 @@ class Incoming:
     def add(self, data: memoryview) -> None:
         """Append bytes. Raises `InvalidRequestError` if there are more than the rows have."""
         if len(data) > self._left:
-            raise InvalidRequestError("more bytes came than the rows of this grid have")
+            raise InvalidRequestError("more bytes arrived than the rows of this grid have")
         self._checksum.add(data)
         self._left -= len(data)
         while data:
@@ -202,13 +202,13 @@ class Incoming:
         `InvalidRequestError` if the file is too short, or the bytes are more than the rows have.
         """
         if length > self._left:
-            raise InvalidRequestError("more bytes came than the rows of this grid have")
+            raise InvalidRequestError("more bytes arrived than the rows of this grid have")
         end = offset + length
         while offset < end:
             room = self._room[0][: min(_READ_BYTES, end - offset)]
             count = os.preadv(file, [room], offset)
             if count <= 0:
-                raise InvalidRequestError("the caller's segment ends before the rows do")
+                raise InvalidRequestError("the caller's segment ends before the end of the rows")
             self._checksum.add(room[:count])
             self._left -= count
             offset += count
@@ -219,9 +219,7 @@ class Incoming:
         if self._left:
             raise InvalidRequestError(f"{self._left} bytes of the rows are missing")
         if self._checksum.value != checksum:
-            raise InternalError(
-                "the rows arrived damaged: they do not have the checksum that was sent with them"
-            )
+            raise InternalError("the rows arrived damaged: their checksum does not match")
 
     def check_finite(self) -> None:
         """Raise `InvalidRequestError` for a NaN or an infinity in the rows, all of which have arrived.
@@ -244,7 +242,7 @@ class Incoming:
                     found = np.flatnonzero((signed[these] & infinite) == infinite)[0]
                     row = (seen + (begin + int(found)) * size) // (entry.row_bytes // entry.tokens)
                     raise InvalidRequestError(
-                        f"row {row} of {entry.tokens} has a NaN or an infinity: rows must be finite"
+                        f"row {row} of {entry.tokens} contains a NaN or an infinity: rows must be finite"
                     )
             seen += len(rows)
 

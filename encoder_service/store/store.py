@@ -258,7 +258,7 @@ class Store:
     def _check_size(self, tokens: int) -> None:
         if self.layout.pages(tokens) > self._host.arena.pages:
             raise ImageLimitError(
-                f"its embedding of {tokens * self.layout.row_bytes / GIB:.3f} GiB is larger than the whole "
+                f"the embedding has {tokens * self.layout.row_bytes / GIB:.3f} GiB, more than the whole "
                 f"host store of {self._host.memory.numel() / GIB:.3f} GiB (--store-host-gib)"
             )
 

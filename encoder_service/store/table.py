@@ -506,6 +506,8 @@ class EntryTable:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             self.refusals += 1
-            raise OverloadedError("the embedding store is full of pinned entries", retry_after_ms=1000)
+            raise OverloadedError(
+                "the store is full of embeddings that are in use: retry", retry_after_ms=1000
+            )
         self.waits += 1
         self._turn.wait(min(left_s, _NAP_S))

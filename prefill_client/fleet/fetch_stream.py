@@ -142,7 +142,7 @@ class FetchStream:
     def _ended(self, task: "asyncio.Future[None]") -> None:
         self._tasks.discard(task)
         # Closing this cancels them, which nobody waits for; so does closing the client, for whoever still does.
-        gone = UnavailableError("the client was closed meanwhile")
+        gone = UnavailableError("the client was closed")
         if (error := gone if task.cancelled() else task.exception()) is not None:
             self._outcomes.put_nowait(error)
 

@@ -94,7 +94,11 @@ class PutSession:
             async with asyncio.timeout(self._timeout_s):
                 return await (await self._opened(answer)).put(answer, rows)
         except TimeoutError:
-            return replace(answer, state="failed", error=DeadlineError("the rows were not taken in time"))
+            return replace(
+                answer,
+                state="failed",
+                error=DeadlineError("the server did not accept the rows before the deadline"),
+            )
         except EncoderError as error:
             return replace(answer, state="failed", error=error)
 
@@ -140,7 +144,7 @@ class PutSession:
             stream = await asyncio.shield(opening)
             if stream.is_open and stream.number == answer.call:
                 return stream
-        raise UnavailableError(f"{answer.endpoint}: the Put call has ended, and with it its leases")
+        raise UnavailableError(f"{answer.endpoint}: the Put call and its leases have ended")
 
     async def _stream(self, endpoint: str) -> PutStream:
         """Return the open call to a server, begun now if there is none; callers share one attempt."""

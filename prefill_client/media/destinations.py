@@ -97,10 +97,10 @@ def _host_and_port(rule: str) -> tuple[str, int | None]:
     if rule.startswith("["):
         host, bracket, port = rule[1:].partition("]")
         if not bracket or (port and not port.startswith(":")):
-            raise ValueError(f"{rule} is no host")
+            raise ValueError(f"{rule} is not a host")
         port = port.removeprefix(":")
     else:
         host, _, port = rule.partition(":")
     if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"{rule}: {port} is no port")
+        raise ValueError(f"{rule}: {port} is not a port")
     return host, int(port) if port else None

@@ -78,7 +78,9 @@ async def _events(
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
         events += 1
         if events > _EVENTS + size // _BYTES_OF_AN_EVENT:
-            raise ImageHostError(f"{url} comes in pieces of less than {_BYTES_OF_AN_EVENT} bytes on average")
+            raise ImageHostError(
+                f"{url}: its host sends pieces of less than {_BYTES_OF_AN_EVENT} bytes on average"
+            )
         if events % _EVENTS_AT_A_TIME == 0:
             await asyncio.sleep(0)  # `read` returns at once for as long as something has been received
         if event is h11.NEED_DATA:
@@ -86,7 +88,7 @@ async def _events(
         elif isinstance(event, h11.InformationalResponse):
             interim += 1
             if interim > _INTERIM_ANSWERS:
-                raise ImageHostError(f"{url} begins with more than {_INTERIM_ANSWERS} interim responses")
+                raise ImageHostError(f"{url}: its host sent more than {_INTERIM_ANSWERS} interim responses")
         elif isinstance(event, h11.Response | h11.Data):
             size += len(event.data) if isinstance(event, h11.Data) else 0
             yield event

@@ -178,7 +178,7 @@ class ImageLoader:
 
         So a name that changes its mind gains nothing. No turn to download is held here.
         """
-        late = ImageHostError(f"{url}: its host was not found within {self._timeout_s:g} s")
+        late = ImageHostError(f"{url}: its host name was not resolved within {self._timeout_s:g} s")
         async with _until(until, late), lookups:
             found = await self._resolve(url.host, url.port)
         addresses = self._destinations.permitted(found)
@@ -212,7 +212,7 @@ class ImageLoader:
     def _decode(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise InvalidImageError("an image's data URL is data:image/...;base64,...")
+            raise InvalidImageError("a data URL of an image must have the form data:image/...;base64,...")
         if len(body) // 4 * 3 > self._max_bytes + 2:
             raise ImageLimitError(f"the data URL holds more than {self._max_bytes} bytes")
         try:

@@ -26,7 +26,7 @@ class ImageUrl:
     def parse(cls, text: str) -> Self:
         """Parse a URL. Raises `InvalidImageError` if it is not one, `ForbiddenError` for a user or password in it."""
         if len(text) > MAX_CHARACTERS:
-            raise InvalidImageError(f"an image URL has at most {MAX_CHARACTERS} characters")
+            raise InvalidImageError(f"an image URL may have at most {MAX_CHARACTERS} characters")
         if any(character <= " " or character in "\\\x7f" for character in text):
             raise InvalidImageError("not a URL: it contains a space, a control character or a backslash")
         try:
@@ -37,12 +37,12 @@ class ImageUrl:
     @classmethod
     def _of(cls, parts: SplitResult) -> Self:
         if parts.scheme not in DEFAULT_PORTS:
-            raise InvalidImageError("an image URL is a data:, http: or https: URL")
+            raise InvalidImageError("an image URL must be a data:, http: or https: URL")
         if "@" in parts.netloc:
-            raise ForbiddenError("a URL with a user or password is not loaded")
+            raise ForbiddenError("an image URL must not contain a user or password")
         port = DEFAULT_PORTS[parts.scheme] if parts.port is None else parts.port
         if not port:
-            raise InvalidImageError("not a URL: there is no port 0")
+            raise InvalidImageError("not a URL: port 0 is not valid")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return cls(
             parts.scheme, host_name(parts.hostname or ""), port, quote(target, safe=_TARGET_CHARACTERS)
@@ -53,7 +53,7 @@ class ImageUrl:
         try:
             return ImageUrl.parse(urljoin(str(self), location))
         except ValueError as error:
-            raise InvalidImageError(f"redirected to what is not a URL: {error}") from error
+            raise InvalidImageError(f"redirected to an invalid URL: {error}") from error
 
     @property
     def authority(self) -> str:

@@ -49,7 +49,7 @@ def plan(layout: Layout, chunk_tokens: int, *, begin: int = 0) -> tuple[Chunk, .
     rows in it.
     """
     if chunk_tokens < 1:
-        raise InvalidRequestError(f"a chunk has at least one token, not {chunk_tokens}")
+        raise InvalidRequestError(f"a chunk must have at least one token, got {chunk_tokens}")
     if not 0 <= begin <= layout.tokens:
         raise InvalidRequestError(f"token {begin} is outside a prompt of {layout.tokens} tokens")
     edges = range(begin, layout.tokens, chunk_tokens)

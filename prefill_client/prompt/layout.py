@@ -68,7 +68,7 @@ def expand_prompt(
     if ids.ndim != 1:
         raise InvalidRequestError(f"a prompt is one row of token ids, not an array of shape {ids.shape}")
     if any(tokens < 1 for tokens in image_tokens):
-        raise InvalidRequestError(f"every image has at least one token, not {list(image_tokens)}")
+        raise InvalidRequestError(f"every image must have at least one token, got {list(image_tokens)}")
     marked = np.flatnonzero(ids == placeholder)
     if len(marked) == len(image_tokens):
         return _expanded(ids, marked, image_tokens)

@@ -141,11 +141,15 @@ class PutStream:
         """Raise `InvalidRequestError` unless the image is still this caller's: its index may be another's by now."""
         ours = answer.call == self.number and self._yours.get(answer.index) is answer.image
         if not ours:
-            raise InvalidRequestError("rows are put for an image that is `yours`, and once")
+            raise InvalidRequestError(
+                "rows may be sent once, and only for an image that was answered `yours`"
+            )
 
     async def _name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
         if len(images) > len(self._free):
-            raise OverloadedError("this call has as many images under way as it is allowed")
+            raise OverloadedError(
+                "this call has the most images under way that the server allows: wait for answers"
+            )
         indexes = [self._free.pop() for _ in images]
         pairs = list(zip(images, indexes, strict=True))
         waiting = [self._await(index) for index in indexes]

@@ -186,8 +186,8 @@ async def ended_early(call: Any, endpoint: str) -> EncoderError:
 def _cut(code: grpc.StatusCode, details: str | None, endpoint: str) -> UnavailableError | None:
     """Return the error of a call that was cut off, None if it ended otherwise."""
     if details == LOCAL_FAILURE:
-        return UnavailableError(f"{endpoint}: the connection failed under a write")
+        return UnavailableError(f"{endpoint}: the connection failed during a write")
     # Not by us, who then ask for no reason: gRPC cancels the calls that reach a server while it stops.
     if code is grpc.StatusCode.CANCELLED:
-        return UnavailableError(f"{endpoint}: the server stopped before it took the call")
+        return UnavailableError(f"{endpoint}: the server stopped before it accepted the call")
     return None

@@ -153,15 +153,15 @@ class Gate:
         """Check an image that has a name of ours against all that the engine would believe of it."""
         name, position = self._signer.name(feature.identifier), feature.mm_position
         if name is None or name.producer != producer:
-            raise InvalidRequestError(f"image {index} has a name that our middleware did not give it")
+            raise InvalidRequestError(f"image {index} has a name that this engine's middleware did not sign")
         if feature.data is None or set(feature.data) != {"image_grid_thw"}:
-            raise InvalidRequestError(f"image {index} has a name of ours and data of its own")
+            raise InvalidRequestError(f"image {index} has both a signed name and data of its own")
         grid = grid_of(feature, "image_grid_thw")
         rows = name.grid.patches // self._merged_patches
         if grid != name.grid or position.get_num_embeds() != rows:
             raise InvalidRequestError(
-                f"image {index} is said to have grid {grid and tuple(grid)} and {position.get_num_embeds()} rows, "
-                f"and was submitted with grid {tuple(name.grid)} and {rows}"
+                f"image {index} was submitted with grid {tuple(name.grid)} and {rows} rows, but the request claims "
+                f"grid {grid and tuple(grid)} and {position.get_num_embeds()} rows"
             )
         begin, end = position.offset, position.offset + position.length
         return NamedSpan(begin, end, index, feature.identifier, rows, name)
@@ -175,7 +175,7 @@ class Gate:
             most = max((sum(span.rows for span in step) for step in steps), default=0)
         if most > self._capacity_rows:
             raise InvalidRequestError(
-                f"one step needs {most} rows of images and host_gib holds {self._capacity_rows}"
+                f"one prefill step needs {most} image rows, but host_gib holds only {self._capacity_rows}"
             )
         return min(2 * most, sum(rows), self._capacity_rows)
 

@@ -47,7 +47,9 @@ def producer_of_engine(config: "VllmConfig") -> Producer:
 
 def _folder(config: "VllmConfig") -> Path:
     if config.load_config.load_format == "dummy":
-        raise ValueError("--load-format dummy: weights that nobody else has cannot be shared")
+        raise ValueError(
+            "--load-format dummy is not supported: embeddings of random weights cannot be shared"
+        )
     model = config.model_config
     if (folder := Path(model.model)).is_dir():
         return folder

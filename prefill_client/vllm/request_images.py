@@ -47,7 +47,7 @@ class RequestImages:
         for option in _PROCESSOR_OPTIONS:
             if body.get(option):
                 raise InvalidRequestError(
-                    f"{option}: images are encoded outside of the engine, with the model's own settings"
+                    f"{option} is not supported: images are encoded outside the engine, with the model's own settings"
                 )
 
     def __len__(self) -> int:
@@ -89,5 +89,5 @@ def _url(part: dict[str, Any]) -> str:
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str):
-        raise InvalidRequestError("an image without image_url")
+        raise InvalidRequestError("an image part has no image_url")
     return url

@@ -64,24 +64,28 @@ def refuse_sharing(config: "VllmConfig") -> None:
     _refuse_everywhere(config)
     if config.model_config.multimodal_config.mm_processor_cache_type == "shm":
         raise ValueError(
-            "--mm-processor-cache-type shm: images then pass the scheduler by, which could not name them"
+            "--mm-processor-cache-type shm is not supported with ec_both: the scheduler does not see the images"
         )
     if not hasattr(config.model_config.hf_config.vision_config, "spatial_merge_size"):
-        raise ValueError(f"{config.model_config.hf_config.model_type}: images of this model have no grid")
+        raise ValueError(f"{config.model_config.hf_config.model_type}: this model's images have no grid")
 
 
 def _refuse_everywhere(config: "VllmConfig") -> None:
     transfer = config.ec_transfer_config
     if not transfer.is_ec_consumer:
         raise ValueError(
-            "ec_role is ec_consumer, or ec_both for an engine that shares what its own tower makes"
+            "ec_role must be ec_consumer, or ec_both for an engine that shares its own tower's embeddings"
         )
     if config.model_config.multimodal_config is None:
         raise ValueError(f"{config.model_config.model} takes no images")
     if config.lora_config is not None and getattr(config.lora_config, "enable_tower_connector_lora", False):
-        raise ValueError("LoRA on the vision tower: rows are those of the checkpoint's own")
+        raise ValueError(
+            "LoRA on the vision tower is not supported: the service encodes with the checkpoint's own weights"
+        )
     if config.parallel_config.nnodes > 1:
-        raise ValueError("workers on several hosts cannot map the same rows: one host for each engine")
+        raise ValueError(
+            "an engine with workers on several hosts is not supported: they cannot map the same shared memory"
+        )
 
 
 def row_kind(config: "VllmConfig") -> RowKind:

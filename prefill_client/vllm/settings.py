@@ -53,7 +53,7 @@ class Settings:
         """Read vLLM's `ec_connector_extra_config`; raises `ValueError` naming the key that is wrong."""
         kinds = {field.name: field.type for field in fields(cls)}
         if unknown := sorted(extra.keys() - kinds.keys()):
-            raise ValueError(f"ec_connector_extra_config: unknown {unknown}; there are {sorted(kinds)}")
+            raise ValueError(f"ec_connector_extra_config: unknown keys {unknown} (known: {sorted(kinds)})")
         given = dict(extra)
         endpoints = given.pop("endpoints", ())
         given["endpoints"] = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
@@ -73,13 +73,13 @@ class Settings:
     def _check(self) -> None:
         for name, choices in (("gating", get_args(Gating)), ("without_service", get_args(WithoutService))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"ec_connector_extra_config: {name} is one of {choices}")
+                raise ValueError(f"ec_connector_extra_config: {name} must be one of {choices}")
         for name in ("timeout_s", "grace_s", "submit_timeout_s", "start_timeout_s", "host_gib"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise ValueError(f"ec_connector_extra_config: {name} is a number above 0, not {value!r}")
+                raise ValueError(f"ec_connector_extra_config: {name} must be a number above 0, got {value!r}")
         if not isinstance(self.shared_memory, bool):
-            raise ValueError("ec_connector_extra_config: shared_memory is true or false")
+            raise ValueError("ec_connector_extra_config: shared_memory must be true or false")
         self.credentials.certificates()
         self.credentials.token()
         bytes.fromhex(self.model_fingerprint)

@@ -30,9 +30,9 @@ class Credentials:
     def certificates(self) -> Certificates | None:
         """Read the files; None without TLS. Raises `ValueError`, which names what is wrong."""
         if bool(self.cert) != bool(self.key):
-            raise ValueError("TLS: a certificate and its key are given together")
+            raise ValueError("TLS: a certificate and its key must be given together")
         if not self.ca and (self.cert or self.server_name):
-            raise ValueError("TLS: a certificate or a server's name is of use only with the authorities (ca)")
+            raise ValueError("TLS: a certificate or a server name needs the authorities (ca) too")
         if not self.ca:
             return None
         return Certificates(self.cert, self.key, "" if self.ca == PUBLIC_CA else self.ca)
@@ -85,7 +85,9 @@ class Token:
                 if (stamp := (found.st_ino, found.st_mtime_ns)) != self._stamp:
                     token = Path(self._path).read_text().strip()
                     if not token.isascii() or not token.isprintable() or not token:
-                        raise ValueError(f"{self._path}: a token is one line of printable characters")
+                        raise ValueError(
+                            f"{self._path}: a token must be one line of printable ASCII characters"
+                        )
                     self._stamp, self._metadata = stamp, (("authorization", f"Bearer {token}"),)
             except OSError as error:
                 raise ValueError(f"{self._path}: {error.strerror}") from error

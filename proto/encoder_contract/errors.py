@@ -1,4 +1,4 @@
-"""The family of errors: what can happen to an image or a call, its status, and whether trying again helps.
+"""The errors of the contract: each has a gRPC status and says whether a retry helps.
 
 `Status` names the gRPC canonical codes without importing gRPC; the edge of the server turns an error into a
 status in one place, and the client turns a status back into an error with `from_status`.
@@ -24,7 +24,7 @@ class Status(Enum):
 
 
 class EncoderError(Exception):
-    """The root: an error with a status and a word on whether a retry helps."""
+    """The base class: an error with a status, and whether a retry helps."""
 
     status: ClassVar[Status] = Status.INTERNAL
     retryable: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class EncoderError(Exception):
 
 
 class InvalidImageError(EncoderError):
-    """The bytes are no image, are truncated, or are of a format that is not served."""
+    """The bytes are not an image, are truncated, or have a format that is not served."""
 
     status, retryable = Status.INVALID_ARGUMENT, False
 
@@ -54,13 +54,13 @@ class DigestMismatchError(InvalidImageError):
 
 
 class InvalidRequestError(EncoderError):
-    """The call breaks the contract: a missing field, a row window outside the image, bytes nobody asked for."""
+    """The call breaks the contract: a missing field, a row window outside the image, unexpected bytes."""
 
     status, retryable = Status.INVALID_ARGUMENT, False
 
 
 class UnknownImageError(EncoderError):
-    """Nobody submitted the image within the grace, or its source expired: submit it again."""
+    """The image was not submitted within the grace, or its file expired: submit it again."""
 
     status, retryable = Status.NOT_FOUND, True
 
@@ -94,7 +94,7 @@ class ModelMismatchError(EncoderError):
 
 
 class UnauthenticatedError(EncoderError):
-    """The caller did not say who it is."""
+    """The caller has no valid token or certificate."""
 
     status, retryable = Status.UNAUTHENTICATED, False
 
@@ -106,7 +106,7 @@ class ForbiddenError(EncoderError):
 
 
 class AbandonedError(EncoderError):
-    """Everyone who waited for the image has left; nobody sees this error."""
+    """All callers of the image have left, so no caller sees this error."""
 
     status, retryable = Status.CANCELLED, True
 

@@ -30,7 +30,7 @@ class FleetKey:
         """Raises `ValueError` when there is no secret, or one is short."""
         self._secrets = tuple(secrets)
         if not self._secrets or min(map(len, self._secrets)) < MIN_SECRET_CHARACTERS:
-            raise ValueError(f"a line is one secret, of {MIN_SECRET_CHARACTERS} characters or more")
+            raise ValueError(f"each line must be one secret of at least {MIN_SECRET_CHARACTERS} characters")
 
     @classmethod
     def read(cls, path: str) -> Self:

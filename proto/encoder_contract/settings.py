@@ -94,7 +94,9 @@ class Settings:
             if (instead := removed.get(name)) is not None:
                 raise ConfigError(f"{name} was removed: {instead}")
             if name not in known:
-                raise ConfigError(f"{name} is not a setting{did_you_mean(name, known)}; --help has them all")
+                raise ConfigError(
+                    f"{name} is not a setting{did_you_mean(name, known)}; --help lists all settings"
+                )
             values[known[name]] = _parsed(name, text, hints[known[name]])
         return values
 
@@ -104,7 +106,7 @@ class Settings:
             if isinstance(value, int | float):
                 rule = "must be positive and finite" if below == inf else f"must lie between 0 and {below:g}"
                 if each.metadata["zero"]:
-                    rule = "must not be negative, and finite"
+                    rule = "must not be negative and must be finite"
                 self._require(0 < value < below or (value == 0 and each.metadata["zero"]), each.name, rule)
 
     def _require_endpoint(self, name: str, *, tcp: bool = False) -> None:

@@ -70,7 +70,7 @@ def a_call_that_closing_ends(loop: LoopThread) -> Iterator[None]:
     assert waits.wait(PATIENCE_S)
     yield
     thread.join(PATIENCE_S)
-    assert [str(error) for error in errors] == ["the client was closed meanwhile"]
+    assert [str(error) for error in errors] == ["the client was closed"]
 
 
 def test_a_call_that_connects_anew_while_the_client_closes_keeps_nothing_open() -> None:

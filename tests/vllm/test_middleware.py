@@ -231,7 +231,7 @@ def test_text_alone_and_bodies_that_are_no_request_are_vllms_to_answer(http: Htt
         (raw(photo(900, 4, 1, "PNG")), {}, 400, "aspect ratio"),
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}, {}, 403, "not allowed"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {}, 400, "data:"),
-        ({"type": "image_url", "uuid": "someone's"}, {}, 400, "without image_url"),
+        ({"type": "image_url", "uuid": "someone's"}, {}, 400, "has no image_url"),
         ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, {}, 403, "embeddings"),
         (raw(photo(90, 90, 1, "PNG")), {"mm_processor_kwargs": {"max_pixels": 1024}}, 400, "mm_processor_kwargs"),
         (raw(photo(90, 90, 1, "PNG")), {"media_io_kwargs": {"image": {"x": 1}}}, 400, "media_io_kwargs"),
@@ -323,7 +323,7 @@ def test_named_parts_on_other_routes_end_with_an_error_and_the_engine_lives(http
     ("image", "status", "told"),
     [
         ({"image_url": data_url(b"no image")}, 400, "image 0: "),
-        ({"file_id": "file-1"}, 400, "without image_url"),
+        ({"file_id": "file-1"}, 400, "has no image_url"),
         ({"image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, 403, "embeddings"),
     ],
 )

@@ -88,7 +88,7 @@ def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: 
 
 
 def test_an_engine_that_encodes_for_others_alone_is_refused(checkpoint: Path, service: ServerProcess) -> None:
-    with pytest.raises(ValueError, match="ec_role is ec_consumer, or ec_both"):
+    with pytest.raises(ValueError, match="ec_role must be ec_consumer, or ec_both"):
         check(config_of(checkpoint, service.endpoint, transfer={"ec_role": "ec_producer"}))
 
 
@@ -103,11 +103,11 @@ def test_an_engine_whose_images_pass_the_scheduler_by_cannot_share(checkpoint: P
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ({"endpoint": "x"}, "unknown .'endpoint'"),
+        ({"endpoint": "x"}, "unknown keys .'endpoint'"),
         ({"endpoints": []}, "endpoints is missing"),
-        ({"host_gib": 0}, "host_gib is a number above 0"),
-        ({"gating": "all"}, "gating is one of"),
-        ({"shared_memory": "yes"}, "shared_memory is true or false"),
+        ({"host_gib": 0}, "host_gib must be a number above 0"),
+        ({"gating": "all"}, "gating must be one of"),
+        ({"shared_memory": "yes"}, "shared_memory must be true or false"),
     ],
 )
 def test_a_wrong_setting_is_named(extra: dict[str, Any], told: str) -> None:

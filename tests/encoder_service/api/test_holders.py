@@ -100,7 +100,7 @@ def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path,
 def test_a_max_priority_that_is_no_priority_is_refused(tmp_path: Path, value: str) -> None:
     path = tmp_path / "priorities.toml"
     path.write_text(f"{table('chat', TOKENS['chat'], rights=['submit'])}max_priority = {value}\n")
-    with pytest.raises(ValueError, match=r"\[chat\] max_priority is an integer from -8 to 8"):
+    with pytest.raises(ValueError, match=r"\[chat\] max_priority must be an integer from -8 to 8"):
         Tenants(str(path))
 
 

@@ -81,7 +81,7 @@ async def test_a_tenant_may_do_what_its_rights_say_and_no_more(as_tenant: As) ->
         assert (await fetched(chat, submitted.digest)).error is None
         opened = iter([pb.PutRequest(open=pb.PutOpen())])
         call = (await stub(chat)).Put(opened, metadata=(("authorization", f"Bearer {TOKENS['chat']}"),))
-        assert await refused(call) == (grpc.StatusCode.PERMISSION_DENIED, "tenant chat has no right to put")
+        assert await refused(call) == (grpc.StatusCode.PERMISSION_DENIED, "tenant chat lacks the right `put`")
     async with as_tenant(TOKENS["reader"]) as reader:
         (submitted,) = await reader.submit([picture])
         assert isinstance(submitted.error, ForbiddenError)
@@ -103,7 +103,7 @@ async def test_operator_calls_need_the_right_and_the_host(
         if name == "ops":
             assert "hit rate" in await stats
         else:
-            with pytest.raises(OperatorError, match="no right to operate"):
+            with pytest.raises(OperatorError, match="lacks the right `operate`"):
                 await stats
     async with as_tenant(TOKENS["ops"]) as ops:
         operator: Any = AdminServiceStub((await connection(ops)).channel)

@@ -59,7 +59,7 @@ from encoder_service.transport import Transports
 log = logging.getLogger(__name__)
 
 LOST_DEVICE = 70  # exit code: the orchestrator starts a fresh process
-ABORT_S = 10.0  # beyond `drain_s`: a thread may wait for ever for a device that is lost
+ABORT_S = 10.0  # beyond `drain_s`: a thread may wait without end for a device that is lost
 # Images decoded ahead of the ViT, besides the bound in patches, within which there may be a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
 MIN_BATCH_AHEAD = 16384  # patches: 25 MB

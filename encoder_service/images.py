@@ -87,7 +87,7 @@ class SubmitWaiters:
                 self._ask(address)
 
     def end(self, error: EncoderError) -> None:
-        """Say that nothing will be submitted here any more: whoever waits, comes to, or keeps images, hears `error`."""
+        """End all waiters and keepers with `error`, and those that come later: nothing is submitted here any more."""
         self._end = error
         self.end_keeping(error)
         for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
@@ -108,7 +108,7 @@ class SubmitWaiters:
                 waiter.set_result(locations)
 
     def give_up(self, key: ImageKey) -> None:
-        """Say that whoever was at this image will not finish it: those who wait for it need not wait on."""
+        """Fail all waiters for this image: its producer gave up."""
         self._cluster.end_search(key.address)
         for waiter in self._waiters.pop(key.address, ()):
             if not waiter.done():
@@ -247,7 +247,7 @@ class Encoder:
         return LookupResult(grid, cached=bool(locations))
 
     def _granted(self, image: SubmittedImage) -> LookupResult | EncoderError:
-        """Answer a name that this replica is to encode, unless it was queued or encoded here meanwhile."""
+        """Answer a name that this replica is to encode, unless it has been queued or encoded here since."""
         if (known := self._known_here(image)) is None:
             return self._begun(image)
         self.forget(image.key)
@@ -338,7 +338,7 @@ class RowFinder:
         """Return the rows of an image, pinned: held here, encoded here, or fetched from a peer.
 
         `located` is a fresh answer of `locate`. Waits for an encoding that is under way or can be started. For an image
-        that nobody has submitted, waits at most `grace_s`, then raises `UnknownImageError`. Cancelling withdraws the
+        that is not submitted yet, waits at most `grace_s`, then raises `UnknownImageError`. Cancelling withdraws the
         claim.
         """
         deadline = asyncio.get_running_loop().time() + grace_s
@@ -476,7 +476,7 @@ class PutLeases:
     async def ask(self, images: Sequence[PutImage], holders: Sequence[str]) -> list[PutAnswer | EncoderError]:
         """Answer names: held, to be computed by this caller, or being computed. Asks the cluster once, for all.
 
-        A lease counts against `holders` until it is settled. Whoever is cancelled has got none.
+        A lease counts against `holders` until it is settled. A cancelled caller holds no lease.
         """
         answers: list[PutAnswer | EncoderError | None] = []
         taken: dict[int, Lease] = {}
@@ -535,7 +535,7 @@ class PutLeases:
         return None
 
     def _take(self, image: PutImage, holders: Sequence[str]) -> Lease:
-        """Give this caller the lease, before the cluster is asked: nobody else here shall ask meanwhile.
+        """Give this caller the lease before the cluster is asked, so that no other caller here asks at the same time.
 
         Raises `OverloadedError`.
         """

@@ -49,11 +49,11 @@ class ImageKey:
 
     @property
     def unknown(self) -> str:
-        """What to tell who asks for rows that nobody has."""
+        """The error message for a caller whose rows are not held anywhere."""
         if self.producer is None:
             return f"{self.named} was not submitted: submit it, then fetch"
         return (
-            f"the rows of {self.named} are not held: nobody has put them, or they were evicted, and they cannot be "
+            f"the rows of {self.named} are not held: they were not put yet, or were evicted, and cannot be "
             "made again here: compute them"
         )
 

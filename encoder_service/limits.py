@@ -1,4 +1,4 @@
-"""What bounds callers: `Shares` of a resource, which leave room for newcomers, and `Turns` on the event loop."""
+"""Limits on callers: `Shares` of a resource, which leave room for newcomers, and `Turns` on the event loop."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ RETRY_AFTER_MS = 200
 
 
 class Shares:
-    """A bounded amount of a resource (`what`, for messages), lent to named holders.
+    """A bounded resource that named holders share; `what` names it in messages.
 
     A holder may have `SHARE / (1 - SHARE)` times what stays free, so greedy holders converge to equal shares and a part
     stays free for newcomers; a holder's first amount only needs to fit.
@@ -74,9 +74,9 @@ def name_turns(names: Sequence[T]) -> Iterator[tuple[Sequence[T], int]]:
 
 
 class Turns:
-    """Lets callers of `take` do `AT_A_TIME` pieces of work in each pass of the event loop that it belongs to.
+    """Allows `AT_A_TIME` pieces of work in each pass of its event loop, for all callers of `take` together.
 
-    Clients take turns, however much each of them asks for. A piece of work larger than a whole pass ends the pass.
+    Clients take turns, however much each one asks for. A piece of work larger than a whole pass ends the pass.
     """
 
     def __init__(self) -> None:

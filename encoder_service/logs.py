@@ -63,7 +63,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Writes lines on a thread of its own, so that a log that nobody reads stops no other thread.
+    """Writes lines on its own thread, so that an unread log blocks no other thread.
 
     A line that does not fit into `max_bytes` of waiting lines is dropped and counted in `dropped`. A line that cannot
     be written (a full disk, a closed pipe) is lost.
@@ -80,7 +80,7 @@ class QueuedHandler(logging.Handler):
         self._told = 0
         self._closed = False
         self._changed = threading.Condition()
-        # A daemon, as it may wait for a reader for ever.
+        # A daemon thread, as it may wait for a reader without end.
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,4 @@
-"""A live view of one or more replicas, from their metrics: queue, rates, waits, tiers, what limits them."""
+"""The live view of `encoder-service top`: queue, rates, waits, tiers and limits of replicas, from their metrics."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""How rows leave: one `Sender` for each transport of the contract, and which of them a call uses.
+"""How rows reach callers: one `Sender` for each transport of the contract, and the choice between them.
 
 Inline rows travel in the call itself, for every caller. By shared memory and on a device rows stay where they are and a
 handle says where, for processes of our user on our host.
@@ -137,7 +137,7 @@ class SharedMemorySender(Sender):
 class DeviceSender(SharedMemorySender):
     """Sends handles, as shared memory does and to the same callers: of the device's copy where there is one.
 
-    A handle needs no event for order: rows are seen by nobody before the device has written them (`copy_bytes` waits).
+    A handle needs no event for order: rows become visible only after the device has written them (`copy_bytes` waits).
     """
 
     transport = pb.TRANSPORT_DEVICE
@@ -218,7 +218,7 @@ class CallerSegments:
         if not compare_digest(opened.shm_proof, self._segment.segment_id):
             return None
         try:
-            # Without O_NONBLOCK, a FIFO keeps whoever opens it until someone writes.
+            # Without O_NONBLOCK, opening a FIFO blocks until another process opens it for writing.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return None

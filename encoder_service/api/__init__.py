@@ -1,1 +1,1 @@
-"""What speaks gRPC: the port, its calls, messages and statuses, limits on uploads, and the call log."""
+"""The gRPC side: the port, its calls, messages and statuses, limits on uploads, and the call log."""

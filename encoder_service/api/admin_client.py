@@ -18,7 +18,7 @@ ADDRESS_BYTES = 32
 
 
 class OperatorError(Exception):
-    """The server cannot be reached, or does not take orders from here; the message says which."""
+    """The server cannot be reached or refuses the operator call; the message says which."""
 
 
 def run(command: str, server: str, address: str = "", credentials: Credentials = NO_CREDENTIALS) -> str:

@@ -26,7 +26,7 @@ _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
 
 class Identity:
-    """Tells tenants and the replicas of our fleet from everybody else. Without tenants, everybody may do everything."""
+    """Identifies tenants and the replicas of this fleet. Without tenants, every caller has every right."""
 
     def __init__(self, tenants: Tenants | None, fleet_key: FleetKey | None) -> None:
         self._tenants = tenants
@@ -114,7 +114,7 @@ class Identity:
         return tenant
 
     def check_reader(self, authorization: str) -> None:
-        """Check that whoever asks over HTTP, with this header, may read metrics. For any thread.
+        """Check that an HTTP client with this header may read metrics. For any thread.
 
         Raises `UnauthenticatedError`, `ForbiddenError`.
         """
@@ -153,7 +153,7 @@ MAX_HOSTS = 4096
 
 
 class ClientNames:
-    """Names cost nothing to invent: the first few of each host count, all others of it are the host itself."""
+    """Client names of each host: the first few have their own share, all others share the host's."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock

@@ -90,7 +90,7 @@ class Holds:
     async def keep(self, pin: Pin, again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
         """Return a pin on the rows of `pin`, which is taken over, and what `release` is called with.
 
-        Rows that have to wait for a place are not pinned meanwhile: `again` finds them, or makes them, once more.
+        Rows that wait for a place are not pinned while they wait: `again` finds or makes them once more.
         """
         counted = (self._client_id, pin.address, pin.tokens * self._row_bytes)
         at_once = not self._places.locked() and self._room.taken_at_once(*counted)
@@ -279,7 +279,7 @@ class FetchCall:
         """Yield the messages of the call; rows are already framed, as bytes.
 
         With a sender that holds rows, the call stays open, holding them, until the caller ends it. With any other, only
-        what is about to be sent is pinned, however slowly the caller reads. Whatever ends the call releases every pin
+        what is about to be sent is pinned, however slowly the caller reads. When the call ends, every pin is released
         and withdraws every claim.
         """
         tasks: set[asyncio.Task[_Outcome]] = set()

@@ -177,7 +177,7 @@ class Entrance:
 
 
 def _heard(reading: "asyncio.Task[bytes | None]") -> None:
-    """Nobody reads on in a call that we have ended: asyncio would log how its last read failed, with a traceback."""
+    """Ignore how the last read of an ended call failed: asyncio would log it with a traceback."""
     if not reading.cancelled():
         reading.exception()
 

@@ -1,4 +1,4 @@
-"""One Put call: names answered at once, rows accepted only for images that are this caller's to compute."""
+"""One Put call: names are answered at once; rows are accepted only for images whose lease this call holds."""
 
 import asyncio
 import os
@@ -26,9 +26,9 @@ from encoder_service.limits import TURN_BYTES, Shares, Turns, name_turns
 from encoder_service.logs import known_error
 from encoder_service.store import Incoming, Store
 
-# Threads of their own: whoever reads from a caller's file keeps nobody else from hashing or sending.
+# Separate threads: reading from a caller's file does not delay hashing or sending for others.
 _copies = ThreadPoolExecutor(4, "from-segment")
-# And these read what has arrived, and wait for nobody.
+# These read rows that have arrived, and never wait for a caller.
 _checks = ThreadPoolExecutor(2, "check-rows")
 # How often an idle call checks whether the server drains: engines keep theirs open, and a drain waits for them.
 LOOK_S = 0.5
@@ -42,7 +42,7 @@ PutMessage = pb.PutRequest | tuple[int, memoryview]
 
 @dataclass(frozen=True, slots=True)
 class PutRoom:
-    """What all Put calls share: where rows go, how many bytes may be on their way, and whose turn it is."""
+    """What all Put calls share: the leases, the store, the limit on bytes under way, and the turns."""
 
     leases: PutLeases
     store: Store
@@ -54,7 +54,7 @@ class PutRoom:
 
 @dataclass(eq=False, slots=True)
 class _Expected:
-    """An image that is this caller's to put, and what has arrived of it."""
+    """An image for which this call holds the lease, and how much of it has arrived."""
 
     lease: Lease
     tokens: int

@@ -111,7 +111,7 @@ class Listener:
         self._health.begin()
 
     def cut(self) -> None:
-        """End running calls now, whatever grace `stop` was given."""
+        """End running calls now, regardless of the grace that `stop` was given."""
         self._cutting = asyncio.create_task(self._server.stop(0), name="cut")
 
     async def stop(self, grace_s: float) -> None:

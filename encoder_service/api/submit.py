@@ -178,7 +178,7 @@ class SubmitCall:
             )
 
     def close(self, *, withdraw: bool) -> None:
-        """Drop unfinished uploads; `withdraw` also gives up what this call submitted and nobody else wants."""
+        """Drop unfinished uploads; `withdraw` also drops the images that only this call wants."""
         for index in tuple(self._expected):
             self._drop(index)
         for address in self._kept:

@@ -53,9 +53,9 @@ class Tenants:
         rights = ["submit", "fetch"]     # of submit, fetch, put, operate, metrics
         max_priority = 0                 # -8 to 8; a caller's higher one counts as this
 
-    It holds no token: whoever reads it cannot call. A file without tenants, or with one that has neither a token nor a
-    certificate, is an error. A change that is an error or cannot be read is logged, and what was read before stays in
-    force.
+    It holds hashes of tokens, so a reader of the file cannot call. A file without tenants, or with one that has
+    neither a token nor a certificate, is an error. A change that is an error or cannot be read is logged, and what
+    was read before stays in force.
     """
 
     def __init__(self, path: str) -> None:

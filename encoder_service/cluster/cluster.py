@@ -118,7 +118,7 @@ class Cluster(Protocol):
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
         """Ask for leases to encode the addresses; those that peers hold are located instead.
 
-        An address that only the replicas in `without` hold is granted as if nobody held it. A lease that this replica
+        An address that only the replicas in `without` hold is granted as if not held. A lease that this replica
         has already is granted again.
         """
 

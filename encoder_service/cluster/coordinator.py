@@ -260,7 +260,7 @@ class Outbox:
             self.give_back([address])
 
     def give_back(self, addresses: Iterable[bytes]) -> None:
-        """Return leases that arrived when nobody wanted them any more."""
+        """Release leases that arrived after their caller had left."""
         for address in addresses:
             self._note(address, _Change.RELEASED)
 

@@ -39,7 +39,7 @@ class Leases:
             self._renew_at[address] = now + self._renew_s
 
     def renewed(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were just renewed, except those that ended meanwhile."""
+        """Note leases that were just renewed, except those that have ended since."""
         self.add(address for address in addresses if address in self._renew_at)
 
     def end(self, addresses: Iterable[bytes]) -> None:
@@ -64,7 +64,7 @@ class Leases:
         return [address for address, at in self._renew_at.items() if at <= now]
 
     def add_pending(self, grids: Mapping[bytes, Grid]) -> None:
-        """Note publications that did not get through; those without a lease are dropped, as nobody waits for them."""
+        """Note publications that did not get through; those without a lease are dropped: no replica waits for them."""
         self.pending |= {address: grid for address, grid in grids.items() if address in self._renew_at}
 
 

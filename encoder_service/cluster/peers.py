@@ -230,7 +230,7 @@ class Peers:
 
 @contextmanager
 def _told(endpoint: str) -> Iterator[None]:
-    """Raise an `EncoderError` that names the peer for whatever ends a call to it, but for a cancelled caller."""
+    """Raise an `EncoderError` that names the peer for any failure of a call to it; let cancellation pass."""
     try:
         yield
     except TimeoutError as error:

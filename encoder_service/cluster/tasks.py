@@ -10,7 +10,7 @@ DIED = "background_task"
 def begin(work: Coroutine[None, None, None], name: str) -> "asyncio.Task[None]":
     """Start a background task. If it dies of an exception, the event loop's exception handler is told at once.
 
-    Without that, nobody would hear of it while the task is referred to: heartbeats or publications would just stop.
+    Without that, the error would stay unseen as long as the task is referenced: heartbeats would just stop.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_report)

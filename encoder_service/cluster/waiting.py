@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from encoder_service.cluster.cluster import Locations
 from encoder_service.cluster.tasks import begin, end
 
-# How late a lost notification, or a lapsed lease (which notifies nobody), is noticed. One read covers all waiters.
+# How late a lost notification, or a lapsed lease (which notifies no waiter), is noticed. One read covers all waiters.
 REREAD_S = 0.2
 
 # Returns the settled addresses: published (with their locations), or no longer being encoded (without).

@@ -1,4 +1,4 @@
-"""Memory of a server: freed activations are used again, and what is loaded is no work for the garbage collector."""
+"""Process memory settings: reuse freed blocks, and exclude startup objects from garbage collection."""
 
 import ctypes
 import gc

@@ -43,7 +43,7 @@ _OUT_OF_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device: all, those that nobody has taken, and what torch has reserved and has in use."""
+    """Bytes of a device: all, free, reserved by torch, and used by torch."""
 
     total: int = 0
     free: int = 0

@@ -68,7 +68,7 @@ class Job:
         self.stage_ms[name] = (ended_s - began_s) * 1000
 
     def fail(self, error: EncoderError) -> None:
-        """Raise `error` for everyone who awaits the job."""
+        """Raise `error` in every caller that awaits the job."""
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)
@@ -115,7 +115,7 @@ class JobQueue:
         self._large_apart = False
 
     def __len__(self) -> int:
-        """Images on their way, in whatever stage."""
+        """Images under way, in any stage."""
         return len(self._jobs)
 
     def __contains__(self, key: ImageKey) -> bool:
@@ -350,7 +350,7 @@ class JobQueue:
         self._loop.call_soon_threadsafe(self._finish, job, outcome)
 
     def close(self) -> None:
-        """Refuse new images, and hand out no more jobs: an empty list to whoever takes some. Others can still join."""
+        """Refuse new images and hand out no more jobs: takers get an empty list. Callers may still join jobs."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
@@ -407,7 +407,7 @@ class JobQueue:
 
     def _abandon(self, job: Job) -> None:
         abandoned = AbandonedError("all callers of the image have left")
-        if job.key not in self:  # else it was submitted again meanwhile
+        if job.key not in self:  # else it has been submitted again
             self._on_end(job, abandoned)
         job.fail(abandoned)
 

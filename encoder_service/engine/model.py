@@ -1,4 +1,4 @@
-"""What is loaded from a checkpoint folder: vision tower, processor settings, decoder, resize; and the memory plan.
+"""Loads a checkpoint folder: vision tower, processor settings, decoder, resize; and plans the device's memory.
 
 On a GPU Triton's kernels resize where they compile and are right, else torch. `MemoryPlan` divides the memory of a GPU
 at start, before the device tier of the store takes its share.

@@ -76,7 +76,7 @@ class Engine:
         return threading.Thread(target=self._run, args=work, name=name, daemon=True)
 
     def _run(self, work: Callable[[], None], after_death: Callable[[], None] = lambda: None) -> None:
-        """Do the work of a thread. What it does not deal with itself would else stop a stage, and nobody would know."""
+        """Run a worker thread. An error that it does not handle aborts the queue: a stage never stops silently."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - whatever ends a worker ends the process
@@ -238,7 +238,7 @@ class CopyOut:
             del batch
 
     def drop(self) -> None:
-        """Drop batches until there are no more: for a thread that died, or the ViT's would wait for it for ever."""
+        """Drop batches until there are no more, for a thread that died: the tower's thread would wait for it."""
         while self._batches.get() is not None:
             pass
 

@@ -64,7 +64,7 @@ class DecoderStartError(RuntimeError):
 class Printed:
     """What decoder processes print to standard error: counted and thrown away, but for the end of it. Thread-safe.
 
-    They write to a pipe that is read after each request, and lose what does not fit into it: nobody waits.
+    They write to a pipe that is read after each request, and lose what does not fit into it, so that no process waits.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Forked:
 
 
 class DecoderParent:
-    """Starts at once, and again whenever it has died. Thread-safe; nobody waits for it before it is needed."""
+    """Starts at construction, and again whenever it has died. Thread-safe; callers wait only when they need it."""
 
     def __init__(self, **settings: Any) -> None:
         """`settings` are the arguments of `decoder_process.main`."""
@@ -217,7 +217,7 @@ def _answer(control: socket.socket) -> dict[str, Any]:
 
 # A child that could shrink the memory could have the server killed by SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Where more than this was used, it is given back once nobody needs the pixels.
+# Where more than this was used, it is given back once the pixels are no longer in use.
 _KEPT_BYTES = 64 << 20
 _SMALLEST_BYTES, _ALIGNED = 1 << 20, 64
 
@@ -245,12 +245,12 @@ class PixelMemory:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody uses pixels in it."""
+        """Whether its pixels are no longer in use."""
         return not self._lent
 
     @property
     def is_new(self) -> bool:
-        """Whether nobody else has mapped it yet."""
+        """Whether no other process has mapped it yet."""
         return self.close_descriptor.alive
 
     def put(self, sources: Sequence[Source]) -> list[tuple[int, int]]:
@@ -433,7 +433,7 @@ class DecoderChild:
                 raise TimeoutError("stuck")
 
     def _room(self, sources: Sequence[Source]) -> tuple[int, PixelMemory]:
-        """Return a memory that nobody uses and that has room, with its number."""
+        """Return an unused memory that has room, with its number."""
         number = next(n for n, each in enumerate(self._memories) if each.is_free)
         if self._memories[number].size < (needed := needed_bytes(sources)):
             self._memories[number] = PixelMemory(needed)
@@ -535,7 +535,7 @@ class IsolatedDecoder(Decoder):
         self._memory_bytes = _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels
         in_batch = _BESIDE_PIXELS_BYTES + BATCHED_BYTES_PER_PIXEL * max(decode_pixels, MAX_BATCHED_PIXELS)
         self._parent = DecoderParent(dali=backend != "pillow", threads=threads)
-        # Whoever takes a child out of its queue has it alone. The last one used is the next: its memory is warm.
+        # A thread that takes a child out of its queue has it alone. The last one used is the next: its memory is warm.
         self._batch_child = self._queue_of(1, batches=True, memory_bytes=in_batch)
         self._single_children = self._queue_of(threads, batches=False, memory_bytes=self._memory_bytes)
 

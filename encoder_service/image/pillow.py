@@ -164,7 +164,7 @@ READERS: dict[str, type[ImageFile]] = {
 _FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}
 # An image is decoded in one thread, so that `--decode-threads` is the number of busy threads.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
-# It warns of every odd tag of every file, and Python keeps every warning for ever.
+# It warns of every odd tag of every file, and Python keeps every warning forever.
 warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ThreadTurns:
-    """A few threads for short work; callers take turns, however much each of them asks for.
+    """A few threads for short work; callers take turns, regardless of how much each one asks for.
 
     Belongs to one event loop. A caller waits for the work that has a thread, and for one piece of each other caller.
     """

@@ -1,4 +1,4 @@
-"""Admission: how much may be queued, by whom, and when a refused caller should retry, by the measured rate."""
+"""Admission: limits on the queue, in total and by holder; the retry hint follows the measured rate."""
 
 import math
 from dataclasses import dataclass, fields

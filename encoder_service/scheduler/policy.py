@@ -88,7 +88,7 @@ class Request:
 
     `mark` is the reading of the holder's work clock (patches handed to the device for it so far) when the request last
     named an image it had not named before: naming a new image restarts ageing, so that an identifier that is reused
-    does not stay the oldest one for ever. `scale` is the policy's scale of a large request at that time, in
+    does not stay the oldest one forever. `scale` is the policy's scale of a large request at that time, in
     patches; 0 before any request has ended.
     """
 
@@ -403,7 +403,7 @@ class Order:
         return self._demanded.first() or self._speculative.first()
 
     def _forgive(self) -> None:
-        """Once nothing waits and nothing is worked on, nobody owes anything."""
+        """Forget what holders owe once nothing is queued or under way."""
         if not self._working:
             self._demanded.forgive()
             self._speculative.forgive()

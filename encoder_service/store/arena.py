@@ -14,7 +14,7 @@ _START_BITS = 32
 
 
 class Arena:
-    """Allocates pages by number, whatever they contain. Not thread-safe: its owner holds the lock.
+    """Allocates pages by number; does not touch their contents. Not thread-safe: its owner holds the lock.
 
     Adjacent free runs are merged when they are freed. Free runs are kept as one sorted list of integers (length in
     the high bits, start in the low bits), so best fit is a bisection and a free run needs no object beyond two

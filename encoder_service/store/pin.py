@@ -1,4 +1,4 @@
-"""A reader's hold on an embedding, and a writer's.
+"""Pins: a reader's hold on an embedding (`Pin`) and a writer's (`Incoming`).
 
 Until a `Pin` is released, the bytes stay in place. Rows that are `Incoming` arrive piece by piece in reserved pages; no
 reader sees them until they are complete.
@@ -198,7 +198,7 @@ class Incoming:
     def read(self, file: int, offset: int, length: int) -> None:
         """Append `length` bytes from `offset` on of a file: for worker threads.
 
-        The bytes that were read are the ones checked and kept, whatever happens to the file meanwhile. Raises
+        The bytes that were read are the ones checked and kept, even if the file changes during the read. Raises
         `InvalidRequestError` if the file is too short, or the bytes are more than the rows have.
         """
         if length > self._left:

@@ -181,7 +181,7 @@ class Store:
             return None
         try:
             entry = table.reserve(self._host, address, tokens, grid, now)
-        except BaseException:  # whatever it is: an address that stays claimed can never be put
+        except BaseException:  # any error: an address that stays claimed can never be put
             table.unclaim(address)
             raise
         return Incoming(table, self.segment, entry, self.dtype)

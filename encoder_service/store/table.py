@@ -223,7 +223,7 @@ def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     for device in streams:
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(device))
-        copied.synchronize()  # takes no core meanwhile, as waiting for the stream would
+        copied.synchronize()  # uses no core while it waits, unlike waiting for the stream
 
 
 _NAP_S = 0.05
@@ -358,7 +358,7 @@ class EntryTable:
         """Copy the embedding's bytes into its reserved pages and make it visible; it stays pinned once."""
         try:
             copy_bytes(entry.tier.pieces(entry), sources)
-        except BaseException:  # whatever it is: pages that stay reserved are lost
+        except BaseException:  # any error: pages that stay reserved are lost
             self.abandon(entry)
             raise
         self.commit(entry)
@@ -431,7 +431,7 @@ class EntryTable:
             return entry
 
     def unpin_and_drop(self, entry: Entry) -> bool:
-        """Undo one pin and drop the entry, unless another reader has pinned it meanwhile."""
+        """Undo one pin and drop the entry, unless another reader has pinned it since."""
         with self._turn:
             entry.tier.unpin(entry)
             gone = not entry.pins

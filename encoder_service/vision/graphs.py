@@ -38,7 +38,7 @@ class CudaCapture:
             with torch.cuda.stream(self._stream):
                 for _ in range(2):  # libraries choose kernels and take workspaces on their first calls
                     run()
-                # What other threads do meanwhile, DALI's for one, is no reason to give up.
+                # What other threads (such as DALI's) do at the same time does not end the capture.
                 with torch.cuda.graph(
                     graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
                 ):

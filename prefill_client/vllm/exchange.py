@@ -1,24 +1,32 @@
-"""One request at vLLM while its images are kept: it is answered by vLLM, or by us if its images are lost."""
+"""One request at vLLM while its images are kept: vLLM answers it, or we do if its images are lost or broken."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, InvalidImageError
+from prefill_client.client import EncoderClient
 from prefill_client.fleet.kept_images import KeptImages
+from prefill_client.images import RowRequest
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+FindBroken = Callable[[], Awaitable[EncoderError | None]]
+# How a streamed chat begins that has nothing but an error; its status is 200.
+_STREAMED_ERROR = b'data: {"error"'
 
 
 class Exchange:
-    """Between vLLM and the caller. What vLLM says goes out, but for what it says once the images are lost."""
+    """Between vLLM and the caller. What vLLM says goes out, but for what it says of images that are lost or broken."""
 
-    def __init__(self, body: bytes, kept: KeptImages, receive: Receive, send: Send) -> None:
-        """`body` is what vLLM is told that the caller sent."""
+    def __init__(
+        self, body: bytes, kept: KeptImages, broken: FindBroken, receive: Receive, send: Send
+    ) -> None:
+        """`body` is what vLLM is told that the caller sent; `broken` is asked when vLLM could not answer."""
         self._kept = kept
+        self._broken = broken
         self._tell = replay(body, self._receive_more)
         self._receive = receive
         self._send = send
@@ -28,7 +36,7 @@ class Exchange:
         self._error: EncoderError | None = None
 
     async def run(self, app: App, scope: MutableMapping[str, Any]) -> EncoderError | None:
-        """Let vLLM answer. Return why it could not, if images were lost before the caller had heard anything."""
+        """Let vLLM answer. Return why it could not, if that is an image's fault and the caller has heard nothing."""
         serving = asyncio.ensure_future(app(scope, self._tell, self._answer))
         losing = asyncio.ensure_future(self._kept.lost())
         try:
@@ -54,10 +62,12 @@ class Exchange:
 
     async def _answer(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            if message["status"] >= 500:
+                await self._look_for_the_image()
             self._start = message
-            if message["status"] >= 500 and (error := self._kept.error) is not None:
-                self._give_up(error)
             return
+        if not self._begun and message.get("body", b"").startswith(_STREAMED_ERROR):
+            await self._look_for_the_image()
         if self._given_up.is_set():
             return
         if self._start is not None:
@@ -65,9 +75,29 @@ class Exchange:
             await self._send(start)
         await self._send(message)
 
+    async def _look_for_the_image(self) -> None:
+        """Find out whether an image is lost or broken: vLLM's answer says only that the request failed."""
+        if (error := self._kept.error or await self._broken()) is not None:
+            self._give_up(error)
+
     def _give_up(self, error: EncoderError) -> None:
         self._error = error
         self._given_up.set()
+
+
+async def broken_image(
+    client: EncoderClient, kept: KeptImages, *, request_id: str, timeout_s: float
+) -> InvalidImageError | None:
+    """Ask the service for a row of each image; return the error, by its number, of one that cannot be decoded."""
+    requests = [RowRequest(answer.digest, row_end=1, submitted_to=answer.endpoint) for answer in kept.answers]
+    try:
+        async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, kept=True) as outcomes:
+            async for outcome in outcomes:
+                if isinstance(outcome.error, InvalidImageError):
+                    return InvalidImageError(f"image {outcome.index}: {outcome.error.message}")
+    except EncoderError:
+        pass  # then vLLM's answer is as good as ours
+    return None
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

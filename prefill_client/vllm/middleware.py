@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hmac import compare_digest
 from typing import Any
 from uuid import uuid4
@@ -26,7 +27,15 @@ from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.transport.connection import traceparent
-from prefill_client.vllm.exchange import App, Exchange, Receive, Send, replay
+from prefill_client.vllm.exchange import (
+    App,
+    Exchange,
+    FindBroken,
+    Receive,
+    Send,
+    broken_image,
+    replay,
+)
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
 from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
 from prefill_client.vllm.request_parameters import PARAMETERS, STORED, SUBMITTED_TO, trace_context
@@ -92,7 +101,7 @@ class EncoderServiceMiddleware:
             error = why
         if named is not None:
             async with named.kept:
-                error = await Exchange(named.body, named.kept, receive, send).run(
+                error = await Exchange(named.body, named.kept, named.broken, receive, send).run(
                     self._app, _with_length(scope, len(named.body))
                 )
             if error is None:
@@ -114,9 +123,10 @@ class EncoderServiceMiddleware:
         images = RequestImages(parsed, form)
         if not len(images):
             return None
-        kept = await self._of(scope).submit(images, _headers(scope))
+        kept, broken = await self._of(scope).submit(images, _headers(scope))
         try:
-            return _Named(await asyncio.to_thread(lambda: json.dumps(images.body).encode()), kept)
+            named = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
+            return _Named(named, kept, broken)
         except RecursionError:
             await kept.close()
             raise InvalidRequestError("the request's JSON is nested too deeply") from None
@@ -136,10 +146,11 @@ class EncoderServiceMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A body with names in the place of images, and those images."""
+    """A body with names in the place of images, those images, and how to find out which is broken."""
 
     body: bytes
     kept: KeptImages
+    broken: FindBroken
 
 
 class _Service:
@@ -158,7 +169,7 @@ class _Service:
         self._probing: asyncio.Task[None] | None = None
         self._loader: ImageLoader | None = None
 
-    async def submit(self, images: RequestImages, headers: dict[str, str]) -> KeptImages:
+    async def submit(self, images: RequestImages, headers: dict[str, str]) -> tuple[KeptImages, FindBroken]:
         """Submit a request's images and name them; raise the error of the first that failed."""
         caller = _caller(images.body, headers)
         salt = _salt(self.settings, images.body)
@@ -194,7 +205,8 @@ class _Service:
             SUBMITTED_TO: [answer.endpoint for answer in kept.answers],
         }
         images.name([self._named(answer, producer) for answer in kept.answers], (PARAMETERS, said))
-        return kept
+        timeout_s = self.settings.submit_timeout_s
+        return kept, partial(broken_image, client, kept, request_id=caller["request_id"], timeout_s=timeout_s)
 
     @property
     def has_own_tower(self) -> bool:

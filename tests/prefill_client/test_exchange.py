@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import MutableMapping
+from functools import partial
 from typing import Any
 
 import pytest
 
-from encoder_contract.errors import UnavailableError
+from encoder_contract.errors import InvalidImageError, UnavailableError
 from encoder_service.app import Server
 from prefill_client import EncoderClient
-from prefill_client.vllm.exchange import Exchange, Receive, Send
+from prefill_client.vllm.exchange import App, Exchange, Receive, Send, broken_image
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
@@ -44,6 +45,10 @@ async def until_it_leaves(_: object, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"null"})
 
 
+async def never() -> None:
+    raise AssertionError("no image is suspected")
+
+
 async def lose(server: Server) -> None:
     await server._listener._server.stop(0)
 
@@ -55,12 +60,45 @@ async def test_a_request_whose_images_are_lost_ends_and_the_caller_has_heard_not
         await client.keep([PHOTO], again_s=0.2) as kept,
         asyncio.timeout(PATIENCE_S),
     ):
-        exchange = Exchange(b"asked", kept, caller.receive, caller.send)
+        exchange = Exchange(b"asked", kept, never, caller.receive, caller.send)
         running = asyncio.create_task(exchange.run(until_it_leaves, {}))
         await asyncio.sleep(0)
         await lose(server)
         assert isinstance(await running, UnavailableError)
     assert not caller.heard
+
+
+async def fails(_: object, __: Receive, send: Send) -> None:
+    """As vLLM for a request that its connector ends."""
+    await send({"type": "http.response.start", "status": 500, "headers": []})
+    await send({"type": "http.response.body", "body": b"an error"})
+
+
+async def streams_an_error(_: object, __: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b'data: {"error": {"code": 500}}', "more_body": True})
+
+
+@pytest.mark.parametrize("app", [fails, streams_an_error])
+@pytest.mark.parametrize("broken", [[], [1], [1, 2]])
+async def test_an_error_of_vllm_for_an_image_that_cannot_be_decoded_names_the_image(
+    server: Server, broken: list[int], app: App
+) -> None:
+    caller, files = Caller(), [photo(90, 90, seed, "PNG") for seed in (42, 43, 44)]
+    for index in broken:
+        files[index] = files[index][: len(files[index]) // 2]  # its header is sound
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep(files) as kept,
+    ):
+        find = partial(broken_image, client, kept, request_id="x", timeout_s=PATIENCE_S)
+        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(app, {})
+    if broken:
+        assert isinstance(error, InvalidImageError)
+        assert any(error.message.startswith(f"image {index}: ") for index in broken), error.message
+    else:
+        assert error is None
+    assert len(caller.heard) == (0 if broken else 2)
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -69,10 +107,6 @@ async def test_an_error_of_vllm_is_told_unless_the_images_are_at_no_server(
 ) -> None:
     caller = Caller()
 
-    async def fails(_: object, __: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 500, "headers": []})
-        await send({"type": "http.response.body", "body": b"an error"})
-
     async with (
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep([PHOTO]) as kept,
@@ -80,7 +114,8 @@ async def test_an_error_of_vllm_is_told_unless_the_images_are_at_no_server(
         if lost:
             await lose(server)
             await soon(lambda: kept.error is not None)
-        error = await Exchange(b"asked", kept, caller.receive, caller.send).run(fails, {})
+        find = partial(broken_image, client, kept, request_id="x", timeout_s=PATIENCE_S)
+        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
     assert isinstance(error, UnavailableError) == lost
     assert len(caller.heard) == (0 if lost else 2)
 
@@ -98,7 +133,9 @@ async def test_an_answer_that_has_begun_goes_on_though_the_images_are_lost(serve
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep([PHOTO], again_s=0.2) as kept,
     ):
-        running = asyncio.create_task(Exchange(b"asked", kept, caller.receive, caller.send).run(answers, {}))
+        running = asyncio.create_task(
+            Exchange(b"asked", kept, never, caller.receive, caller.send).run(answers, {})
+        )
         await soon(lambda: len(caller.heard) == 2)
         await lose(server)
         await kept.lost()

@@ -146,7 +146,7 @@ def test_requests_of_many_empty_messages_are_refused_before_they_are_parsed() ->
         (messages.parse_submit, opens_and_names),
         (messages.parse_put, put),
     ):
-        with pytest.raises(InvalidRequestError, match="more fields than the 512 images"):
+        with pytest.raises(InvalidRequestError, match="more fields than a call of 512 images"):
             parse(raw, 512)
 
 

@@ -351,7 +351,7 @@ class RowFinder:
             if live and self._begun_as_cheaper(key, claim):
                 continue
             if live:
-                keeper = await self._cluster.fetch_from_peer(key, live)
+                keeper = await self._cluster.fetch_from_peer(key, live, claim.holder)
                 if keeper is not None and (pin := self._store.pin(key.address)) is not None:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)

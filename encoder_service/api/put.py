@@ -250,7 +250,7 @@ class PutCall:
             self._room.bytes_under_way.take(self._holders, size)
             expected.held_bytes = size
             key, grid = expected.lease.image.key, expected.lease.image.grid
-            expected.incoming = self._room.store.receive(key.address, expected.tokens, grid)
+            expected.incoming = self._room.store.receive(key.address, expected.tokens, grid, self._holders[0])
         return expected.incoming
 
     async def _read(self, expected: _Expected, incoming: Incoming, extent: pb.Extent) -> None:

@@ -143,11 +143,12 @@ class Cluster(Protocol):
     def transfer_s(self, tokens: int) -> float:
         """Return how long fetching an image of so many tokens from a peer should take, seconds."""
 
-    async def fetch_from_peer(self, key: ImageKey, locations: Locations) -> Pin | None:
+    async def fetch_from_peer(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
         """Fetch the rows from one of `locations` into the store; return None if none of them delivers.
 
-        Each location is tried once. Concurrent callers share one transfer, and perhaps one pin, which keeps the entry
-        until each of them has a pin of its own. Raises `OverloadedError` when the store has no room.
+        Each location is tried once. Concurrent callers share one transfer, which counts against the first one's
+        `holder`, and perhaps one pin, which keeps the entry until each of them has a pin of its own. Raises
+        `OverloadedError` when the store has no room.
         """
 
     def share_source(self, key: ImageKey, data: bytes) -> None:
@@ -216,7 +217,7 @@ class Solo:
         """No peer sends anything."""
         return inf
 
-    async def fetch_from_peer(self, key: ImageKey, locations: Locations) -> Pin | None:
+    async def fetch_from_peer(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
         """No peer has rows."""
         return None
 

@@ -22,6 +22,7 @@ from collections.abc import (
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import Enum
+from functools import partial
 from itertools import islice
 from time import monotonic
 from weakref import WeakValueDictionary
@@ -324,11 +325,11 @@ class Transfers:
         """Ids of the replicas that failed a moment ago."""
         return set(self._quarantine)
 
-    async def fetch(self, key: ImageKey, locations: Locations) -> Pin | None:
+    async def fetch(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
         """Fetch the rows into the store, as in `Cluster.fetch_from_peer`."""
         task = self._under_way.get(key.address)
         if task is None:
-            task = asyncio.create_task(self._fetch(key, locations))
+            task = asyncio.create_task(self._fetch(key, locations, holder))
             self._under_way[key.address] = task
             task.add_done_callback(lambda _: self._under_way.pop(key.address, None))
         return await asyncio.shield(task)
@@ -337,14 +338,15 @@ class Transfers:
         """Let the threads end."""
         self._threads.shutdown(wait=False)
 
-    async def _fetch(self, key: ImageKey, locations: Locations) -> Pin | None:
+    async def _fetch(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
         for location in locations:
             async with self._turn(location.replica_id):
                 if (fetched := await self._try(location, key)) is None:
                     continue
                 grid, rows = fetched
                 loop = asyncio.get_running_loop()
-                pin = await loop.run_in_executor(self._threads, self._store.put, key.address, rows, grid)
+                put = partial(self._store.put, key.address, rows, grid, holder=holder)
+                pin = await loop.run_in_executor(self._threads, put)
                 self._outbox.publish(key.address, grid)
                 return pin
         return None

@@ -259,7 +259,7 @@ class CopyOut:
                 if not is_finite:  # kept, they would be served again and again
                     raise ArithmeticError("the tower's rows contain a NaN or an infinity")
                 outcome: Pin | EncoderError = self._store.put(
-                    job.key.address, rows, job.grid, is_set_aside=True
+                    job.key.address, rows, job.grid, holder=job.task.holder, is_set_aside=True
                 )
             except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
                 outcome = self._jobs.known_error(error)

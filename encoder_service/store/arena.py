@@ -1,16 +1,21 @@
 """The space of a tier: which pages are free, which run of them an embedding gets, and which entry is evicted next.
 
-The least recently used entry is evicted, never one that is pinned.
+That is the least recently used one of the holder with the most pages, and never one that is pinned.
 """
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Run = tuple[int, int]
 """(first page, number of pages)."""
 
 _START_BITS = 32
+
+MAX_HOLDERS = 64
+"""Holders that are told apart. The rows of all others count against one share: an eviction looks at every share."""
+UNUSED_S = 600.0
+"""An entry that nobody has used for so long is evicted before others: a holder that left does not keep its part."""
 
 
 class Arena:
@@ -89,32 +94,91 @@ class Arena:
         self.free_pages -= length
 
 
-Entry = TypeVar("Entry")
+class Evictable(Protocol):
+    """What an eviction order has to know of an entry."""
+
+    address: bytes
+    holder: str
+    """The name that `EvictionOrder.take` returned."""
+    used_s: float
+    """When it was last added to the order, on the caller's clock."""
 
 
-class LeastRecentlyUsed(Generic[Entry]):
-    """The eviction order of the entries that may be evicted.
+Entry = TypeVar("Entry", bound=Evictable)
 
-    An entry leaves the order while it is pinned, and returns as the most recently used when its last pin is
-    released, so finding a victim takes constant time however much is pinned.
+
+class _Share(Generic[Entry]):
+    """What one holder has."""
+
+    __slots__ = ("pages", "unpinned")
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self.unpinned: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
+
+
+class EvictionOrder(Generic[Entry]):
+    """The pages of each holder, and the order of the entries that may be evicted. Not thread-safe.
+
+    While pages are free, a holder may take all of them. Then the holder with the most makes room, so that holders that
+    always want more have equal shares. An entry leaves the order while it is pinned, and returns as the most recently
+    used of its holder when its last pin is released, so finding a victim takes the same time however much is pinned.
     """
 
     def __init__(self) -> None:
         """Start empty."""
-        self._order: OrderedDict[bytes, Entry] = OrderedDict()
+        self._shares: dict[str, _Share[Entry]] = {}
 
     def __len__(self) -> int:
-        return len(self._order)
+        """Return the number of shares."""
+        return len(self._shares)
 
-    def add(self, address: bytes, entry: Entry) -> None:
-        """Make an entry evictable, as the most recently used one."""
-        assert address not in self._order
-        self._order[address] = entry
+    def pages(self, holder: str) -> int:
+        """Return how many pages count against `holder`."""
+        share = self._shares.get(self._name(holder))
+        return 0 if share is None else share.pages
 
-    def remove(self, address: bytes) -> None:
+    def take(self, holder: str, pages: int) -> str:
+        """Count `pages` more against `holder`; return the name they count under: its own, or that of all others."""
+        name = self._name(holder)
+        share = self._shares.get(name)
+        if share is None:
+            share = self._shares[name] = _Share()
+        share.pages += pages
+        return name
+
+    def give_back(self, name: str, pages: int) -> None:
+        """Undo a `take` that returned `name`."""
+        share = self._shares[name]
+        share.pages -= pages
+        if not share.pages:
+            del self._shares[name]
+
+    def add(self, entry: Entry, now: float) -> None:
+        """Make an entry evictable, as the one of its holder that was used most recently: `now`."""
+        entry.used_s = now
+        self._shares[entry.holder].unpinned[entry.address] = entry
+
+    def remove(self, entry: Entry) -> None:
         """Remove an entry from the order: it is pinned or dropped."""
-        del self._order[address]
+        del self._shares[entry.holder].unpinned[entry.address]
 
-    def victim(self) -> Entry | None:
-        """Return the entry to evict next, or None if there is none."""
-        return next(iter(self._order.values()), None)
+    def victim(self, now: float, holder: str = "", pages: int = 0) -> Entry | None:
+        """Return the entry to evict next for `pages` more of `holder`, or None if there is none."""
+        writer = self._name(holder)
+        oldest: Entry | None = None
+        largest: Entry | None = None
+        most = 0
+        for name, share in self._shares.items():
+            entry = next(iter(share.unpinned.values()), None)
+            if entry is None:
+                continue
+            if oldest is None or entry.used_s < oldest.used_s:
+                oldest = entry
+            held = share.pages + pages if name == writer else share.pages
+            if held > most:
+                most, largest = held, entry
+        return oldest if oldest is not None and now - oldest.used_s > UNUSED_S else largest
+
+    def _name(self, holder: str) -> str:
+        return holder if holder in self._shares or len(self._shares) < MAX_HOLDERS else ""

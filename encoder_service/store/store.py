@@ -141,11 +141,14 @@ class Store:
         """Whether there is a device tier."""
         return self._device is not None
 
-    def put(self, address: bytes, rows: Tensor, grid: Grid, *, is_set_aside: bool = False) -> Pin:
+    def put(
+        self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_set_aside: bool = False
+    ) -> Pin:
         """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
 
         First writer wins: if the address is held, or another thread is writing it, `rows` are discarded.
-        With a device tier, rows go there while it has space. `is_set_aside`: into the caller's own `set_aside`.
+        With a device tier, rows go there while it has space. The rows count against `holder`, whose least recently used
+        go first while it has the most. `is_set_aside`: into the caller's own `set_aside`.
         Raises `OverloadedError` if everything stays pinned, or set aside for others, for `wait_s`, and
         `ImageLimitError` for an embedding larger than the host tier.
         """
@@ -161,16 +164,19 @@ class Store:
         try:
             source = rows.contiguous().view(torch.uint8).view(-1)
             if self._device is not None:
-                entry = table.reserve_free(self._device, address, tokens, grid, promised=is_set_aside)
+                entry = table.reserve_free(self._device, address, tokens, grid, holder, promised=is_set_aside)
             if entry is None:
-                entry = table.reserve(self._host, address, tokens, grid, deadline, promised=is_set_aside)
+                entry = table.reserve(
+                    self._host, address, tokens, grid, holder, deadline, promised=is_set_aside
+                )
             return Pin(table, self.segment, table.fill(entry, [source]))
         finally:
             table.unclaim(address)
 
-    def receive(self, address: bytes, tokens: int, grid: Grid) -> Incoming | None:
+    def receive(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Incoming | None:
         """Return where to write rows that arrive piece by piece, in the host tier; None if they are held.
 
+        They count against `holder` from now on.
         Takes microseconds: call it from an event loop. Raises `OverloadedError` at once if everything is pinned or set
         aside, or another thread is writing the address, and `ImageLimitError` if the host tier is too small for it.
         """
@@ -180,7 +186,7 @@ class Store:
             table.unpin(held)
             return None
         try:
-            entry = table.reserve(self._host, address, tokens, grid, now)
+            entry = table.reserve(self._host, address, tokens, grid, holder, now)
         except BaseException:  # any error: an address that stays claimed can never be put
             table.unclaim(address)
             raise

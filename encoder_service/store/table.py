@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import OverloadedError
-from encoder_service.store.arena import Arena, LeastRecentlyUsed, Run
+from encoder_service.store.arena import Arena, EvictionOrder, Run
 
 SPARE = 0.06
 """Share of an arena given up for contiguity: an embedding is split only if that much more than it needs is free.
@@ -57,18 +57,24 @@ class Entry:
         "generation",
         "grid",
         "hits",
+        "holder",
         "pins",
         "runs",
         "tier",
         "tokens",
+        "used_s",
     )
 
-    def __init__(self, tier: "Tier", address: bytes, tokens: int, grid: Grid, runs: tuple[Run, ...]) -> None:
+    def __init__(
+        self, tier: "Tier", address: bytes, tokens: int, grid: Grid, runs: tuple[Run, ...], holder: str
+    ) -> None:
         self.tier = tier
         self.address = address
         self.tokens = tokens
         self.grid = grid
         self.runs = runs
+        self.holder = holder
+        self.used_s = 0.0  # when its last pin was released, monotonic
         self.pins = 1
         self.hits = 0
         self.device_readers = 0
@@ -118,7 +124,7 @@ class Tier:
         self.shared_as = shared_as
         self.arena = Arena(pages)
         self.entries: dict[bytes, Entry] = {}
-        self.unpinned: LeastRecentlyUsed[Entry] = LeastRecentlyUsed()
+        self.order: EvictionOrder[Entry] = EvictionOrder()
         self._spare_pages = int(pages * SPARE)
         self.hits = 0
         self.evictions = 0
@@ -127,23 +133,29 @@ class Tier:
         self._generations = memoryview(array("Q", bytes(8 * pages))) if generations is None else generations
         self._last_generation = 0
 
-    def reserve(self, address: bytes, tokens: int, grid: Grid) -> Entry | None:
-        """Reserve free pages for an embedding, invisible until `commit`. None if another must be evicted first."""
+    def reserve(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Entry | None:
+        """Reserve free pages for an embedding of `holder`, invisible until `commit`.
+
+        None if another must be evicted first.
+        """
         pages, arena = self.layout.pages(tokens), self.arena
         runs = arena.allocate(pages, max_runs=1)
         if runs is None and arena.free_pages >= pages + self._spare_pages:
             runs = arena.allocate(pages, MAX_RUNS)
-        if runs is None and not len(self.unpinned):
+        if runs is None and not self.evictable_pages:
             runs = arena.allocate(pages, arena.free_runs)  # nothing can be evicted: accept any number of runs
-        return None if runs is None else Entry(self, address, tokens, grid, runs)
+        if runs is None:
+            return None
+        return Entry(self, address, tokens, grid, runs, self.order.take(holder, pages))
 
-    def make_room(self, tokens: int) -> Iterator[bytes]:
-        """Drop the least recently used embedding, then the next, and yield their addresses.
+    def make_room(self, tokens: int, holder: str = "") -> Iterator[bytes]:
+        """Drop embeddings in the eviction order for one of `holder`, one after the other, and yield their addresses.
 
         Ends at once if dropping everything that is not pinned would not free enough pages.
         """
-        while self.arena.free_pages + self.evictable_pages >= self.layout.pages(tokens):
-            victim = self.unpinned.victim()
+        pages, now = self.layout.pages(tokens), time.monotonic()
+        while self.arena.free_pages + self.evictable_pages >= pages:
+            victim = self.order.victim(now, holder, pages)
             if victim is None:
                 return
             self.drop(victim)
@@ -152,12 +164,13 @@ class Tier:
     def touch(self, entry: Entry) -> None:
         """Make an embedding the most recently used one."""
         if not entry.pins:
-            self.unpinned.remove(entry.address)
-            self.unpinned.add(entry.address, entry)
+            self.order.remove(entry)
+            self.order.add(entry, time.monotonic())
 
     def abandon(self, entry: Entry) -> None:
         """Free the pages of a `reserve` that was not committed."""
         self.arena.free(entry.runs)
+        self.order.give_back(entry.holder, self._pages(entry))
 
     def commit(self, entry: Entry) -> None:
         """Make a completely written embedding visible; its writer's pin becomes the first reader's."""
@@ -171,7 +184,7 @@ class Tier:
     def pin(self, entry: Entry) -> None:
         """Keep an embedding in place until `unpin`."""
         if not entry.pins:
-            self.unpinned.remove(entry.address)
+            self.order.remove(entry)
             self.evictable_pages -= self._pages(entry)
         entry.pins += 1
 
@@ -180,17 +193,18 @@ class Tier:
         entry.pins -= 1
         assert entry.pins >= 0
         if not entry.pins:
-            self.unpinned.add(entry.address, entry)
+            self.order.add(entry, time.monotonic())
             self.evictable_pages += self._pages(entry)
 
     def drop(self, entry: Entry) -> None:
         """Drop an unpinned embedding. Its generation is cleared first, so that readers of stale handles notice."""
         assert not entry.pins
-        self.unpinned.remove(entry.address)
+        self.order.remove(entry)
         self.evictable_pages -= self._pages(entry)
         del self.entries[entry.address]
         self._generations[entry.runs[0][0]] = 0
         self.arena.free(entry.runs)
+        self.order.give_back(entry.holder, self._pages(entry))
         self.evictions += 1
 
     def pieces(self, entry: Entry) -> list[Tensor]:
@@ -301,17 +315,25 @@ class EntryTable:
             self._turn.notify_all()
 
     def reserve_free(
-        self, tier: Tier, address: bytes, tokens: int, grid: Grid, *, promised: bool
+        self, tier: Tier, address: bytes, tokens: int, grid: Grid, holder: str, *, promised: bool
     ) -> Entry | None:
         """Reserve pages that are free now; None if there are too few. `promised` as in `reserve`."""
         with self._turn:
             has_room = promised or self._with_room([tier.layout.pages(tokens)])
-            return tier.reserve(address, tokens, grid) if has_room else None
+            return tier.reserve(address, tokens, grid, holder) if has_room else None
 
     def reserve(
-        self, tier: Tier, address: bytes, tokens: int, grid: Grid, deadline: float, *, promised: bool = False
+        self,
+        tier: Tier,
+        address: bytes,
+        tokens: int,
+        grid: Grid,
+        holder: str,
+        deadline: float,
+        *,
+        promised: bool = False,
     ) -> Entry:
-        """Reserve pages, evicting the least recently used entries; wait while too much is pinned or promised to others.
+        """Reserve pages, evicting other entries; wait while too much is pinned or promised to others.
 
         `promised` are pages of the caller's own `promise`. Raises `OverloadedError` at `deadline` (monotonic).
         """
@@ -321,11 +343,11 @@ class EntryTable:
                 while True:
                     self._settle()
                     if promised or self._with_room([tier.layout.pages(tokens)]):
-                        entry = tier.reserve(address, tokens, grid)
-                        room = tier.make_room(tokens)
+                        entry = tier.reserve(address, tokens, grid, holder)
+                        room = tier.make_room(tokens, holder)
                         while entry is None and (victim := next(room, None)) is not None:
                             dropped.append(victim)
-                            entry = tier.reserve(address, tokens, grid)
+                            entry = tier.reserve(address, tokens, grid, holder)
                         if entry is not None:
                             return entry
                     self._wait(deadline)
@@ -381,7 +403,7 @@ class EntryTable:
         if held is not None:
             return held
         try:
-            target = self.reserve(tier, entry.address, entry.tokens, entry.grid, deadline)
+            target = self.reserve(tier, entry.address, entry.tokens, entry.grid, entry.holder, deadline)
             return self.fill(target, entry.tier.pieces(entry))
         finally:
             self.unclaim(entry.address)
@@ -394,7 +416,7 @@ class EntryTable:
         with self._turn:
             if entry.address in self._writing or entry.address in tier.entries:
                 return None
-            target = tier.reserve(entry.address, entry.tokens, entry.grid)
+            target = tier.reserve(entry.address, entry.tokens, entry.grid, entry.holder)
             if target is None:
                 return None
             self._writing.add(entry.address)
@@ -425,7 +447,7 @@ class EntryTable:
         """Return, pinned, the entry that should leave `tier` next if fewer than `free_pages` pages are free."""
         with self._turn:
             self._settle()
-            entry = tier.unpinned.victim() if tier.arena.free_pages < free_pages else None
+            entry = tier.order.victim(time.monotonic()) if tier.arena.free_pages < free_pages else None
             if entry is not None:
                 tier.pin(entry)
             return entry
@@ -461,7 +483,7 @@ class EntryTable:
         with self._turn:
             self._settle()
             for tier in self.tiers:
-                while (entry := tier.unpinned.victim()) is not None:
+                for entry in [entry for entry in tier.entries.values() if not entry.pins]:
                     tier.drop(entry)
                     dropped.append((entry.address, tier.name))
             self._turn.notify_all()

@@ -158,8 +158,9 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
     places = [(Location(f"peer-{n}", "peer", GRID),) for n in range(MAX_TRANSFERS)]
 
     async def bring(key: ImageKey, places: Locations) -> None:
-        brought = await transfers.fetch(key, places)
+        brought = await transfers.fetch(key, places, "a tenant")
         assert brought is not None
+        assert brought.entry.holder == "a tenant"
         brought.release()
 
     bringing = [asyncio.ensure_future(bring(*each)) for each in zip(keys, places, strict=True)]
@@ -189,7 +190,7 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
 
     def fetch_from_peer(endpoint: str) -> Awaitable[object]:
         return transfers.fetch(
-            replace(IMAGE, address=next(names).to_bytes(32, "big")), (Location(endpoint, endpoint, GRID),)
+            replace(IMAGE, address=next(names).to_bytes(32, "big")), (Location(endpoint, endpoint, GRID),), ""
         )
 
     slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]

@@ -1,5 +1,6 @@
 """The store against a simple model: anything anyone may do, in any order."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.versions = {}
         self.version = 0
 
-    @rule(target=pins, name=st.integers(0, 9), pages=st.sampled_from([0.01, 0.5, 1, 1.5, 3, 4.25, 11]))
-    def put(self, name, pages):
+    @rule(
+        target=pins,
+        name=st.integers(0, 9),
+        pages=st.sampled_from([0.01, 0.5, 1, 1.5, 3, 4.25, 11]),
+        holder=st.sampled_from(["", "a", "b"]),
+    )
+    def put(self, name, pages, holder):
         address = bytes([name])
         held = self.store.contains(address)
         self.version += 1
         rows = embedding(self.version, pages)
         try:
-            pin = self.store.put(address, rows, (1, 1, self.version))
+            pin = self.store.put(address, rows, (1, 1, self.version), holder=holder)
         except OverloadedError:
             host = self.store.stats().tiers[-1]
             needed = -(-len(rows) // PAGE_ROWS) * PAGE_BYTES
@@ -104,6 +110,15 @@ class StoreMachine(RuleBasedStateMachine):
             pages = [page for start, count in runs for page in range(start, start + count)]
             assert len(pages) == len(set(pages))
             assert len(pages) + tier.arena.free_pages == tier.arena.pages
+
+    @invariant()
+    def every_page_in_use_counts_against_one_holder(self):
+        for tier in self.store._table.tiers:
+            pages = Counter()
+            for entry in tier.entries.values():
+                pages[entry.holder] += tier.layout.pages(entry.tokens)
+            assert {holder: tier.order.pages(holder) for holder in pages} == pages
+            assert len(tier.order) == len(pages)
 
     @invariant()
     def the_numbers_add_up(self):

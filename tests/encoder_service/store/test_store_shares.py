@@ -1,0 +1,172 @@
+"""Holders share the store: one takes what is free, and makes room with its own rows once it has the most."""
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from encoder_service.store import Store
+from encoder_service.store.arena import MAX_HOLDERS, UNUSED_S
+from tests.small_store import PAGE_BYTES, embedding, make_store
+
+ROWS = embedding(1)
+GRID = (1, 2, 2)
+
+
+def put(store: Store, holder: str, *numbers: int) -> None:
+    """Put rows of a page each."""
+    for number in numbers:
+        store.put(f"{holder} {number}".encode(), ROWS, GRID, holder=holder).release()
+
+
+def held(store: Store) -> Counter[str]:
+    """Return how many rows of each holder are in the store."""
+    return Counter(address.decode().rsplit(maxsplit=1)[0] for address in store.grids())
+
+
+def ask(store: Store, holder: str, *numbers: int) -> int:
+    """Ask for rows; return how many of them are held."""
+    pins = [store.pin(f"{holder} {number}".encode()) for number in numbers]
+    for pin in pins:
+        if pin is not None:
+            pin.release()
+    return sum(pin is not None for pin in pins)
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let time pass on the store's clock."""
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + seconds)
+
+
+def test_the_rows_of_a_holder_that_has_half_of_the_store_stay_when_another_floods_it(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=16)
+    put(store, "a", *range(8))
+    for flood in range(5):
+        put(store, "b", *range(100 * flood, 100 * flood + 20))  # more than the store holds
+        assert ask(store, "a", *range(8)) == 8
+    assert held(store) == {"a": 8, "b": 8}
+    assert ask(store, "b", *range(412, 420)) == 8, "the latest of b stay"
+    store.close()
+
+
+def test_one_holder_uses_the_whole_store_and_its_oldest_rows_go_first(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=16)
+    put(store, "b", *range(40))
+    (host,) = store.stats().tiers
+    assert host.used_bytes == host.size_bytes
+    assert ask(store, "b", *range(24, 40)) == 16
+    store.close()
+
+
+def test_a_holder_that_comes_later_gets_as_much_as_the_others(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=18)
+    put(store, "a", *range(18))
+    put(store, "b", *range(40))
+    assert held(store) == {"a": 9, "b": 9}
+    put(store, "c", *range(40))
+    assert held(store) == {"a": 6, "b": 6, "c": 6}
+    put(store, "b", *range(100, 140))
+    put(store, "a", *range(100, 140))
+    assert held(store) == {"a": 6, "b": 6, "c": 6}
+    store.close()
+
+
+def test_with_rows_of_random_sizes_a_flood_leaves_a_holder_that_has_a_third_alone(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=64)
+    put(store, "a", *range(21))
+    draw = random.Random(0)
+    for number in range(300):
+        rows = embedding(1, draw.uniform(0.1, 12))
+        store.put(f"b {number}".encode(), rows, GRID, holder="b").release()
+    assert held(store)["a"] == 21
+    store.close()
+
+
+def test_pinned_rows_count_as_their_holders(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=16)
+    put(store, "a", *range(6))
+    pins = [store.put(f"b {number}".encode(), ROWS, GRID, holder="b") for number in range(9)]
+    put(store, "b", *range(20, 40))
+    assert held(store) == {"a": 6, "b": 10}
+    for pin in pins:
+        pin.release()
+    store.close()
+
+
+def test_rows_on_their_way_in_count_as_their_holders(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=16)
+    put(store, "a", *range(6))
+    put(store, "b", *range(2))
+    coming = [store.receive(f"b {number}".encode(), len(ROWS), GRID, "b") for number in range(10, 18)]
+    put(store, "b", *range(20, 40))
+    assert held(store) == {"a": 6, "b": 2}
+    for incoming in coming:
+        assert incoming is not None
+        incoming.drop()
+    put(store, "b", *range(40, 60))
+    assert held(store) == {"a": 6, "b": 10}
+    store.close()
+
+
+def test_rows_that_nobody_asked_for_in_ten_minutes_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a holder that left would keep its part for ever."""
+    store = make_store(tmp_path, host_pages=16)
+    put(store, "a", *range(8))
+    put(store, "b", *range(8))
+    later(monkeypatch, UNUSED_S + 1)
+    assert ask(store, "a", 3) == 1
+    put(store, "b", *range(100, 140))
+    assert held(store) == {"a": 1, "b": 15}
+    assert ask(store, "a", 3) == 1
+    store.close()
+
+
+def test_holders_beyond_the_bound_share_one_part_until_a_name_is_free(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=MAX_HOLDERS + 16)
+    for number in range(MAX_HOLDERS):
+        put(store, f"named {number}", 0)
+    for number in range(16):
+        put(store, f"other {number}", 0)
+    order = store._table.host.order
+    assert (len(order), order.pages("")) == (MAX_HOLDERS + 1, 16)
+    put(store, "late", *range(40))
+    assert {address for address in store.grids() if address.startswith(b"named")} == {
+        f"named {number} 0".encode() for number in range(MAX_HOLDERS)
+    }
+    assert order.pages("") == 16
+    store.flush()
+    assert len(order) == 0
+    put(store, "late", 0)
+    assert (len(order), order.pages("late")) == (1, 1)
+    store.close()
+
+
+def test_the_device_tier_is_shared_too_and_a_copy_is_its_holders(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=64, device_pages=10)
+    put(store, "a", 0, 1)
+    put(store, "b", *range(8))
+    assert store.move_once()
+    on_device = next(tier for tier in store._table.tiers if tier.name == "device")
+    assert (on_device.order.pages("a"), on_device.order.pages("b")) == (2, 7)
+    assert (store._table.host.order.pages("a"), store._table.host.order.pages("b")) == (0, 1)
+    pin = store.pin(b"a 0")
+    assert pin is not None
+    pin.to_host()
+    pin.release()
+    assert store._table.host.order.pages("a") == 1
+    store.close()
+
+
+def test_who_writes_an_address_first_holds_it(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=4)
+    store.put(b"same", ROWS, GRID, holder="a").release()
+    store.put(b"same", ROWS, GRID, holder="b").release()
+    order = store._table.host.order
+    assert (order.pages("a"), order.pages("b")) == (1, 0)
+    assert store.stats().tiers[0].used_bytes == PAGE_BYTES
+    store.close()

@@ -14,8 +14,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 FindBroken = Callable[[], Awaitable[EncoderError | None]]
-# How a streamed chat begins that has nothing but an error; its status is 200.
-_STREAMED_ERROR = b'data: {"error"'
 
 
 class Exchange:
@@ -66,8 +64,6 @@ class Exchange:
                 await self._look_for_the_image()
             self._start = message
             return
-        if not self._begun and message.get("body", b"").startswith(_STREAMED_ERROR):
-            await self._look_for_the_image()
         if self._given_up.is_set():
             return
         if self._start is not None:

@@ -10,7 +10,7 @@ import pytest
 from encoder_contract.errors import InvalidImageError, UnavailableError
 from encoder_service.app import Server
 from prefill_client import EncoderClient
-from prefill_client.vllm.exchange import App, Exchange, Receive, Send, broken_image
+from prefill_client.vllm.exchange import Exchange, Receive, Send, broken_image
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
@@ -74,15 +74,9 @@ async def fails(_: object, __: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"an error"})
 
 
-async def streams_an_error(_: object, __: Receive, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b'data: {"error": {"code": 500}}', "more_body": True})
-
-
-@pytest.mark.parametrize("app", [fails, streams_an_error])
 @pytest.mark.parametrize("broken", [[], [1], [1, 2]])
 async def test_an_error_of_vllm_for_an_image_that_cannot_be_decoded_names_the_image(
-    server: Server, broken: list[int], app: App
+    server: Server, broken: list[int]
 ) -> None:
     caller, files = Caller(), [photo(90, 90, seed, "PNG") for seed in (42, 43, 44)]
     for index in broken:
@@ -92,7 +86,7 @@ async def test_an_error_of_vllm_for_an_image_that_cannot_be_decoded_names_the_im
         await client.keep(files) as kept,
     ):
         find = partial(broken_image, client, kept, request_id="x", timeout_s=PATIENCE_S)
-        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(app, {})
+        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
     if broken:
         assert isinstance(error, InvalidImageError)
         assert any(error.message.startswith(f"image {index}: ") for index in broken), error.message

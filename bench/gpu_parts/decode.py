@@ -12,9 +12,9 @@ from torch import Tensor
 from bench.gpu_parts.probe import Probe
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.engine.model import make_resize
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.resize import PlainResize, Resize, to_patches
+from encoder_service.image.resize_choice import make_resize
 from testing.photos import photo
 
 # Name → (width, height, files).

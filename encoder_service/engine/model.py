@@ -1,6 +1,6 @@
 """Loads a checkpoint folder: vision tower, processor settings, decoder, resize; and plans the device's memory.
 
-On a GPU Triton's kernels resize where they compile and are right, else torch. `MemoryPlan` divides the memory of a GPU
+`MemoryPlan` divides the memory of a GPU
 at start, before the device tier of the store takes its share.
 """
 
@@ -10,14 +10,14 @@ from typing import Self
 
 import torch
 
-from encoder_contract.geometry import Geometry
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.decoder_pool import DecoderStartError, IsolatedDecoder
 from encoder_service.image.pillow import missing
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, PlainResize, Resize
+from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, Resize
+from encoder_service.image.resize_choice import make_resize
 from encoder_service.keys import Recipe
 from encoder_service.vision import (
     NoTower,
@@ -146,28 +146,6 @@ def _device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
     return name
-
-
-def make_resize(geometry: Geometry, device: torch.device) -> Resize:
-    """Return Triton's kernels on CUDA, or torch's operators, with a warning if something is amiss.
-
-    Triton needs a C compiler and a folder to which it may write and from which it may load libraries
-    (`TRITON_CACHE_DIR`): a start without either is slower, and its patches have the same bits.
-    """
-    if device.type != "cuda":
-        return PlainResize(geometry)
-    try:
-        from encoder_service.image.resize_triton import TritonResize, differs
-
-        with torch.cuda.device(device):
-            if not differs(geometry, device):
-                log.info("resize to patches: triton")
-                return TritonResize(geometry)
-        reason = "their patches differ from torch's"
-    except Exception as error:  # noqa: BLE001 - a compiler that is missing shows in many ways
-        reason = f"{type(error).__name__}: {error}"
-    log.warning("resize to patches: torch's operators, for Triton's kernels cannot be used: %s", reason)
-    return PlainResize(geometry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.engine.model import make_resize
 from encoder_service.image.resize import (
     RESIZED_BYTES_PER_PIXEL,
     PlainResize,
@@ -17,6 +16,7 @@ from encoder_service.image.resize import (
     exact_patches,
     to_patches,
 )
+from encoder_service.image.resize_choice import make_resize
 from testing.photos import photo, pixels
 
 pytestmark = pytest.mark.slow

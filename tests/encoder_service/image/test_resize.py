@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.engine.model import make_resize
 from encoder_service.image import resize as bicubic
 from encoder_service.image.resize import PlainResize, exact_patches, filter_table, resized, to_patches
+from encoder_service.image.resize_choice import make_resize
 
 pytestmark = pytest.mark.slow
 

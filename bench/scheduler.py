@@ -44,7 +44,7 @@ BENCHMARK = Benchmark(
         Figure("overload_p99_over_80", "p99 at ten times overload / at 80 % load", target="<= 2"),
         Figure("next_batch_p99_us", "forming a batch with 10 000 images queued, p99", "µs"),
     ),
-    limit_s=240,
+    limit_s=540,
     quick=("--cost-only",),
 )
 

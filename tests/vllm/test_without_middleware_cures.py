@@ -16,7 +16,7 @@ def test_a_middleware_that_does_not_look_for_embeddings_lets_them_through(
 ) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
     assert through_middleware(engine, part) == (403, None)
-    monkeypatch.setattr(request_images, "_KINDS", {"image_url"})
+    monkeypatch.setattr(request_images, "_EMBEDDED", set())
     assert through_middleware(engine, part) == (200, part)
 
 
@@ -45,6 +45,7 @@ def behind_middleware(engine: Engine, parts: list[dict[str, Any]]) -> tuple[int,
         if scope["type"] == "http":
             given.append(json.loads((await receive())["body"]))
             await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b""})
 
     async def send(message: Any) -> None:
         said.append(message)

@@ -113,7 +113,7 @@ def test_a_piece_may_be_larger_than_names_only_if_it_is_one_piece_from_end_to_en
         b"",
     ):
         if len(raw) > messages.names_bytes(1):
-            with pytest.raises(Exception, match="may have"):
+            with pytest.raises(Exception, match="the limit is"):
                 messages.parse_submit(raw, 1)
 
 

@@ -355,7 +355,7 @@ class Server:
         return self.service.draining
 
     def readings(self) -> Iterator[Reading]:
-        """Yield the state of the components: called at each scrape, on a thread of the HTTP port."""
+        """Yield the state of the components: called at each scrape, on a thread."""
         model = self._model
         yield from identity_readings(
             self._description,

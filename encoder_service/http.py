@@ -1,40 +1,37 @@
 """The HTTP port: metrics, health for tools without gRPC, and a status page; and the event loop lag that health tells.
 
-The port has its own threads and never uses the event loop. Metrics and the page are for whom `Readers` admit; probes
-have no token, and health tells nothing else.
+The port has an event loop in a thread of its own: the server's may be stuck, and health has to say so. `Readers` may
+read metrics and the page. Health is open to everybody, because probes have no token, and tells nothing else.
 """
 
 import asyncio
+import logging
 import socket
 import ssl
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from html import escape
-from socketserver import TCPServer, ThreadingMixIn
+from http import HTTPStatus
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import Protocol
 
 from encoder_contract.certificates import Certificates, Pem
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_service.config import ConfigError, flag
 from encoder_service.metrics import Metrics, Reading
 
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+log = logging.getLogger(__name__)
 
 # An event loop that has not run for this long is stuck: its steps are bounded by milliseconds.
 STUCK_S = 10.0
 # Ten would do for a few scrapers, probes and people. A larger limit lets a new connection live longer when a client
-# opens connections without end; each is a thread, and an idle thread costs some kilobytes.
+# opens connections without end.
 MAX_CONNECTIONS = 64
 # For the whole connection, however often a byte arrives: a probe sends its request and reads the answer at once.
 CONNECTION_S = 10
-CUT_OFF_S = 1  # a thread whose connection was closed ends in less, unless it is rendering an answer
-POLL_S = 0.1  # how soon a stop and expired connections are noticed
+MAX_REQUEST_BYTES = 16 << 10
+ACCEPT_AGAIN_S = 0.1  # after a connection could not be accepted: the process has no free file descriptor
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -47,8 +44,6 @@ a {{ color: #0969da; margin-right: 1.2rem }}
 </style></head><body><h1>{title}</h1><p>{state}</p><table>{rows}</table>
 <a href="/metrics">/metrics</a><a href="/healthz">/healthz</a><a href="/readyz">/readyz</a></body></html>
 """
-
-Application = Callable[["WSGIEnvironment", "StartResponse"], Iterable[bytes]]
 
 
 class Readers(Protocol):
@@ -67,7 +62,7 @@ class HttpPort:
         *,
         title: str,
         facts: Mapping[str, str],
-        metrics: Application,
+        metrics: Callable[[], bytes],
         last_tick: Callable[[], float],
         draining: Callable[[], bool],
         certificates: Certificates | None = None,
@@ -78,193 +73,151 @@ class HttpPort:
         Raises `OSError` if it is unavailable, `ValueError` for an invalid address.
         """
         host, _, port = listen.rpartition(":")
+        self._socket = socket.create_server(
+            (host.strip("[]"), int(port)),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=MAX_CONNECTIONS,
+        )
+        self._socket.setblocking(False)
+        self.endpoint = f"{host}:{self._socket.getsockname()[1]}"
         self._title = title
         self._facts = facts
         self._metrics = metrics
         self._last_tick = last_tick
         self._draining = draining
+        self._certificates = certificates
         self._readers = readers
-        server = _Ipv6Server if ":" in host else _Server
-        self._server = server((host.strip("[]"), int(port)), _QuietHandler)
-        self._server.set_app(self._answer)
-        if certificates is not None:
-            self._server.use_tls(certificates)
-        self.endpoint = f"{host}:{self._server.server_port}"
-        self._thread = threading.Thread(
-            target=partial(self._server.serve_forever, POLL_S), name="http-port", daemon=True
-        )
+        self._pem: Pem | None = None  # what `_context` has
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # The open connections: first those without a request yet, the oldest first.
+        self._open: dict[asyncio.Task[None], socket.socket] = {}
 
     def start(self) -> None:
         """Start answering."""
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(target=self._run, name="http-port", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop, and release the port."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join()
 
-    def _answer(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "/")
-        if path == "/healthz":
-            return _text(start_response, *self._health())
-        if path == "/readyz":
-            health = self._health()
-            draining = health[0] and self._draining()
-            return _text(start_response, *((False, "draining") if draining else health))
-        if (refusal := self._refusal(environ)) is not None:
-            return _refused(start_response, refusal)
-        if path == "/metrics":
-            return self._metrics(environ, start_response)
-        if path == "/":
-            return self._page(start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [b"not found: / has the links\n"]
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
+        self._loop.close()
 
-    def _refusal(self, environ: "WSGIEnvironment") -> UnauthenticatedError | ForbiddenError | None:
-        try:
-            if self._readers is not None:
-                self._readers.check_reader(environ.get("HTTP_AUTHORIZATION", ""))
-        except (UnauthenticatedError, ForbiddenError) as error:
-            return error
-        return None
+    async def _serve(self) -> None:
+        """Accept connections until cancelled; over the limit, close the one that has kept silent for longest."""
+        with self._socket:
+            try:
+                while True:
+                    try:
+                        accepted, _ = await self._loop.sock_accept(self._socket)
+                    except OSError:
+                        await asyncio.sleep(ACCEPT_AGAIN_S)
+                        continue
+                    task = self._loop.create_task(self._converse(accepted))
+                    self._open[task] = accepted
+                    task.add_done_callback(lambda ended: self._open.pop(ended).close())
+                    if len(self._open) > MAX_CONNECTIONS:
+                        oldest = next(iter(self._open))
+                        oldest.cancel()
+                        await asyncio.wait([oldest])
+            finally:
+                for task in self._open:
+                    task.cancel()
+                await asyncio.gather(*self._open, return_exceptions=True)
 
-    def _health(self) -> tuple[bool, str]:
-        late = monotonic() - self._last_tick()
-        return (True, "ok") if late < STUCK_S else (False, f"the event loop has not turned for {late:.0f} s")
+    async def _converse(self, accepted: socket.socket) -> None:
+        """Read one request and answer it, within the time that a connection has."""
+        reader = asyncio.StreamReader(MAX_REQUEST_BYTES)
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(CONNECTION_S):  # TimeoutError is an OSError
+                transport, protocol = await self._loop.connect_accepted_socket(
+                    lambda: asyncio.StreamReaderProtocol(reader), accepted, ssl=self._tls()
+                )
+                try:
+                    writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                    request = await reader.readuntil(b"\r\n\r\n")
+                    task = asyncio.current_task()
+                    assert task is not None
+                    self._open[task] = self._open.pop(task)  # others are closed before it
+                    writer.write(await self._answer(request.decode("latin-1")))
+                    writer.close()
+                    await writer.wait_closed()
+                finally:
+                    transport.abort()
 
-    def _page(self, start_response: "StartResponse") -> Iterable[bytes]:
-        healthy, text = self._health()
-        rows = "".join(f"<tr><th>{escape(k)}<td>{escape(v)}" for k, v in self._facts.items())
-        state = "draining" if healthy and self._draining() else "serving" if healthy else text
-        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
-        return [PAGE.format(title=escape(self._title), state=escape(state), rows=rows).encode()]
+    def _tls(self) -> ssl.SSLContext | None:
+        """Return what TLS needs, with the certificates that the files hold now; None without TLS.
 
-
-def _text(start_response: "StartResponse", good: bool, text: str) -> Iterable[bytes]:
-    status = "200 OK" if good else "503 Service Unavailable"
-    start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")])
-    return [text.encode() + b"\n"]
-
-
-def _refused(
-    start_response: "StartResponse", error: UnauthenticatedError | ForbiddenError
-) -> Iterable[bytes]:
-    known = isinstance(error, ForbiddenError)
-    headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
-    if not known:
-        headers.append(("WWW-Authenticate", "Bearer"))
-    start_response("403 Forbidden" if known else "401 Unauthorized", headers)
-    return [error.message.encode() + b"\n"]
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection, up to a limit; over it, the longest idle connection is closed for the new one."""
-
-    daemon_threads = True
-    allow_reuse_port = False  # a taken port is an error
-    request_queue_size = MAX_CONNECTIONS
-
-    def __init__(self, *arguments: Any) -> None:
-        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._lock = threading.Lock()
-        # Start time of each open connection. First those without a request yet, the oldest first.
-        self._began: dict[socket.socket, float] = {}
-        self._certificates: Certificates | None = None
-        self._pem: Pem | None = None
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        super().__init__(*arguments)
-
-    def use_tls(self, certificates: Certificates) -> None:
-        """Speak TLS on connections from now on. Probes have no certificate, so none is asked for."""
-        self._certificates = certificates
-
-    def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection. The handshake is left to its thread, within the time that the connection has."""
-        accepted, address = super().get_request()
+        Probes have no certificate, so none is asked for.
+        """
         if self._certificates is None:
-            return accepted, address
+            return None
         if (pem := self._certificates.pem) is not self._pem:
             with suppress(ValueError):  # changed this moment: the next connection tries again
                 self._certificates.load_into(self._context)
                 self._pem = pem
-        return (
-            self._context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False),
-            address,
-        )
+        return self._context
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
-            self._cut_off(lambda open_: list(open_)[:1])
-            if not self._room.acquire(timeout=CUT_OFF_S):
-                self.shutdown_request(request)
-                return
-        with self._lock:
-            self._began[request] = monotonic()
+    async def _answer(self, request: str) -> bytes:
+        first, *lines = request.split("\r\n")
+        path = (
+            first.partition(" ")[2].partition(" ")[0].partition("?")[0]
+        )  # load balancers send GET, HEAD or OPTIONS
+        late_s = monotonic() - self._last_tick()
+        stuck = "" if late_s < STUCK_S else f"the event loop has not turned for {late_s:.0f} s"
+        wrong = stuck or ("draining" if self._draining() else "")
+        if path == "/healthz":
+            return _health(stuck)
+        if path == "/readyz":
+            return _health(wrong)
+        if (refusal := self._refusal(lines)) is not None:
+            return refusal
+        if path == "/metrics":
+            try:  # in a thread: what is read may wait for a device that hangs, and health must not
+                samples = await asyncio.to_thread(self._metrics)
+            except Exception:
+                log.exception("while metrics were read")
+                return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "metrics cannot be read: see the log")
+            return _response(HTTPStatus.OK, samples.decode(), kind="text/plain; version=0.0.4")
+        if path == "/":
+            rows = "".join(f"<tr><th>{escape(k)}<td>{escape(v)}" for k, v in self._facts.items())
+            page = PAGE.format(title=escape(self._title), state=escape(wrong or "serving"), rows=rows)
+            return _response(HTTPStatus.OK, page, kind="text/html")
+        return _response(HTTPStatus.NOT_FOUND, "not found: / has the links")
+
+    def _refusal(self, lines: list[str]) -> bytes | None:
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread could be started
-            self._room.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def asked(self, request: socket.socket) -> None:
-        """Note that a connection's request has arrived: others are closed before it."""
-        with self._lock:
-            if request in self._began:
-                self._began[request] = self._began.pop(request)
-
-    def service_actions(self) -> None:
-        """Close expired connections; called after each connection and at every poll."""
-        late = monotonic() - CONNECTION_S
-        self._cut_off(lambda open_: [request for request, began in open_.items() if began < late])
-
-    def server_close(self) -> None:
-        super().server_close()
-        self._cut_off(list)
-
-    def _cut_off(self, choose: Callable[[Mapping[socket.socket, float]], list[socket.socket]]) -> None:
-        """Shut down connections; their threads read end of file."""
-        with self._lock:
-            for request in choose(self._began):
-                with suppress(OSError):  # the other side has disconnected
-                    request.shutdown(socket.SHUT_RDWR)
-
-    def shutdown_request(self, request: Any) -> None:
-        # Removed before it is closed: its descriptor may be reused afterwards.
-        with self._lock:
-            self._began.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # a disconnect is not worth a log line
-            super().handle_error(request, client_address)
-
-    def server_bind(self) -> None:
-        # Without HTTPServer's reverse lookup of this host's name, which may take seconds.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-        self.setup_environ()
+            if self._readers is not None:
+                self._readers.check_reader(headers.get("authorization", ""))
+        except UnauthenticatedError as error:
+            return _response(HTTPStatus.UNAUTHORIZED, error.message, ("WWW-Authenticate", "Bearer"))
+        except ForbiddenError as error:
+            return _response(HTTPStatus.FORBIDDEN, error.message)
+        return None
 
 
-class _Ipv6Server(_Server):
-    address_family = socket.AF_INET6
+def _health(wrong: str) -> bytes:
+    return _response(HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK, wrong or "ok")
 
 
-class _QuietHandler(WSGIRequestHandler):
-    def parse_request(self) -> bool:
-        """Read the request's lines."""
-        is_good = super().parse_request()
-        assert isinstance(self.server, _Server)
-        self.server.asked(self.request)
-        return is_good
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing: there is a scrape every few seconds."""
+def _response(status: HTTPStatus, text: str, *headers: tuple[str, str], kind: str = "text/plain") -> bytes:
+    content = text.removesuffix("\n").encode() + b"\n"
+    every = (
+        ("Content-Type", f"{kind}; charset=utf-8"),
+        ("Content-Length", str(len(content))),
+        ("Cache-Control", "no-store"),
+        ("Connection", "close"),
+        *headers,
+    )
+    lines = "".join(f"{name}: {value}\r\n" for name, value in every)
+    return f"HTTP/1.1 {status} {status.phrase}\r\n{lines}\r\n".encode() + content
 
 
 class Monitored(Protocol):
@@ -302,7 +255,7 @@ class Watch:
                     listen,
                     title=title,
                     facts=facts,
-                    metrics=metrics.wsgi(),
+                    metrics=metrics.exposition,
                     last_tick=lambda: self._lag.last_tick,
                     draining=lambda: server.draining,
                     certificates=certificates,

@@ -23,9 +23,9 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
+    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -218,12 +218,12 @@ class Metrics:
         )
 
     def read_from(self, read: Read) -> None:
-        """Collect all `Reading`s from `read`, which is called on the exporter's threads, once per scrape."""
+        """Collect all `Reading`s from `read`, which is called on a thread, once per scrape."""
         self._readings.read = read
 
-    def wsgi(self) -> Callable[..., Iterable[bytes]]:
-        """Return the WSGI application that answers a scrape."""
-        return make_wsgi_app(self._registry)
+    def exposition(self) -> bytes:
+        """Return the answer to a scrape, in Prometheus' text format."""
+        return generate_latest(self._registry)
 
     # The pipeline
 

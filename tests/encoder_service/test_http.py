@@ -5,7 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_a_loop_that_is_stuck_is_not_healthy() -> None:
         "127.0.0.1:0",
         title="t",
         facts={"<b>": "&"},
-        metrics=Metrics().wsgi(),
+        metrics=Metrics().exposition,
         last_tick=lambda: time.monotonic() - STUCK_S - 1,
         draining=lambda: False,
     )
@@ -61,12 +61,12 @@ def test_a_loop_that_is_stuck_is_not_healthy() -> None:
 
 
 @contextmanager
-def serving() -> Iterator[HttpPort]:
+def serving(metrics: Callable[[], bytes] | None = None) -> Iterator[HttpPort]:
     http = HttpPort(
         "127.0.0.1:0",
         title="t",
         facts={},
-        metrics=Metrics().wsgi(),
+        metrics=metrics or Metrics().exposition,
         last_tick=time.monotonic,
         draining=lambda: False,
     )
@@ -109,22 +109,60 @@ class Drips:
             connection.close()
 
 
-def threads_of_connections() -> int:
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
-
-
 def test_health_is_answered_beside_dripping_connections_and_threads_are_bounded() -> None:
     with serving() as http, Drips(http.endpoint, 2 * MAX_CONNECTIONS) as drips:
+        threads = threading.active_count()
         for _ in range(20):
             with urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30) as answer:
                 assert answer.read() == b"ok\n"
             with urllib.request.urlopen(f"http://{http.endpoint}/metrics", timeout=30) as answer:
                 assert b"encsvc_" in answer.read()
-            assert threads_of_connections() <= MAX_CONNECTIONS
+            assert threading.active_count() <= threads + 2  # those that read metrics; connections have none
         until = time.monotonic() + PATIENCE_S  # those that were cut off for others notice at their next byte
         while not drips.reopened and time.monotonic() < until:
             time.sleep(0.02)
         assert drips.reopened > 0
+
+
+def test_health_is_answered_while_a_scrape_hangs_and_after_one_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+
+    def hang() -> bytes:
+        release.wait()
+        raise ValueError("the device is lost")
+
+    with serving(hang) as http:
+        host, _, port = http.endpoint.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as scraper:
+            scraper.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=PATIENCE_S).close()
+            release.set()
+            assert b" 500 " in scraper.recv(100)
+        urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=PATIENCE_S).close()
+    assert "the device is lost" in caplog.text
+
+
+@pytest.mark.parametrize("request_", [b"\r\n\r\n", b"GET\r\n\r\n", b"GET /\xff HTTP/1.1\r\n:\r\n\r\n"])
+def test_a_malformed_request_is_answered(request_: bytes) -> None:
+    with serving() as http:
+        host, _, port = http.endpoint.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+            connection.sendall(request_)
+            assert connection.makefile("rb").readline() == b"HTTP/1.1 404 Not Found\r\n"
+
+
+def test_an_endless_request_is_cut_off() -> None:
+    with serving() as http:
+        host, _, port = http.endpoint.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection,
+            suppress(ConnectionError),
+        ):
+            for _ in range(1000):
+                connection.sendall(b"G" * 10_000)
+            pytest.fail("ten megabytes of request were read")
 
 
 def test_a_connection_has_its_time_however_often_it_sends_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:

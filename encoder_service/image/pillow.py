@@ -57,13 +57,12 @@ def decode_file(source: Source, out: Pixels | None = None) -> Pixels | EncoderEr
             stored = header.width, header.height
             if picture.size != stored and not (is_turned and picture.size == header.upright):
                 return InvalidImageError(f"damaged {header.format}: its parts differ in size")
-            transparent = "A" in picture.getbands() or picture.info.get("transparency") is not None
             picture.load()
             if picture.size != (header.upright if is_turned else stored):
                 return InvalidImageError(f"damaged {header.format}: its parts differ in size")
             if is_turned or header.orientation == UPRIGHT:
-                return _fill(_empty(picture.size) if out is None else out, picture, transparent=transparent)
-            pixels = _fill(_empty(picture.size), picture, transparent=transparent)
+                return _fill(_empty(picture.size) if out is None else out, picture)
+            pixels = _fill(_empty(picture.size), picture)
         return turned(pixels, header.orientation, out)
     # Pillow's readers may raise any exception on damaged data.
     except Exception as error:
@@ -126,20 +125,28 @@ def _empty(size: tuple[int, int]) -> Pixels:
     return np.empty((height, width, 3), np.uint8)
 
 
-def _fill(pixels: Pixels, picture: ImageFile, *, transparent: bool) -> Pixels:
-    """Write a loaded picture, transparency over white, as the Hugging Face processors convert it."""
+def _fill(pixels: Pixels, picture: ImageFile) -> Pixels:
+    """Write a loaded picture in RGB."""
     width, height = picture.size
     rows = max(1, _BAND_PIXELS // width)
     for top in range(0, height, rows):
-        band = picture.crop((0, top, width, min(top + rows, height)))
-        pixels[top : top + rows] = np.asarray(_over_white(band) if transparent else band.convert("RGB"))
+        pixels[top : top + rows] = np.asarray(_rgb(picture.crop((0, top, width, min(top + rows, height)))))
     return pixels
 
 
-def _over_white(picture: Image.Image) -> Image.Image:
+def _rgb(picture: Image.Image) -> Image.Image:
+    """Return a picture in RGB, transparency over white, as vLLM's image loader does.
+
+    An RGB picture keeps its colours, even if it names one of them as transparent.
+    """
+    if picture.mode == "RGB":
+        return picture
+    if "A" not in picture.getbands() and "transparency" not in picture.info:
+        return picture.convert("RGB")
     picture = picture.convert("RGBA")
-    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, picture).convert("RGB")
+    white = Image.new("RGB", picture.size, "white")
+    white.paste(picture, mask=picture.getchannel("A"))
+    return white
 
 
 class _FirstPage(TiffImageFile):

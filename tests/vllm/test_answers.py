@@ -3,8 +3,9 @@
 import random
 
 import pytest
+from PIL import Image
 
-from testing.photos import photo
+from testing.photos import encoded, photo, pixels
 from testing.vllm_engine import Answer, Engine, Part
 
 TOLERANCE = 1e-5  # of a log-probability
@@ -51,6 +52,13 @@ def test_an_image_twice_in_a_prompt_and_again_in_the_next_turn(engine: Engine) -
     first, second = photo(200, 150, 1, "PNG"), photo(150, 260, 2, "PNG")
     for parts in (["a", first, "b", first], ["a", first, "b", first, "c", second, "d", first]):
         assert_equal(engine.ask(parts), engine.ask(parts, own=True))
+
+
+def test_an_rgb_png_that_names_a_transparent_colour(engine: Engine) -> None:
+    picture, colour = Image.fromarray(pixels(200, 150, 3)), (90, 20, 60)
+    picture.paste(colour, (20, 20, 150, 120))
+    parts: list[Part] = ["x", encoded(picture, "PNG", transparency=colour)]
+    assert_equal(engine.ask(parts), engine.ask(parts, own=True))
 
 
 def test_a_prompt_out_of_the_prefix_cache_is_answered_alike(engine: Engine) -> None:

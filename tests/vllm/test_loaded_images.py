@@ -1,0 +1,35 @@
+"""The service decodes an image file to the pixels that vLLM's own image loader makes of it."""
+
+import numpy as np
+import pytest
+from vllm.multimodal.media.image import ImageMediaIO
+
+from encoder_contract.header import read_header
+from encoder_service.image.pillow import decode_file
+from encoder_service.image.source import Source
+from testing.every_kind import files
+
+# Files of different bytes, less a margin for other builds of Pillow.
+LEAST_FILES = 200
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_file_that_pillow_writes_has_the_pixels_that_vllm_loads() -> None:
+    wrong, seen, refused = {}, set(), set()
+    for what, image in files():
+        seen.add(image)
+        found = decode_file(Source(b"", image, read_header(image)))
+        try:
+            theirs = np.asarray(ImageMediaIO().load_bytes(image).media)
+        except ValueError as error:
+            refused.add(what)
+            if isinstance(found, np.ndarray):
+                wrong[what] = f"vLLM refuses it: {error}"
+            continue
+        if not isinstance(found, np.ndarray):
+            wrong[what] = found.message
+        elif not np.array_equal(found, theirs):
+            wrong[what] = "other pixels"
+    assert not wrong
+    assert len(seen) >= LEAST_FILES
+    assert len(refused) < len(seen) / 10

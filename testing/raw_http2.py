@@ -32,10 +32,14 @@ class RawConnection:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, endpoint: str, window: int = 65535) -> Self:
-        """Connect; `window` is what the server may send on each stream before it is told of more room."""
+    async def open(cls, endpoint: str, window: int = 65535, source: str | None = None) -> Self:
+        """Connect, from the address `source` if one is given.
+
+        `window` is what the server may send on each stream before it is told of more room.
+        """
         host, _, port = endpoint.rpartition(":")
-        connection = cls(*await asyncio.open_connection(host, int(port)), window)
+        local = (source, 0) if source else None
+        connection = cls(*await asyncio.open_connection(host, int(port), local_addr=local), window)
         connection._flush()
         connection._task = asyncio.create_task(connection._listen())
         return connection

@@ -18,6 +18,7 @@ from encoder_contract.certificates import Certificates, Pem
 from encoder_contract.errors import OverloadedError, Status
 from encoder_service.api import admin, messages, service
 from encoder_service.api.admin import AdminService
+from encoder_service.api.connections import keep_room
 from encoder_service.api.inbound import Entrance, Methods, Serve
 from encoder_service.api.messages import Context
 from encoder_service.api.service import EncoderService
@@ -75,7 +76,8 @@ class Listener:
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        connections = ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, files // 2))
+        self._most_connections = min(MAX_CONNECTIONS, files // 2)
+        connections = ("grpc.max_allowed_incoming_connections", self._most_connections)
         self._server = grpc.aio.server(options=(*OPTIONS, largest, connections))
         self._entrance = Entrance(max_calls, reader_idle_s)
         self._submits = Entrance(max_calls, reader_idle_s)
@@ -93,6 +95,7 @@ class Listener:
             raise ConfigError(
                 f"{flag('listen')} {address}: the address is taken or not one of this host; port 0 picks a free port"
             ) from error
+        self._port = port
         host = address.rpartition(":")[0]
         self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
 
@@ -108,6 +111,9 @@ class Listener:
     async def start(self) -> None:
         """Start to answer calls, and report health as serving."""
         await self._server.start()
+        self._keeping_room = asyncio.create_task(
+            keep_room(self._port, self._most_connections), name="connections"
+        )
         self._health.begin()
 
     def cut(self) -> None:
@@ -127,6 +133,7 @@ class Listener:
             await asyncio.wait({stopping}, timeout=GOODBYE_S)
             emptied.cancel()
         finally:
+            self._keeping_room.cancel()
             await self._server.stop(0)
 
     async def _emptied(self) -> None:

@@ -1,0 +1,72 @@
+"""A share of the connections for each host, so that one host cannot keep new clients out.
+
+gRPC for Python reports calls, not connections, and accepts no more than `max_allowed_incoming_connections` of them. The
+sockets of this process are therefore counted, and those that are too many are shut down.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from encoder_service.api import messages
+
+log = logging.getLogger(__name__)
+
+# Up to this part of the limit, hosts may open as many connections as they like. The rest is for newcomers.
+FREE_PART = 0.75
+CHECK_EVERY_S = 1.0
+
+
+async def keep_room(port: int, limit: int) -> None:
+    """Shut down the newest connections of the hosts with the most while over `FREE_PART` of `limit` are open.
+
+    Runs until it is cancelled. Counts the TCP connections to `port`; Unix sockets do not count.
+    """
+    while True:
+        await asyncio.sleep(CHECK_EVERY_S)
+        for host, count in (await asyncio.to_thread(shut_down_excess, port, int(limit * FREE_PART))).items():
+            log.warning(
+                "%s had too many of the %d gRPC connections that this server takes: closed its newest %d",
+                *(host, limit, count),
+            )
+
+
+def shut_down_excess(port: int, room: int) -> dict[str, int]:
+    """Shut down connections to `port` until `room` are left; return how many of each host."""
+    descriptors = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+    if len(descriptors) <= room:
+        return {}
+    with ExitStack() as stack:
+        hosts: defaultdict[str, list[socket.socket]] = defaultdict(list)
+        for descriptor in descriptors:
+            try:
+                # A duplicate stays this connection, even if gRPC closes its own and another file takes the number.
+                connection = stack.enter_context(socket.socket(fileno=os.dup(descriptor)))
+                if connection.getsockname()[1] == port:
+                    hosts[_host(connection)].append(connection)
+            except (OSError, IndexError):  # no socket, not connected, or a Unix socket
+                continue
+        most = fair_most([len(connections) for connections in hosts.values()], room)
+        for connections in hosts.values():
+            for connection in connections[most:]:  # high numbers are mostly new
+                connection.shutdown(socket.SHUT_RDWR)
+    return {host: len(connections) - most for host, connections in hosts.items() if len(connections) > most}
+
+
+def fair_most(counts: Sequence[int], room: int) -> int:
+    """Return the largest number such that `room` suffices if nobody has more of it than that."""
+    for nth, count in enumerate(sorted(counts)):
+        sharing = len(counts) - nth
+        if count * sharing > room:
+            return room // sharing
+        room -= count
+    return max(counts, default=0)
+
+
+def _host(connection: socket.socket) -> str:
+    address, port = connection.getpeername()[:2]
+    return messages.host_of(f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}")

@@ -37,15 +37,14 @@ from prefill_client.images import (
     PutImage,
     RowRequest,
     Submitted,
+    read,
     read_images,
 )
-from prefill_client.prompt.chunks import Chunk, Window, plan
-from prefill_client.prompt.layout import Layout, Span, expand_prompt
-from prefill_client.prompt.prefetch import PrefetchSession, ReadyChunk
+from prefill_client.prefetch import PrefetchSession, ReadyChunk
+from prefill_client.prompt import Chunk, Layout, Span, Window, expand_prompt, plan
 from prefill_client.trace import Trace
 from prefill_client.transport import TRANSPORTS
 from prefill_client.transport.device import DeviceRows
-from prefill_client.transport.reading import read
 from prefill_client.transport.shared_memory import SharedRows
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from encoder_contract.errors import (
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.fetch_stream import FetchStream
-from prefill_client.fleet.kept_images import KeptImages
+from prefill_client.fleet.kept_images import KeptImages, SentImages
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.retries import Attempts
-from prefill_client.fleet.sent_images import SentImages
 from prefill_client.images import Image, RowRequest, Submitted, read_images
 from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
 from prefill_client.transport.channels import Channels

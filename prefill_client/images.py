@@ -1,26 +1,29 @@
 """Images on the client's side: before they are sent, once they are submitted, and when their rows arrive."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, StaleHandleError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.header import read_header
 from encoder_contract.producer import EngineKey
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.inline import OwnRows
-from prefill_client.transport.server_clock import ServerClock
-from prefill_client.transport.transport import Rows
+from prefill_client.transport.rows import OwnRows, Rows
 
 if TYPE_CHECKING:
     import torch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,24 @@ class PutAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerClock:
+    """`offset_s` is theirs minus ours, within `error_s`, however unequal the times of request and answer were."""
+
+    offset_s: float
+    error_s: float
+    estimated_at_s: float
+
+    @classmethod
+    def estimate(cls, asked_s: float, their_s: float, heard_s: float) -> Self:
+        """Return the estimate from one call: its start and end on our clock, between which theirs was read."""
+        return cls(their_s - (asked_s + heard_s) / 2, (heard_s - asked_s) / 2, heard_s)
+
+    def ours(self, their_s: float) -> float:
+        """Convert a time of their clock to ours, `time.monotonic`."""
+        return their_s - self.offset_s
+
+
+@dataclass(frozen=True, slots=True)
 class FetchedRows:
     """The outcome of one `RowRequest`: its rows, or its error.
 
@@ -220,3 +241,42 @@ def _read(data: bytes, geometry: Geometry) -> Image | EncoderError:
     except EncoderError as error:
         return error
     return Image(data, content_digest(data), grid, geometry.tokens(grid))
+
+
+# What reads rows: it is given them in place, may be called again with the same rows fetched anew, and returns nothing
+# that still lies where they do.
+Use = Callable[[Sequence[FetchedRows]], Result]
+
+
+async def read(rows: Sequence[FetchedRows], use: Use[Result], executor: Executor | None = None) -> Result:
+    """Return `use(rows)`, called in a worker thread with the rows in place.
+
+    What it returns counts only if the rows are found to be the same afterwards; else they are fetched again and it is
+    called once more. Raises the error of rows that failed, now or when fetched again.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return await loop.run_in_executor(executor, partial(use_in_place, rows, use))
+        except StaleHandleError as error:
+            rows = await asyncio.gather(*again(rows, error))
+
+
+def use_in_place(rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
+    """Return `use(rows)`, called with the rows in place; raise `StaleHandleError` when they were lost meanwhile."""
+    for each in rows:
+        if each.error is not None:
+            raise each.error
+    with ExitStack() as held:
+        return use([held.enter_context(each.in_place()) for each in rows])
+
+
+def again(rows: Sequence[FetchedRows], error: StaleHandleError) -> list[Awaitable[FetchedRows]]:
+    """Return what fetches the lost ones of `rows` again, and the others as they are; raise `error` if none can be."""
+    if not any(each.lost and each.again for each in rows):
+        raise error
+    return [each.again() if each.lost and each.again else _as_it_is(each) for each in rows]
+
+
+async def _as_it_is(rows: FetchedRows) -> FetchedRows:
+    return rows

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder_contract.traceparent import trace_id
-from prefill_client.images import FetchedRows, RowRequest, Submitted
-from prefill_client.transport.server_clock import ServerClock
+from prefill_client.images import FetchedRows, RowRequest, ServerClock, Submitted
 
 REQUEST = "request"
 KINDS = (REQUEST, "image", "chunk")  # of lanes, in the order in which they are shown

@@ -28,8 +28,8 @@ from prefill_client import (
     plan,
     read_images,
 )
-from prefill_client.prompt.prefetch import of_image
-from prefill_client.transport.elements import element_type
+from prefill_client.prefetch import of_image
+from prefill_client.transport.rows import element_type
 from prefill_reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_reference.prefix import PrefixCache
 

@@ -9,7 +9,7 @@ import numpy as np
 from transformers.cache_utils import DynamicLayer
 
 from prefill_client import Layout, Span
-from prefill_client.prompt.layout import TokenIds
+from prefill_client.prompt import TokenIds
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,8 @@ from encoder_contract.errors import UnavailableError
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client import FetchedRows, SharedRows
-from prefill_client.transport.elements import element_type, tensor_view
-from prefill_client.transport.row_stream import from_message
-from prefill_client.transport.transport import Rows
+from prefill_client.transport.channels import from_message
+from prefill_client.transport.rows import Rows, element_type, tensor_view
 
 _LENGTH = struct.Struct("<I")
 _FAILED = "another rank failed, or has not all of the rows: is it on rank 0's host?"

@@ -45,9 +45,7 @@ FENCES = {
         "encoder_service/vision/",
         "prefill_client/images",
         "prefill_client/transport/device",  # rows on a GPU are tensors: for the type checker alone
-        "prefill_client/transport/elements",
-        "prefill_client/transport/transport",
-        "prefill_client/prompt/prefetch",
+        "prefill_client/transport/rows",
         "prefill_reference/",
         "prefill_client/vllm/",
     },
@@ -83,7 +81,7 @@ WALL_CLOCK = {
     "encoder_service/app": "tells the starts of a replica apart",
     "encoder_service/cluster/peers": "says when a call to a replica was signed",
     "encoder_service/top": "shows how old a process is",
-    "prefill_client/media/freshness": "reads a host's Expires that comes without its Date",
+    "prefill_client/media/download": "reads a host's Expires that comes without its Date",
     "prefill_reference/completions": "says when an answer was made",
 }
 

@@ -17,9 +17,9 @@ from encoder_contract.errors import (
 )
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.fleet.kept_images import SentImages
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
-from prefill_client.fleet.sent_images import SentImages
 from prefill_client.images import FetchedRows, Image, RowRequest, Submitted
 from prefill_client.transport import INLINE
 from prefill_client.transport.row_stream import RowStream

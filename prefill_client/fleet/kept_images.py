@@ -1,9 +1,11 @@
-"""The images of one request, submitted for as long as somebody wants their rows."""
+"""Images that the client has sent: those it remembers, and those it keeps submitted for one request."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
+
+from cachetools import LRUCache
 
 from encoder_contract.errors import EncoderError, InternalError, UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -12,6 +14,42 @@ from prefill_client.transport.connection import Connection
 from prefill_client.transport.submit_stream import SubmitStream
 
 log = logging.getLogger(__name__)
+
+# Bytes that may have to be sent once more when a server is lost. They are references to what the caller sent.
+MAX_BYTES = 256 << 20
+# What one takes besides its file.
+ENTRY_BYTES = 1024
+MAX_ROUTES = 65536  # some 10 MB
+
+
+class SentImages:
+    """Bounded, least recently used out first. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._images: LRUCache[bytes, Image] = LRUCache(MAX_BYTES, getsizeof=_size)
+        self._routes: LRUCache[bytes, str] = LRUCache(MAX_ROUTES)
+
+    def sent(self, image: Image, endpoint: str) -> None:
+        """Remember an image that `endpoint` has taken over."""
+        self._routes[image.digest] = endpoint
+        if _size(image) <= MAX_BYTES:
+            self._images[image.digest] = image
+
+    def image(self, digest: bytes) -> Image | None:
+        """Return an image sent not long ago, as it was sent."""
+        return self._images.get(digest)
+
+    def route(self, digest: bytes) -> str | None:
+        """Return where an image was sent to."""
+        return self._routes.get(digest)
+
+    def lost(self, digest: bytes) -> None:
+        """Forget where an image was sent to: it is not there."""
+        self._routes.pop(digest, None)
+
+
+def _size(image: Image) -> int:
+    return ENTRY_BYTES + len(image.data)
 
 
 class KeptImages:

@@ -5,11 +5,12 @@ import base64
 import binascii
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import h11
@@ -22,12 +23,17 @@ from encoder_contract.errors import (
     InvalidImageError,
     UnavailableError,
 )
-from prefill_client.media.destinations import Destinations
-from prefill_client.media.download import NOT_MODIFIED, OK, ImageHostError, Response, get
-from prefill_client.media.freshness import MAX_FRESH_S, fresh_s
-from prefill_client.media.image_url import ImageUrl
-from prefill_client.media.resolver import Resolver
-from prefill_client.media.single_flight import SingleFlight
+from prefill_client.media.destinations import Destinations, ImageUrl
+from prefill_client.media.download import (
+    MAX_FRESH_S,
+    NOT_MODIFIED,
+    OK,
+    ImageHostError,
+    Resolver,
+    Response,
+    fresh_s,
+    get,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +48,38 @@ MAX_REDIRECTS = 3
 
 # Host and port to addresses, as text. May raise `OSError`.
 Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False, slots=True)
+class _Flight(Generic[Result]):
+    """One that is under way, and how many wait for it."""
+
+    task: "asyncio.Task[Result]"
+    waiting: int = 0
+
+
+class SingleFlight(Generic[Result]):
+    """One task for each key; it ends when nobody waits any more. One event loop's."""
+
+    def __init__(self) -> None:
+        self._flights: dict[Hashable, _Flight[Result]] = {}
+
+    async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Do the work, or wait for who is at it. Raises what the work raises."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight(asyncio.create_task(work()))
+        flight.waiting += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if flight.task.done() or not flight.waiting:
+                flight.task.cancel()
+                if self._flights.get(key) is flight:
+                    del self._flights[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.device import DeviceReceiver
-from prefill_client.transport.inline import InlineReceiver
+from prefill_client.transport.receiver import InlineReceiver, Receiver
 from prefill_client.transport.shared_memory import SharedMemoryReceiver
-from prefill_client.transport.transport import Receiver
 
 # Best first; inline last, as it takes what no other does.
 RECEIVERS: Mapping[pb.Transport.ValueType, type[Receiver]] = {

@@ -18,12 +18,11 @@ from encoder_contract.segment_file import segment_proof
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from prefill_client.images import Image, RowRequest, Submitted
+from prefill_client.images import Image, RowRequest, ServerClock, Submitted
 from prefill_client.transport import BY_DEFAULT, Receiver, asked, receivers
-from prefill_client.transport.channels import Channels
+from prefill_client.transport.channels import Channels, from_rpc
 from prefill_client.transport.put_stream import PutStream
-from prefill_client.transport.row_stream import RowStream, from_rpc
-from prefill_client.transport.server_clock import ServerClock
+from prefill_client.transport.row_stream import RowStream
 from prefill_client.transport.submit_stream import SubmitStream
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"

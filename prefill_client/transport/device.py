@@ -1,18 +1,20 @@
 """Device memory: rows of a server's GPU, copied to a GPU of this process without passing through the host."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from encoder_contract.device_memory import DeviceMemory
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.elements import array_view, current_gpu, device_copy
+from prefill_client.transport.receiver import Arrival
+from prefill_client.transport.rows import Rows, array_view
 from prefill_client.transport.shared_memory import SharedMemoryReceiver, SharedRows
-from prefill_client.transport.transport import Arrival, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -110,3 +112,36 @@ class _DeviceArrival(Arrival):
     def rows(self) -> DeviceRows:
         handle = Handle.from_message(self._ready.handle)
         return DeviceRows(handle, self._ready.width, self._ready.dtype, is_held=self._is_open)
+
+
+def device_copy(
+    memory: DeviceMemory, extents: Sequence[tuple[int, int]], width: int, dtype: str
+) -> "torch.Tensor":
+    """Return a copy of rows that lie in device memory, [rows, width] of `dtype`, when it is complete.
+
+    On the current GPU of this thread and its current stream; of memory that stands in for a GPU's, on the CPU.
+    """
+    import torch
+
+    if isinstance(memory.content, memoryview):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            whole = torch.frombuffer(memory.content, dtype=torch.uint8)
+    else:
+        whole = torch.as_tensor(memory.content)
+    device = f"cuda:{torch.cuda.current_device()}" if whole.is_cuda else "cpu"
+    copied = torch.empty(sum(length for _, length in extents), dtype=torch.uint8, device=device)
+    filled = 0
+    for offset, length in extents:
+        copied[filled : filled + length].copy_(whole[offset : offset + length], non_blocking=True)
+        filled += length
+    if copied.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return copied.view(getattr(torch, dtype)).view(-1, width)
+
+
+def current_gpu() -> int:
+    """Return the number of this thread's current GPU; 0 where there is none."""
+    import torch
+
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0

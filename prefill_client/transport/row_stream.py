@@ -9,19 +9,14 @@ from typing import Any, Self
 
 import grpc
 
-from encoder_contract.endpoint import why_unconnected
-from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError, from_status
+from encoder_contract.errors import DeadlineError, InternalError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.images import FetchedRows, RowRequest, ServerClock
 from prefill_client.transport import Receiver, transport_of
-from prefill_client.transport.server_clock import ServerClock
-from prefill_client.transport.transport import Arrival
+from prefill_client.transport.channels import ended_early, from_message, from_rpc
+from prefill_client.transport.receiver import Arrival
 
-# What grpc says, as if the server had, when it could not hand an operation to a call that was just ending.
-LOCAL_FAILURE = "Internal error from Core"
-# How its prose begins when there is no connection; the reason is behind its last colon.
-UNCONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 _SOURCES = {
     pb.SOURCE_DEVICE: "device",
     pb.SOURCE_HOST: "host",
@@ -155,39 +150,3 @@ def _forget(reading: "asyncio.Future[Any]") -> None:
     """Retrieve the outcome of a read that nobody waits for any more, so that asyncio does not report it."""
     if not reading.cancelled():
         reading.exception()
-
-
-def from_message(error: pb.ImageError) -> EncoderError:
-    """Return the error of an image as the server sent it."""
-    return from_status(error.code, error.message, retry_after_ms=error.retry_after_ms)
-
-
-def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
-    """Return the error of a whole call, naming the endpoint it came from."""
-    if (cut := _cut(error.code(), error.details(), endpoint)) is not None:
-        return cut
-    metadata = error.trailing_metadata() or ()
-    retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
-    why = error.details() or ""
-    if why.startswith(UNCONNECTED):
-        why = f"no server answers ({why_unconnected(why)})"
-    return from_status(error.code().value[0], f"{endpoint}: {why}", retry_after_ms=retry_after_ms)
-
-
-async def ended_early(call: Any, endpoint: str) -> EncoderError:
-    """Return why a server ended a call before every image had its outcome."""
-    code: grpc.StatusCode = await call.code()
-    if code is grpc.StatusCode.OK:
-        return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
-    details = await call.details()
-    return _cut(code, details, endpoint) or from_status(code.value[0], f"{endpoint}: {details}")
-
-
-def _cut(code: grpc.StatusCode, details: str | None, endpoint: str) -> UnavailableError | None:
-    """Return the error of a call that was cut off, None if it ended otherwise."""
-    if details == LOCAL_FAILURE:
-        return UnavailableError(f"{endpoint}: the connection failed during a write")
-    # Not by us, who then ask for no reason: gRPC cancels the calls that reach a server while it stops.
-    if code is grpc.StatusCode.CANCELLED:
-        return UnavailableError(f"{endpoint}: the server stopped before it accepted the call")
-    return None

@@ -17,9 +17,8 @@ from encoder_contract.errors import InternalError, StaleHandleError
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from encoder_contract.segment_file import open_segment, segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.elements import element_type
-from prefill_client.transport.inline import OwnRows
-from prefill_client.transport.transport import Arrival, Receiver, Rows
+from prefill_client.transport.receiver import Arrival, Receiver
+from prefill_client.transport.rows import OwnRows, Rows, element_type
 
 _MAPPED_SEGMENTS = 16
 """Replicas on one host that a process reads from; one more and the least recently used is unmapped."""

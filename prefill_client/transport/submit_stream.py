@@ -11,7 +11,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import Image, Submitted
-from prefill_client.transport.row_stream import ended_early, from_message, from_rpc
+from prefill_client.transport.channels import ended_early, from_message, from_rpc
 
 
 class SubmitStream:

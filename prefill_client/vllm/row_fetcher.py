@@ -20,12 +20,11 @@ from encoder_contract.errors import (
     UnavailableError,
 )
 from encoder_contract.geometry import Grid
+from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
-from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.loop_thread import LoopThread
+from prefill_client.images import FetchedRows, RowRequest, again, use_in_place
 from prefill_client.transport import BY_DEFAULT, INLINE
 from prefill_client.transport.connection import Description, traceparent
-from prefill_client.transport.reading import again, use_in_place
 from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.image_name import ImageName
 from prefill_client.vllm.settings import Settings

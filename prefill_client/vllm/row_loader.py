@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from prefill_client.transport.elements import element_type, tensor_view
+from prefill_client.transport.rows import element_type, tensor_view
 from prefill_client.vllm.host_memory import MappedMemory
 from prefill_client.vllm.load_plan import Load
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from prefill_client.transport.elements import tensor_view
+from prefill_client.transport.rows import tensor_view
 from prefill_client.vllm.host_memory import MappedMemory
 from prefill_client.vllm.load_plan import Outgoing, Save
 from prefill_client.vllm.save_record import RECORD

@@ -27,7 +27,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.images import FetchedRows, PutAnswer, PutImage, RowRequest
 from prefill_client.transport import INLINE, TRANSPORTS
-from prefill_client.transport.elements import element_type
+from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.image_key import image_key
 from prefill_client.vllm.row_fetcher import Shape, connect, keep

@@ -18,8 +18,8 @@ from encoder_contract.framing import frame, parse_fetch_response
 from encoder_contract.header import read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
-from prefill_client.media.freshness import MAX_FRESH_S, fresh_s
-from prefill_client.media.image_url import ImageUrl
+from prefill_client.media.destinations import ImageUrl
+from prefill_client.media.download import MAX_FRESH_S, fresh_s
 from testing.fuzz.mutation import mutated
 from testing.photos import damaged
 

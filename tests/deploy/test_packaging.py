@@ -111,7 +111,7 @@ def test_commands_are_the_installed_ones(site: Path, command: str) -> None:
 
 
 def test_the_client_needs_no_torch_and_scripts_for_redis_are_found(site: Path) -> None:
-    code = "import sys, prefill_client.client, prefill_client.prompt.prefetch; print('torch' in sys.modules)"
+    code = "import sys, prefill_client.client, prefill_client.prefetch; print('torch' in sys.modules)"
     assert installed(site, sys.executable, "-c", code).stdout == "False\n"
     code = (
         "from encoder_service.cluster.redis.connection import Script, __file__ as file;"

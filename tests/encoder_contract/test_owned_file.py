@@ -12,10 +12,10 @@ import torch
 from encoder_contract.owned_file import create_owned, remove_ownerless
 from encoder_contract.segment_file import CALLERS_PREFIX
 from encoder_service.store import Store
-from prefill_client.transport.outgoing_segment import OutgoingSegment
+from prefill_client.transport.put_stream import OutgoingSegment
 
 CALLER = (
-    "import sys, time; from prefill_client.transport.outgoing_segment import OutgoingSegment; "
+    "import sys, time; from prefill_client.transport.put_stream import OutgoingSegment; "
     "kept = OutgoingSegment.beside(sys.argv[1]); print(kept.path, flush=True); time.sleep(600)"
 )
 

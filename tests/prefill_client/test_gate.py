@@ -11,7 +11,7 @@ import torch
 
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Submitted
-from prefill_client.transport.elements import element_type
+from prefill_client.transport.rows import element_type
 from prefill_client.vllm.counts import IMAGES, Counts
 from prefill_client.vllm.gate import Gate
 from prefill_client.vllm.host_memory import HostMemory

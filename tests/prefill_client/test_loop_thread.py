@@ -9,8 +9,8 @@ import pytest
 
 from encoder_contract.credentials import NO_CREDENTIALS
 from encoder_contract.errors import UnavailableError
+from prefill_client.blocking import LoopThread
 from prefill_client.fleet.pool import Pool
-from prefill_client.loop_thread import LoopThread
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
 from tests.waiting import PATIENCE_S

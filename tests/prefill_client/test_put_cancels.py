@@ -13,8 +13,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, Grid, PutSession
-from prefill_client.transport.outgoing_segment import OutgoingSegment
-from prefill_client.transport.put_stream import PutStream
+from prefill_client.transport.put_stream import OutgoingSegment, PutStream
 from tests.prefill_client.test_put_session import preferring
 from tests.put_calls import PRODUCER, fetch_put, new_image, rows_for
 from tests.servers import server_of

@@ -18,7 +18,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, PutSession
 from prefill_client.transport import connection
-from prefill_client.transport.outgoing_segment import OutgoingSegment
+from prefill_client.transport.put_stream import OutgoingSegment
 from tests.put_calls import PRODUCER, new_image, rows_for
 from tests.servers import server_of
 from tests.waiting import START_S, soon

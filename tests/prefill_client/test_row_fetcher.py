@@ -10,7 +10,7 @@ import pytest
 from encoder_contract.geometry import Grid
 from encoder_service.app import Server
 from prefill_client import EncoderClient
-from prefill_client.transport.elements import element_type
+from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName
 from prefill_client.vllm.row_fetcher import Caller, Outcome, RowFetcher, Wanted

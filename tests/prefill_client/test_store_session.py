@@ -12,7 +12,7 @@ from encoder_contract.errors import DeadlineError, EncoderError, UnavailableErro
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from prefill_client.transport.elements import element_type
+from prefill_client.transport.rows import element_type
 from prefill_client.vllm import store_session
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_key import image_key, same_image

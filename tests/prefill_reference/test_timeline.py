@@ -19,8 +19,8 @@ from encoder_contract.traceparent import trace_id
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Trace
 from prefill_client.cli import main
+from prefill_client.images import ServerClock
 from prefill_client.trace import Span, read_spans
-from prefill_client.transport.server_clock import ServerClock
 from prefill_reference.chat import Chat
 from prefill_reference.engine import Engine
 from prefill_reference.language_model import load_language_model

@@ -12,7 +12,7 @@ import pytest
 from encoder_contract.framing import Checksum
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.outgoing_segment import OutgoingSegment
+from prefill_client.transport.put_stream import OutgoingSegment
 from tests.calls import stub
 from tests.put_calls import PRODUCER, RawPut, fetch_put, new_image, nothing_is_left, rows_for
 from tests.waiting import soon

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefill_client.media.freshness import MAX_FRESH_S, fresh_s
+from prefill_client.media.download import MAX_FRESH_S, fresh_s
 
 DATE = "Sat, 21 Nov 2026 12:00:00 GMT"
 

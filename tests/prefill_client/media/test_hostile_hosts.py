@@ -12,8 +12,8 @@ import pytest
 
 from encoder_contract.errors import EncoderError, InvalidImageError
 from prefill_client.media.destinations import Destinations
+from prefill_client.media.download import THREADS
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.media.resolver import THREADS
 from tests.flooding_host import flooding_host
 from tests.image_host import BODY, Host, image_host
 from tests.waiting import PATIENCE_S, soon

@@ -11,8 +11,8 @@ import pytest
 
 from encoder_contract.errors import ForbiddenError, InvalidImageError
 from prefill_client.media.destinations import Destinations, is_public
+from prefill_client.media.download import Resolver
 from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
-from prefill_client.media.resolver import Resolver
 from testing.photos import photo
 
 pytestmark = pytest.mark.slow

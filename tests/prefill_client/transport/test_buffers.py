@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefill_client.transport.buffers import MIN_POOLED_BYTES, Buffers
+from prefill_client.transport.receiver import MIN_POOLED_BYTES, Buffers
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.transport import SENDERS
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
+from prefill_client.images import ServerClock
 from prefill_client.transport import BY_DEFAULT, RECEIVERS, receivers
 from prefill_client.transport.row_stream import RowStream
-from prefill_client.transport.server_clock import ServerClock
 from testing.photos import photo
 from tests.calls import collect, connection
 

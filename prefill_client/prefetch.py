@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from encoder_contract.errors import EncoderError
-from prefill_client.images import FetchedRows, RowRequest
-from prefill_client.prompt.chunks import Chunk
-from prefill_client.transport.reading import Use, read
+from prefill_client.images import FetchedRows, RowRequest, Use, read
+from prefill_client.prompt import Chunk
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
 from prefill_client import Chunk, FetchedRows, PrefetchSession, RowRequest, expand_prompt, plan
-from prefill_client.transport.inline import OwnRows
+from prefill_client.transport.rows import OwnRows
 from tests.waiting import PATIENCE_S
 
 IMAGE = 7

@@ -1,1 +1,0 @@
-"""From a prompt to its image rows: layout, chunks, and prefetching."""

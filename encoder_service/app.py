@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from time import time_ns
 from typing import Any
@@ -40,6 +39,8 @@ from encoder_service.collectors import (
     cluster_readings,
     identity_readings,
     memory_readings,
+    model_readings,
+    process_readings,
     queue_readings,
     store_readings,
 )
@@ -50,7 +51,7 @@ from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
 from encoder_service.image.sources import SourceCache, Validator
 from encoder_service.images import Encoder, PutLeases, RowFinder, SubmitWaiters
-from encoder_service.logs import dropped_lines, toggle_debug
+from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.scheduler import Limits, Scheduler
 from encoder_service.store import Pin, Store, StoreSizeError, TierName
@@ -356,28 +357,15 @@ class Server:
 
     def readings(self) -> Iterator[Reading]:
         """Yield the state of the components: called at each scrape, on a thread."""
-        model = self._model
-        yield from identity_readings(
-            self._description,
-            device=model.device.name,
-            attention=model.tower.attention,
-            decoder=model.decoder.name,
-            peak_flops=self._config.device_peak_tflops * 1e12,
-        )
-        yield Reading("draining", self.draining)
-        yield Reading("log_dropped", dropped_lines())
-        for state, size_bytes in asdict(model.device.memory()).items():
-            yield Reading("device_memory_bytes", size_bytes, (state,))
-        for reason, deaths in model.decoder.deaths.items():
-            yield Reading("decoder_restarts", deaths, (reason,))
-        yield Reading("decoder_messages", model.decoder.messages)
-        yield Reading("batches", model.tower.graph_batches, ("graph",))
-        yield Reading("batches", model.tower.eager_batches, ("eager",))
-        yield Reading("padding_patches", model.tower.padding_patches)
+        peak_flops = self._config.device_peak_tflops * 1e12
+        yield from identity_readings(self._description, self._model, peak_flops)
+        yield from process_readings(self.draining)
+        yield from model_readings(self._model)
         yield from queue_readings(self.jobs.snapshot(), self._limits)
         yield from store_readings(self.store.stats())
-        yield from memory_readings(self.store.segment.path, self._sources, self.service.held_upload_bytes)
-        yield Reading("put_leases", len(self.leases))
+        yield from memory_readings(
+            self.store.segment.path, self._sources, self.service.held_upload_bytes, len(self.leases)
+        )
         yield from cluster_readings(self.cluster.status)
 
     def banner(self) -> str:

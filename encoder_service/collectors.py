@@ -1,88 +1,185 @@
-"""The state of the components, as readings at a scrape."""
+"""The state of the components, as metrics at a scrape."""
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import ClusterStatus, IndexState
+from encoder_service.engine.model import Model
 from encoder_service.image.sources import SourceCache
-from encoder_service.metrics import DEMAND, Reading
+from encoder_service.logs import dropped_lines
+from encoder_service.metrics import DEMAND, Reading, counter, gauge
 from encoder_service.scheduler import Limits, Snapshot, State
-from encoder_service.store.store import StoreStats
+from encoder_service.store import StoreStats, TierStats
+
+
+def identity_readings(description: pb.DescribeResponse, model: Model, peak_flops: float) -> Iterator[Reading]:
+    """Yield versions and model; the device's peak only if it is known."""
+    versions = (description.version, platform.python_version(), str(torch.__version__))
+    yield gauge(
+        "build_info",
+        "Always 1; the labels say which versions run.",
+        {versions: 1},
+        "version",
+        "python",
+        "torch",
+    )
+    served = {
+        "model": description.model_name,
+        "model_type": description.model_type,
+        "fingerprint": description.model_fingerprint.hex()[:12],
+        "dtype": description.dtype,
+        "device": model.device.name,
+        "attention": model.tower.attention,
+        "decoder": model.decoder.name,
+    }
+    yield gauge(
+        "model_info", "Always 1; the labels say what is served and how.", {tuple(served.values()): 1}, *served
+    )
+    if peak_flops:
+        yield gauge(
+            "device_peak_flops", "Floating-point operations per second the device can do at best.", peak_flops
+        )
+
+
+def process_readings(draining: bool) -> Iterator[Reading]:
+    """Yield what is said of the process as a whole."""
+    yield gauge("draining", "1 while the server drains: it refuses new calls.", draining)
+    yield counter("log_dropped", "Log lines dropped because nobody read them in time.", dropped_lines())
+
+
+def model_readings(model: Model) -> Iterator[Reading]:
+    """Yield the state of device, decoder and tower."""
+    yield gauge(
+        "device_memory_bytes",
+        "Memory of the device: total, free, reserved and allocated by torch; 0 on the CPU.",
+        asdict(model.device.memory()),
+        "state",
+    )
+    decoder, tower = model.decoder, model.tower
+    yield counter(
+        "decoder_restarts", "Decoder processes that ended and were replaced.", decoder.deaths, "reason"
+    )
+    yield counter(
+        "decoder_messages",
+        "Lines that decoder processes printed to standard error; they are thrown away.",
+        decoder.messages,
+    )
+    yield counter(
+        "batches",
+        "Batches of the tower, in a CUDA graph or eagerly.",
+        {"graph": tower.graph_batches, "eager": tower.eager_batches},
+        "how",
+    )
+    yield counter(
+        "padding_patches",
+        "Patches of padding, computed to fill the shape of a CUDA graph.",
+        tower.padding_patches,
+    )
 
 
 def queue_readings(snapshot: Snapshot, limits: Limits) -> Iterator[Reading]:
     """Yield the queue and its limits; every state and class, so that an empty one reads 0."""
-    for state in State:
-        if state is State.GONE:
-            continue
-        for demanded, label in DEMAND.items():
-            yield Reading("queue_images", snapshot.images.get((state, demanded), 0), (state.value, label))
-            yield Reading("queue_patches", snapshot.patches.get((state, demanded), 0), (state.value, label))
-    yield Reading("queue_source_bytes", snapshot.source_bytes)
-    yield Reading("queue_requests", snapshot.requests)
-    yield Reading("queue_claims", snapshot.claims)
-    yield Reading("queue_clients", snapshot.clients)
-    yield Reading("queue_max_images", limits.images)
-    yield Reading("queue_max_patches", limits.patches)
-    yield Reading("queue_max_source_bytes", limits.source_bytes)
+    places = {
+        (state.value, label): (state, demanded)
+        for state in State
+        if state is not State.GONE
+        for demanded, label in DEMAND.items()
+    }
+    images = {labels: snapshot.images.get(place, 0) for labels, place in places.items()}
+    patches = {labels: snapshot.patches.get(place, 0) for labels, place in places.items()}
+    yield gauge("queue_images", "Images between admission and outcome.", images, "state", "class")
+    yield gauge("queue_patches", "Patches of those images.", patches, "state", "class")
+    yield gauge("queue_source_bytes", "Bytes of the image files queued.", snapshot.source_bytes)
+    yield gauge("queue_requests", "Requests with an image in the queue.", snapshot.requests)
+    yield gauge("queue_claims", "Claims of callers on queued images.", snapshot.claims)
+    yield gauge("queue_clients", "Clients with an image in the queue.", snapshot.clients)
+    yield gauge("queue_max_images", "Most images the queue accepts.", limits.images)
+    yield gauge("queue_max_patches", "Most patches the queue accepts.", limits.patches)
+    yield gauge("queue_max_source_bytes", "Most image bytes the queue accepts.", limits.source_bytes)
 
 
 def store_readings(stats: StoreStats) -> Iterator[Reading]:
     """Yield tiers, hits, evictions and pins."""
-    for tier in stats.tiers:
-        label = (tier.name,)
-        yield Reading("store_used_bytes", tier.used_bytes, label)
-        yield Reading("store_size_bytes", tier.size_bytes, label)
-        yield Reading("store_pinned_bytes", tier.pinned_bytes, label)
-        yield Reading("store_largest_free_bytes", tier.largest_free_bytes, label)
-        yield Reading("store_entries", tier.entries, label)
-        yield Reading("store_hits", tier.hits, label)
-        yield Reading("store_evictions", tier.evictions, label)
-        yield Reading("store_writes", tier.writes, label)
-    yield Reading("store_misses", stats.misses)
-    yield Reading("store_pins", stats.pins)
-    yield Reading("store_moves", stats.demotions, ("down",))
-    yield Reading("store_moves", stats.promotions, ("up",))
-    yield Reading("store_waits", stats.waits)
-    yield Reading("store_refusals", stats.refusals)
+
+    def by_tier(value: Callable[[TierStats], float]) -> dict[str, float]:
+        return {tier.name: value(tier) for tier in stats.tiers}
+
+    yield gauge(
+        "store_used_bytes",
+        "Bytes of the tier's pages that hold embeddings.",
+        by_tier(lambda tier: tier.used_bytes),
+        "tier",
+    )
+    yield gauge("store_size_bytes", "Bytes of the tier.", by_tier(lambda tier: tier.size_bytes), "tier")
+    yield gauge(
+        "store_pinned_bytes",
+        "Bytes of embeddings that are being read.",
+        by_tier(lambda tier: tier.pinned_bytes),
+        "tier",
+    )
+    yield gauge(
+        "store_largest_free_bytes",
+        "Largest run of free pages.",
+        by_tier(lambda tier: tier.largest_free_bytes),
+        "tier",
+    )
+    yield gauge("store_entries", "Embeddings held.", by_tier(lambda tier: tier.entries), "tier")
+    yield counter(
+        "store_hits", "Lookups that found the embedding, by tier.", by_tier(lambda tier: tier.hits), "tier"
+    )
+    yield counter("store_evictions", "Embeddings evicted.", by_tier(lambda tier: tier.evictions), "tier")
+    yield counter("store_writes", "Embeddings written.", by_tier(lambda tier: tier.writes), "tier")
+    yield counter("store_misses", "Lookups that found the embedding in no tier.", stats.misses)
+    yield gauge("store_pins", "Pins on embeddings.", stats.pins)
+    moves = {"down": stats.demotions, "up": stats.promotions}
+    yield counter("store_moves", "Embeddings moved between tiers.", moves, "direction")
+    yield counter("store_waits", "Writes that waited for a pin to be released.", stats.waits)
+    yield counter("store_refusals", "Writes refused because everything stayed pinned.", stats.refusals)
 
 
-def memory_readings(segment: Path, sources: SourceCache, upload_bytes: int) -> Iterator[Reading]:
-    """Yield the bytes of image files, and the free space of the segment's file system."""
+def memory_readings(
+    segment: Path, sources: SourceCache, upload_bytes: int, put_leases: int
+) -> Iterator[Reading]:
+    """Yield what callers hold, and the free space of the segment's file system."""
     try:
         free = os.statvfs(segment.parent)
     except FileNotFoundError:
         pass  # the folder was removed: an alert fires on the missing series
     else:
-        yield Reading("segment_free_bytes", free.f_bavail * free.f_frsize)
-    yield Reading("sources_bytes", sources.held_bytes)
-    yield Reading("sources_size_bytes", sources.max_bytes)
-    yield Reading("sources_images", len(sources))
-    yield Reading("upload_bytes", upload_bytes)
+        yield gauge(
+            "segment_free_bytes",
+            "Free bytes of the file system that holds the shared memory.",
+            free.f_bavail * free.f_frsize,
+        )
+    yield gauge(
+        "sources_bytes", "Bytes of image files kept to recompute evicted embeddings.", sources.held_bytes
+    )
+    yield gauge("sources_size_bytes", "Most bytes of image files kept.", sources.max_bytes)
+    yield gauge("sources_images", "Image files kept.", len(sources))
+    yield gauge("upload_bytes", "Bytes reserved for uploads.", upload_bytes)
+    yield gauge("put_leases", "Images that callers are computing and may put.", put_leases)
 
 
 def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
     """Yield the state of the index connection, the peers, and the image files shared."""
-    for each in IndexState:
-        yield Reading("index_state", each is status.state, (each.value,))
-    yield Reading("index_peers", status.peers)
-    yield Reading("sources_offered", status.sources_shared, ("shared",))
-    yield Reading("sources_offered", status.sources_dropped, ("dropped",))
-    yield Reading("foreign", status.foreign_rows, ("rows",))
-    yield Reading("foreign", status.foreign_sources, ("source",))
-
-
-def identity_readings(
-    description: pb.DescribeResponse, *, device: str, attention: str, decoder: str, peak_flops: float
-) -> Iterator[Reading]:
-    """Yield versions and model; the device's peak only if it is known."""
-    yield Reading("build_info", 1, (description.version, platform.python_version(), torch.__version__))
-    model = (description.model_name, description.model_type, description.model_fingerprint.hex()[:12])
-    yield Reading("model_info", 1, (*model, description.dtype, device, attention, decoder))
-    if peak_flops:
-        yield Reading("device_peak_flops", peak_flops)
+    states = {each.value: float(each is status.state) for each in IndexState}
+    yield gauge("index_state", "1 for the state of the index connection, 0 for the others.", states, "state")
+    yield gauge("index_peers", "Other live replicas that this replica sees.", status.peers)
+    yield counter(
+        "sources_offered",
+        "Image files shared with peers, or dropped instead.",
+        {"shared": status.sources_shared, "dropped": status.sources_dropped},
+        "outcome",
+    )
+    yield counter(
+        "foreign",
+        "Rows and image files not signed with the fleet's key, and so not used.",
+        {"rows": status.foreign_rows, "source": status.foreign_sources},
+        "what",
+    )

@@ -1,7 +1,8 @@
 """Metrics: those that record events, those that are read at a scrape, and the scrape of another process.
 
-Each is declared once. Names, units and types follow Prometheus: base units, `_total` for what only grows. Each label
-has a few known values, never one that a caller chooses, so the number of series is bounded.
+Each is declared once: the first in `Metrics`, the others where they are read (`collectors.py`). Names, units and types
+follow Prometheus: base units, `_total` for what only grows. Each label has a few known values, never one that a caller
+chooses, so the number of series is bounded.
 """
 
 import re
@@ -14,7 +15,7 @@ from http.client import HTTPException
 from itertools import pairwise, product
 from math import inf
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,102 +38,38 @@ from encoder_contract.v1 import encoder_pb2 as pb
 
 PREFIX = "encsvc"
 
-# Name -> (kind, help, labels).
-READINGS: Mapping[str, tuple[Literal["counter", "gauge"], str, tuple[str, ...]]] = {
-    "build_info": ("gauge", "Always 1; the labels say which versions run.", ("version", "python", "torch")),
-    "model_info": (
-        "gauge",
-        "Always 1; the labels say what is served and how.",
-        ("model", "model_type", "fingerprint", "dtype", "device", "attention", "decoder"),
-    ),
-    "log_dropped": ("counter", "Log lines dropped because nobody read them in time.", ()),
-    "draining": ("gauge", "1 while the server drains: it refuses new calls.", ()),
-    "device_peak_flops": ("gauge", "Floating-point operations per second the device can do at best.", ()),
-    "device_memory_bytes": (
-        "gauge",
-        "Memory of the device: total, free, reserved and allocated by torch; 0 on the CPU.",
-        ("state",),
-    ),
-    "decoder_restarts": ("counter", "Decoder processes that ended and were replaced.", ("reason",)),
-    "decoder_messages": (
-        "counter",
-        "Lines that decoder processes printed to standard error; they are thrown away.",
-        (),
-    ),
-    "batches": ("counter", "Batches of the tower, in a CUDA graph or eagerly.", ("how",)),
-    "padding_patches": ("counter", "Patches of padding, computed to fill the shape of a CUDA graph.", ()),
-    "queue_images": ("gauge", "Images between admission and outcome.", ("state", "class")),
-    "queue_patches": ("gauge", "Patches of those images.", ("state", "class")),
-    "queue_source_bytes": ("gauge", "Bytes of the image files queued.", ()),
-    "queue_requests": ("gauge", "Requests with an image in the queue.", ()),
-    "queue_claims": ("gauge", "Claims of callers on queued images.", ()),
-    "queue_clients": ("gauge", "Clients with an image in the queue.", ()),
-    "queue_max_images": ("gauge", "Most images the queue accepts.", ()),
-    "queue_max_patches": ("gauge", "Most patches the queue accepts.", ()),
-    "queue_max_source_bytes": ("gauge", "Most image bytes the queue accepts.", ()),
-    "store_used_bytes": ("gauge", "Bytes of the tier's pages that hold embeddings.", ("tier",)),
-    "store_size_bytes": ("gauge", "Bytes of the tier.", ("tier",)),
-    "store_pinned_bytes": ("gauge", "Bytes of embeddings that are being read.", ("tier",)),
-    "store_largest_free_bytes": ("gauge", "Largest run of free pages.", ("tier",)),
-    "store_entries": ("gauge", "Embeddings held.", ("tier",)),
-    "store_hits": ("counter", "Lookups that found the embedding, by tier.", ("tier",)),
-    "store_misses": ("counter", "Lookups that found the embedding in no tier.", ()),
-    "store_evictions": ("counter", "Embeddings evicted.", ("tier",)),
-    "store_writes": ("counter", "Embeddings written.", ("tier",)),
-    "store_pins": ("gauge", "Pins on embeddings.", ()),
-    "store_moves": ("counter", "Embeddings moved between tiers.", ("direction",)),
-    "store_waits": ("counter", "Writes that waited for a pin to be released.", ()),
-    "store_refusals": ("counter", "Writes refused because everything stayed pinned.", ()),
-    "segment_free_bytes": ("gauge", "Free bytes of the file system that holds the shared memory.", ()),
-    "sources_bytes": ("gauge", "Bytes of image files kept to recompute evicted embeddings.", ()),
-    "sources_size_bytes": ("gauge", "Most bytes of image files kept.", ()),
-    "sources_images": ("gauge", "Image files kept.", ()),
-    "sources_offered": ("counter", "Image files shared with peers, or dropped instead.", ("outcome",)),
-    "foreign": (
-        "counter",
-        "Rows and image files not signed with the fleet's key, and so not used.",
-        ("what",),
-    ),
-    "upload_bytes": ("gauge", "Bytes reserved for uploads.", ()),
-    "put_leases": ("gauge", "Images that callers are computing and may put.", ()),
-    "index_state": ("gauge", "1 for the state of the index connection, 0 for the others.", ("state",)),
-    "index_peers": ("gauge", "Other live replicas that this replica sees.", ()),
-}
+Reading: TypeAlias = Metric  # with its values at a scrape
+_Values = TypeVar("_Values", bound=str | tuple[str, ...])  # of the labels, in their order
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One value at a scrape; `name` is one of `READINGS`."""
-
-    name: str
-    value: float
-    labels: Sequence[str] = ()
+def gauge(name: str, text: str, value: float | Mapping[_Values, float], *labels: str) -> Reading:
+    """Return a gauge as it is read at a scrape: one value, or one for each combination of label values."""
+    return _read(GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels), value)
 
 
-Read = Callable[[], Iterable[Reading]]
+def counter(name: str, text: str, value: float | Mapping[_Values, float], *labels: str) -> Reading:
+    """Return a counter as it is read at a scrape; Prometheus adds `_total` to its name."""
+    return _read(CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels), value)
 
 
-class Readings(Collector):
+def _read(family: CounterMetricFamily | GaugeMetricFamily, value: float | Mapping[_Values, float]) -> Reading:
+    for labels, one in value.items() if isinstance(value, Mapping) else [((), value)]:
+        family.add_metric([labels] if isinstance(labels, str) else labels, one)
+    return family
+
+
+class _Readings(Collector):
     """Gives Prometheus what `read` returns, which is called once per scrape."""
 
-    def __init__(self) -> None:
-        self.read: Read = tuple
+    def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
+        self._read = read
 
     def describe(self) -> Iterator[Metric]:
         """Name no metrics."""
-        return iter(())  # registering must not read: the components may not exist yet
+        return iter(())  # registering must not read: not every component exists yet
 
     def collect(self) -> Iterator[Metric]:
-        """Read, and yield each metric with all its values."""
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for reading in self.read():
-            kind, text, labels = READINGS[reading.name]
-            if reading.name not in families:
-                family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-                families[reading.name] = family(f"{PREFIX}_{reading.name}", text, labels=labels)
-            assert len(reading.labels) == len(labels), reading
-            families[reading.name].add_metric(list(reading.labels), reading.value)
-        yield from families.values()
+        yield from self._read()
 
 
 # They would be a third of all series, for a start time that process_start_time_seconds has too.
@@ -177,8 +114,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._readings = Readings()
-        self._registry.register(self._readings)
         ProcessCollector(registry=self._registry)
         self._stage = self._histogram("stage_seconds", "Time of an image in a stage", stage=STAGES)
         self._queue_wait = self._histogram(
@@ -217,9 +152,9 @@ class Metrics:
             registry=self._registry,
         )
 
-    def read_from(self, read: Read) -> None:
-        """Collect all `Reading`s from `read`, which is called on a thread, once per scrape."""
-        self._readings.read = read
+    def read_from(self, read: Callable[[], Iterable[Reading]]) -> None:
+        """Export what `read` returns as well: it is called on a thread, once per scrape."""
+        self._registry.register(_Readings(read))
 
     def exposition(self) -> bytes:
         """Return the answer to a scrape, in Prometheus' text format."""

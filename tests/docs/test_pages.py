@@ -12,7 +12,8 @@ from bench.harness import report
 from bench.harness.discovery import benchmarks
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
-from encoder_service.metrics import PREFIX, READINGS, Metrics
+from encoder_service.app import Server
+from encoder_service.metrics import PREFIX
 from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
 from tests.test_architecture import LAYERS
 
@@ -122,20 +123,18 @@ def test_every_http_path_a_page_names_is_served(page: Path, code: str) -> None:
             assert f'"{path}"' in code, path
 
 
-def exported() -> dict[str, set[str]]:
+def exported(server: Server) -> dict[str, set[str]]:
     """Every series of the server under the name it has in Prometheus, with its labels."""
     suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     series: dict[str, set[str]] = {}
-    for metric in Metrics()._registry.collect():
+    for metric in server.metrics._registry.collect():
         labels = {label for sample in metric.samples for label in sample.labels}
         series |= {f"{metric.name}{suffix}": labels for suffix in suffixes[metric.type]}
-    for name, (kind, _, names) in READINGS.items():
-        series |= {f"{PREFIX}_{name}{suffix}": set(names) for suffix in suffixes[kind]}
     return series
 
 
-def test_every_metric_a_page_names_is_exported_with_its_labels() -> None:
-    series = exported()
+async def test_every_metric_a_page_names_is_exported_with_its_labels(server: Server) -> None:
+    series = exported(server)
     for page in PAGES:
         for code in code_in(page):
             for name, selector in re.findall(rf"\b((?:{PREFIX}|process)_\w+)(?:\{{([^}}]*)\}})?", code):

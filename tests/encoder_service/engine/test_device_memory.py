@@ -117,9 +117,10 @@ async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
 ) -> None:
     async with server_of(config, replace(model, device=SmallDevice(free_gib=5.0))) as server:
         assert "device memory  of 8.0 GiB: 3.00 loaded" in server.banner()
-        found = {reading.labels: reading.value for reading in server.readings() if "memory" in reading.name}
-        assert found[("free",)] == 5 * GIB
-        assert found[("allocated",)] == GIB // 2
+        (memory,) = (reading for reading in server.readings() if "memory" in reading.name)
+        found = {sample.labels["state"]: sample.value for sample in memory.samples}
+        assert found["free"] == 5 * GIB
+        assert found["allocated"] == GIB // 2
 
 
 def test_the_largest_forward_of_the_real_tower_is_planned_as_it_was_estimated(model: Model) -> None:

@@ -18,7 +18,9 @@ MINUTES ?= 20
 # torch is installed first. PyPI has the CUDA build, with gigabytes of libraries; PyTorch's own index has one for the CPU
 # only, which counts as newer, so that it has to be removed before a CUDA build. That index is used for torch only and
 # with a short timeout: if it is unavailable, setup uses PyPI's build.
-EXTRAS    := dev,dali-cuda13
+COMMA     := ,
+DALI      := dali-cuda13
+EXTRAS    := $(if $(filter 1,$(GPU)),dev$(COMMA)$(DALI),dev)
 CPU_TORCH := --no-deps --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 QUIETLY   := 2> >(grep -v -e 'is ignored: it is' -e 'WARNING: Retrying' >&2)
 
@@ -63,6 +65,17 @@ test: setup ## Run the tests (no GPU, Redis server or network needed)
 .PHONY: test-quick
 test-quick: setup ## Run the tests that need neither a server nor much computing (a minute)
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet and not process and not slow'
+
+$(VENV)/.done-dali: $(VENV)/.done-$(GPU)
+	@echo "installing DALI into $(VENV) (476 MiB) ..."
+	@$(PIP) install -c constraints.txt -e '.[$(DALI)]' $(QUIETLY)
+	@touch $@
+
+.PHONY: test-dali
+test-dali: $(VENV)/.done-dali ## Test DALI, the GPU's decoder, on the CPU (installs 476 MiB)
+	@$(PY) -c 'import nvidia.dali'  # else its tests would be skipped
+	@$(PY) -m pytest -m 'dali and not gpu'
+	@$(PY) deploy/licences.py --check  # of DALI's packages too
 
 .PHONY: test-fleet
 test-fleet: setup ## Test a cluster: replicas and Redis fail under load (four minutes)

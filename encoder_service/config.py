@@ -107,7 +107,7 @@ class Config(Settings):
         "yes", help="capture CUDA graphs at start; no: start faster, encode slower"
     )
     decoder: Literal["auto", "dali", "pillow"] = knob(
-        "auto", help="image decoder; auto: DALI if it is installed, else Pillow"
+        "auto", help="image decoder; auto: on a GPU DALI, if it is installed, else Pillow"
     )
     decoder_process: Literal["auto", "yes", "no"] = knob(
         "auto",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -42,15 +43,24 @@ STARTING_MODULES = {
     "tests.processes",
     "tests.servers",
 }
+NO_DALI = "DALI is not installed here: `make test-dali` installs it and runs this test"
 STARTING_FIXTURES = {"server", "start", "guard", "redis", "redis_url", "cluster_url", "join", "join_watched"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start a server or a process, so that `make test-quick` can leave them out."""
+    """Mark the tests that start a server or a process, and skip those of DALI where it is not installed."""
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
-            item.add_marker("process")
+            item.add_marker("process")  # `make test-quick` leaves it out
+        if item.get_closest_marker("dali") and not has_dali():
+            item.add_marker(pytest.mark.skip(NO_DALI))
+
+
+@cache
+def has_dali() -> bool:
+    """Whether DALI is installed."""
+    return find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
 
 
 def starts_processes(test: pytest.Function) -> bool:

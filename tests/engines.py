@@ -65,6 +65,13 @@ class Changed:
         return getattr(self._part, name)
 
 
+def in_batches(model: Model) -> Model:
+    """Return the model with a decoder that takes every image in batches, as that of a GPU takes JPEGs."""
+    one = model.decoder.decode_one
+    methods = {"batches": lambda _: True, "decode_batch": lambda sources: [one(source) for source in sources]}
+    return replace(model, decoder=cast(Decoder, Changed(model.decoder, **methods)))
+
+
 @asynccontextmanager
 async def running(
     model: Model,

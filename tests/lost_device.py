@@ -25,7 +25,7 @@ from encoder_service.image.decoder import Decoder
 from encoder_service.store import store as storing
 from encoder_service.store.store import TierMigrator
 from encoder_service.vision import Tower
-from tests.engines import Changed
+from tests.engines import Changed, in_batches
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["encoder_service.app", "tests.lost_device"])
@@ -95,14 +95,16 @@ def _losing(results: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flat(model: Model) -> Model:
     """Pixels of a shape that no stage expects: the thread that meets them dies."""
-    return _decoder(model, decode_batch=lambda sources: [torch.empty(1)] * len(sources))
+    return _decoder(in_batches(model), decode_batch=lambda sources: [torch.empty(1)] * len(sources))
 
 
 # How the model of each stage is made from the real one; that of the store's stages is the real one.
 STAGES: dict[str, Callable[[Model], Model]] = {
-    "decode": lambda model: _decoder(model, decode_batch=lose),
+    "decode": lambda model: _decoder(in_batches(model), decode_batch=lose),
     "decode apart": lambda model: _decoder(model, batches=lambda _: False, decode_one=lose),
-    "patches": lambda model: _decoder(model, decode_batch=_losing(model.decoder.decode_batch)),
+    "patches": lambda model: _decoder(
+        in_batches(model), decode_batch=_losing(in_batches(model).decoder.decode_batch)
+    ),
     "tower": lambda model: _tower(model, lose),
     "copy-out": lambda model: replace(model, device=LosingDevice("cpu")),
     "put": lambda model: _tower(model, _losing(model.tower.encode)),

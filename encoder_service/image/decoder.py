@@ -43,8 +43,8 @@ class Decoder:
     """Decodes images into pixels on one device. Safe to call from several threads; DALI serves one at a time.
 
     `device` is "cpu", "gpu" (the current CUDA device) or "gpu:N": nvJPEG, through DALI. `threads` bounds DALI's
-    threads; Pillow decodes in the caller's. `backend` "auto" takes DALI where it is installed; a backend or
-    GPU that is not available is a `ValueError`. `name` says what was chosen.
+    threads; Pillow decodes in the caller's. `backend` "auto" takes DALI on a GPU, if it is installed, and Pillow on
+    the CPU; a backend or GPU that is not available is a `ValueError`. `name` says what was chosen.
 
     `decode` does everything; callers that must not wait for the slowest image call `decode_batch` for those that
     `batches` accepts, and `decode_one` for the rest. `max_image_pixels` applies to `decode`: sources were checked.
@@ -72,7 +72,7 @@ class Decoder:
             )
         self._torch_device = torch.device(device.replace("gpu", "cuda"))
         self._jpegs: DaliJpegs | None = None
-        if backend != "pillow":
+        if backend == "dali" or (backend == "auto" and kind == "gpu"):
             try:
                 self._jpegs = DaliJpegs(device, threads)
             except ImportError as error:

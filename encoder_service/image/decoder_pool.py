@@ -534,7 +534,7 @@ class IsolatedDecoder(Decoder):
         self._cpu_s = cpu_s
         self._memory_bytes = _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels
         in_batch = _BESIDE_PIXELS_BYTES + BATCHED_BYTES_PER_PIXEL * max(decode_pixels, MAX_BATCHED_PIXELS)
-        self._parent = DecoderParent(dali=backend != "pillow", threads=threads)
+        self._parent = DecoderParent(dali=backend == "dali", threads=threads)
         # A thread that takes a child out of its queue has it alone. The last one used is the next: its memory is warm.
         self._batch_child = self._queue_of(1, batches=True, memory_bytes=in_batch)
         self._single_children = self._queue_of(threads, batches=False, memory_bytes=self._memory_bytes)

@@ -246,8 +246,8 @@ def test_a_folder_of_wheels_that_is_too_large_is_refused(
     assert "large.whl" in wheels.listing(tmp_path)[0]
 
 
+@pytest.mark.dali
 def test_the_decoders_that_are_compared_agree_in_pixels_and_outcomes() -> None:
-    pytest.importorskip("nvidia.dali")
     pytest.importorskip("nvidia.nvimgcodec")
     files = [photo(200, 120, seed) for seed in range(3)]
     found = [decode(files) for decode in cpu_decoders.decoders().values()]

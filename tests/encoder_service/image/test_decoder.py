@@ -32,13 +32,11 @@ MODES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["dali", "pillow", "isolated"])
+@pytest.fixture(scope="module", params=[pytest.param("dali", marks=pytest.mark.dali), "pillow", "isolated"])
 def decoder(request):
     if request.param == "isolated":
         decoder: Decoder = IsolatedDecoder(threads=2)
     else:
-        if request.param == "dali":
-            pytest.importorskip("nvidia.dali")
         decoder = Decoder(threads=2, backend=request.param)
     decoder.start()
     yield decoder
@@ -233,12 +231,15 @@ def test_several_threads_may_decode_at_once(decoder):
     assert outcomes == [True] * 80
 
 
-def test_without_dali_pillow_decodes_and_asking_for_dali_is_an_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+def test_on_the_cpu_pillow_decodes_unless_dali_is_asked_for():
     decoder = Decoder(threads=1)
     assert decoder.name.startswith("Pillow")
     image = photo(50, 40, 1)
     assert difference(decoder.decode([image])[0], image) == 0
+
+
+def test_asking_for_dali_where_it_is_not_installed_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(ValueError, match="DALI decoder is not installed"):
         Decoder(threads=1, backend="dali")
 

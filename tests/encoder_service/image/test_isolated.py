@@ -165,10 +165,9 @@ def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: py
         assert deaths(decoder) == {"memory": 1}
 
 
+@pytest.mark.dali
 def test_a_batch_whose_decoder_dies_is_left_to_be_decoded_one_by_one() -> None:
-    with decoding(backend="auto") as decoder:
-        if "DALI" not in decoder.name:
-            pytest.skip("DALI is not installed")
+    with decoding(backend="dali") as decoder:
         sources = [source_of(photo(120, 80, seed)) for seed in range(3)]
         expected = [decoder.decode_one(source) for source in sources]
         first = decoder.decode_batch(sources)

@@ -17,7 +17,7 @@ from encoder_service.image.source import Source
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from testing.photos import photo
-from tests.engines import Gate, demanded, running
+from tests.engines import Gate, demanded, in_batches, running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 
@@ -88,7 +88,6 @@ async def test_what_is_decoded_one_by_one_is_bounded_in_pixels_and_one_larger_im
 async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("nvidia.dali")
     culprit = model.processor.geometry.grid(384, 256)
     sizes: list[int] = []
 
@@ -99,6 +98,7 @@ async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
         return to_patches(pixels, grids, resize)
 
     monkeypatch.setattr("encoder_service.engine.workers.to_patches", cut)
+    model = in_batches(model)
     gate = Gate(model)
     images = [photo(256, 320 + n, n) for n in range(6)]
     images[3] = photo(384, 256, 3)

@@ -16,7 +16,7 @@ from bench.harness.benchmark import Benchmark
 from bench.harness.tables import markdown
 from bench.tower.cases import full_checkpoint, load_ours
 from encoder_contract.geometry import Grid
-from encoder_service.vision.fp8 import Precision
+from encoder_contract.tower_spec import Precision
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 NAMES = {"qwen3_vl": "Qwen3-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_5": "Qwen3.5"}

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.harness.benchmark import Benchmark, Figure
+from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.tower_spec import TowerSpec, spec_of
 from encoder_service.config import Config
 from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision import TowerSpec, family_of, flops, read_spec
+from encoder_service.vision import flops
 from testing.checkpoints import vision_config
 
 SIZES = {
@@ -79,7 +81,7 @@ def _model(folder: Path | None) -> tuple[TowerSpec, Geometry]:
     if folder is not None:
         return read_spec(folder), ProcessorSettings.from_folder(folder).geometry
     config = {"model_type": "qwen3_vl", "vision_config": vision_config("qwen3_vl", full=True)}
-    return family_of(config).spec(config), Geometry(16, 2, 65536, 16777216)
+    return spec_of(config), Geometry(16, 2, 65536, 16777216)
 
 
 def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_billions: float) -> None:

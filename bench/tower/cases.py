@@ -6,8 +6,8 @@ from typing import Any
 
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
+from encoder_service.vision.flops import flops
 from encoder_service.vision.load import load_tower
-from encoder_service.vision.spec import flops
 from encoder_service.vision.tower import Tower
 from testing.checkpoints import write_checkpoint
 

@@ -10,6 +10,8 @@ from typing import Self
 
 import torch
 
+from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint, read_config, read_spec
+from encoder_contract.tower_spec import TowerSpec
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.image.decoder import Decoder
@@ -19,16 +21,7 @@ from encoder_service.image.processor import ProcessorSettings
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, Resize
 from encoder_service.image.resize_choice import make_resize
 from encoder_service.keys import Recipe
-from encoder_service.vision import (
-    NoTower,
-    Tower,
-    TowerSpec,
-    configuration_fingerprint,
-    family_of,
-    load_tower,
-    model_fingerprint,
-    read_config,
-)
+from encoder_service.vision import NoTower, Tower, load_tower
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +60,8 @@ def load_model(config: Config) -> Model:
         )
     try:
         # First: of what is no vision model, that is to be said.
-        content = read_config(config.model)
-        family = family_of(content)
-        family.spec(content)
-        processor = family.processor(config.model)
+        read_spec(config.model)
+        processor = ProcessorSettings.from_folder(config.model)
         dtype = _dtype(config)
         decoder = _decoder(config, device)
         tower = _tower(config, device, dtype, processor)

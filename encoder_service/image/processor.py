@@ -6,7 +6,7 @@ setting is rejected at start, never ignored: different pixels would silently cos
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -73,8 +73,8 @@ class ProcessorSettings:
         return blake3.blake3(json.dumps(canonical, sort_keys=True).encode()).digest()
 
     @classmethod
-    def from_folder(cls, folder: str | Path, kinds: Sequence[str] = SMART_RESIZE_PROCESSORS) -> Self:
-        """Read the settings of a checkpoint folder, whose image processor must be one of `kinds`.
+    def from_folder(cls, folder: str | Path) -> Self:
+        """Read the settings of a checkpoint folder.
 
         As `transformers` does, `image_processor` inside processor_config.json wins over
         preprocessor_config.json. Raises `FileNotFoundError` when there is neither, `ValueError` naming the
@@ -82,7 +82,7 @@ class ProcessorSettings:
         """
         path, settings = _find_settings(Path(folder))
         try:
-            _refuse_unsupported(settings, kinds)
+            _refuse_unsupported(settings)
             return cls._from_mapping(settings)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -128,10 +128,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_unsupported(settings: Mapping[str, Any], kinds: Sequence[str]) -> None:
+def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     kind = settings.get("image_processor_type")
-    if kind is not None and kind not in kinds:
-        raise ValueError(f"image_processor_type {kind!r} is not supported (supported: {', '.join(kinds)})")
+    if kind is not None and kind not in SMART_RESIZE_PROCESSORS:
+        supported = ", ".join(SMART_RESIZE_PROCESSORS)
+        raise ValueError(f"image_processor_type {kind!r} is not supported (supported: {supported})")
     for name, value in _FIXED.items():
         found = settings.get(name)
         if found is not None and found != value:

@@ -1,21 +1,12 @@
 """Products in 8-bit floating point: weights quantised once by output, activations at every product by row."""
 
-import math
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from encoder_contract.tower_spec import full_blocks
 from encoder_service.vision.layers import Linear
 from encoder_service.vision.pointwise import Pointwise
-
-Precision = Literal["full", "fp8"]
-
-# Errors of the first blocks pass through all others: two fifths of the blocks stay as they are. With three of them, as
-# in FlashRT's recipe for such a tower (its PR 107), the mean cosine of rows missed 0.998 at full depth, and with a
-# third it did for Qwen2.5-VL. The mergers stay, too: their outputs are the rows.
-FULL_SHARE = 2 / 5
 
 # The sides of a product that the matrix units take in FP8.
 FP8_MULTIPLE = 16
@@ -65,11 +56,6 @@ class Fp8Linear(Linear):
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a GPU multiplies 8-bit floating point: Ada, Hopper or later."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def full_blocks(depth: int) -> int:
-    """How many blocks, the first ones, a tower of this depth keeps in full precision."""
-    return math.ceil(depth * FULL_SHARE)
 
 
 def quantise_blocks(blocks: nn.ModuleList, pointwise: Pointwise) -> None:

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from encoder_contract.tower_spec import TowerSpec
 from encoder_service.vision.layers import Layout, Segments, running_bounds
-from encoder_service.vision.spec import TowerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -1,28 +1,27 @@
-"""Loading a tower from a checkpoint folder: read, check, fold, pack, warm up; and the fingerprint of the model.
+"""Loading a tower from a checkpoint folder: read, check, fold, pack, warm up.
 
 Between the products Triton's kernels run where they compile and are right, else torch. A server that only stores rows
 has `NoTower`: its configuration says what a row is.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import blake3
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from encoder_contract.checkpoint import StoredTensor, read_spec, vision_tensors
 from encoder_contract.geometry import Grid
+from encoder_contract.tower_spec import Precision, TowerSpec
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision.attention import make_attention
-from encoder_service.vision.fp8 import FP8_MULTIPLE, Precision, full_blocks, multiplies_fp8, quantise_blocks
+from encoder_service.vision.fp8 import FP8_MULTIPLE, multiplies_fp8, quantise_blocks
 from encoder_service.vision.layers import Linear, PatchEmbed, SelfAttention, TowerModule
 from encoder_service.vision.pointwise import PlainPointwise, Pointwise
-from encoder_service.vision.qwen import Family, family_of, read_spec
-from encoder_service.vision.spec import TowerSpec, read_config
+from encoder_service.vision.qwen import TOWERS
 from encoder_service.vision.tower import CPU_TILE_PATCHES, Tower
 
 logger = logging.getLogger(__name__)
@@ -59,15 +58,13 @@ def load_tower(
     """
     started = time.perf_counter()
     folder = Path(folder)
-    config = read_config(folder)
-    family = family_of(config)
-    spec = family.spec(config)
+    spec = read_spec(folder)
     where, kind = _device(device), _dtype(dtype)
     _make_current(where)
     check_geometry(spec, processor)
     heads = _head_size(spec, head_size)
     attend = make_attention(attention, where, kind, heads)
-    module = _load_module(folder, family, spec)
+    module = _load_module(folder, spec)
     pointwise = make_pointwise(spec, where, kind)
     _prepare(module, processor, pointwise, where, kind, heads, precision)
     tower = Tower(
@@ -88,13 +85,39 @@ def load_tower(
     return tower
 
 
-def _load_module(folder: Path, family: Family, spec: TowerSpec) -> TowerModule:
+def _load_module(folder: Path, spec: TowerSpec) -> TowerModule:
     with torch.device("meta"):
-        module = family.build(spec)
-    tensors = VisionTensors(folder)
-    tensors.check({name: tuple(tensor.shape) for name, tensor in module.state_dict().items()})
-    module.load_state_dict(tensors.read(tensors.names), assign=True)
+        module = TOWERS[spec.architecture](spec)
+    tensors = vision_tensors(folder)
+    _check(folder, tensors, {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()})
+    module.load_state_dict(_read(tensors), assign=True)
     return module.eval().requires_grad_(False)
+
+
+def _check(
+    folder: Path, tensors: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise a `ValueError` naming every tensor that is missing, unexpected or of another shape."""
+    problems = [f"missing: {name}" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"left over: {name}" for name in sorted(tensors.keys() - expected.keys())]
+    problems += [
+        f"of shape {tensors[name].shape} instead of {expected[name]}: {name}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name]
+    ]
+    if problems:
+        raise ValueError(f"the vision tensors of {folder} do not fit the tower: " + "; ".join(problems))
+
+
+def _read(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Read tensors on the CPU in the dtype they were stored in, file by file."""
+    read = {}
+    for path in {tensor.path for tensor in tensors.values()}:
+        with safe_open(path, framework="pt") as shard:
+            for name, tensor in tensors.items():
+                if tensor.path == path:
+                    read[name] = shard.get_tensor(tensor.full_name)
+    return read
 
 
 @torch.inference_mode()
@@ -223,151 +246,6 @@ class NoTower(Tower):
     ) -> list[Tensor]:
         """Fail: no image is ever queued on a server that only stores."""
         raise NotImplementedError("this server has no tower")
-
-
-# Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
-PREFIXES = ("visual.", "model.visual.")
-
-# Part of the fingerprint: raise it when our arithmetic changes rows, so that old and new embeddings have different
-# addresses.
-ARITHMETIC_VERSION = 1
-
-
-class VisionTensors:
-    """The vision tensors of a checkpoint folder by name without prefix, read on demand."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._where = {
-            name: (path, full_name)
-            for path, full_name in _tensor_names(self.folder)
-            if (name := _without_prefix(full_name)) is not None
-        }
-        if not self._where:
-            raise ValueError(
-                f"{self.folder} holds no vision tensors (none begins with {' or '.join(PREFIXES)})"
-            )
-
-    @property
-    def names(self) -> list[str]:
-        """Every vision tensor's name, sorted."""
-        return sorted(self._where)
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors on the CPU in the dtype they were stored in, file by file."""
-        by_path: dict[Path, list[str]] = {}
-        for name in names:
-            by_path.setdefault(self._where[name][0], []).append(name)
-        tensors = {}
-        for path, wanted in by_path.items():
-            with safe_open(path, framework="pt") as shard:
-                for name in wanted:
-                    tensors[name] = shard.get_tensor(self._where[name][1])
-        return tensors
-
-    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Raise a `ValueError` naming every tensor that is missing, unexpected or of another shape."""
-        problems = [f"missing: {name}" for name in sorted(expected.keys() - self._where.keys())]
-        problems += [f"left over: {name}" for name in sorted(self._where.keys() - expected.keys())]
-        for name in sorted(expected.keys() & self._where.keys()):
-            path, full_name = self._where[name]
-            with safe_open(path, framework="pt") as shard:
-                shape = tuple(shard.get_slice(full_name).get_shape())
-            if shape != expected[name]:
-                problems.append(f"of shape {shape} instead of {expected[name]}: {name}")
-        if problems:
-            raise ValueError(
-                f"the vision tensors of {self.folder} do not fit the tower: " + "; ".join(problems)
-            )
-
-    def fingerprint(self) -> bytes:
-        """32 bytes, BLAKE3 over names, shapes, dtypes and raw bytes of the vision tensors, in order of their names.
-
-        The bytes are hashed in pieces, on all cores: one GB takes well under a second
-        once it is in memory.
-        """
-        hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-        headers = {path: _Header(path) for path, _ in self._where.values()}
-        for name in self.names:
-            path, full_name = self._where[name]
-            headers[path].hash_tensor(hasher, name, full_name)
-        return hasher.digest()
-
-
-def model_fingerprint(folder: str | Path, precision: Precision = "full") -> bytes:
-    """32 bytes, BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
-
-    Products of another precision than that of the weights are part of it.
-
-    Folders with the same fingerprint give the same rows for the same patches, however they are sharded.
-    """
-    return _hash_of_configuration(folder, precision).update(VisionTensors(folder).fingerprint()).digest()
-
-
-def configuration_fingerprint(folder: str | Path) -> bytes:
-    """32 bytes, BLAKE3 over architecture and vision configuration alone: of a server that has no weights."""
-    return _hash_of_configuration(folder).update(b"no weights").digest()
-
-
-def _hash_of_configuration(folder: str | Path, precision: Precision = "full") -> "blake3.blake3":
-    spec = read_spec(Path(folder))
-    canonical = {
-        "arithmetic_version": ARITHMETIC_VERSION,
-        "architecture": spec.architecture,
-        "vision_config": {slot: getattr(spec, slot) for slot in TowerSpec.__slots__ if slot != "model_type"},
-    }
-    if precision != "full":
-        canonical |= {"precision": precision, "full_blocks": full_blocks(spec.depth)}
-    return blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
-
-
-class _Header:
-    """One safetensors file: eight bytes of header length, a JSON header, then the tensors' bytes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            self._entries = json.loads(file.read(length))
-        self._data = 8 + length
-
-    def hash_tensor(self, hasher: "blake3.blake3", name: str, full_name: str) -> None:
-        entry = self._entries[full_name]
-        begin, end = entry["data_offsets"]
-        hasher.update(json.dumps([name, entry["dtype"], entry["shape"], end - begin]).encode())
-        with self._path.open("rb") as file:
-            file.seek(self._data + begin)
-            while begin < end:
-                piece = file.read(min(end - begin, _PIECE_BYTES))
-                hasher.update(piece)
-                begin += len(piece)
-
-
-# Large enough for BLAKE3 to use every core, small enough not to show in the process's memory.
-_PIECE_BYTES = 16 << 20
-
-
-def _tensor_names(folder: Path) -> list[tuple[Path, str]]:
-    """(file, tensor name) of every tensor: from the index if the checkpoint is sharded, else from the file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
-        if missing:
-            raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}")
-        return [(folder / file, name) for name, file in weight_map.items()]
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has neither {index.name} nor {path.name}")
-    try:
-        with safe_open(path, framework="pt") as shard:
-            return [(path, name) for name in shard.keys()]  # noqa: SIM118 - not a dict
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _without_prefix(name: str) -> str | None:
-    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), None)
 
 
 def make_pointwise(spec: TowerSpec, device: torch.device, dtype: torch.dtype) -> Pointwise:

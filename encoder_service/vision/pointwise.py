@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from encoder_contract.geometry import Grid
-from encoder_service.vision.spec import TowerSpec
+from encoder_contract.tower_spec import TowerSpec
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # its largest value

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from encoder_contract.geometry import Grid
+from encoder_contract.tower_spec import TowerSpec
 from encoder_service.vision.pointwise import (
     FP8,
     FP8_MAX,
@@ -15,7 +16,6 @@ from encoder_service.vision.pointwise import (
     patch_coordinates,
     rotary_frequencies,
 )
-from encoder_service.vision.spec import TowerSpec
 
 # The longest side of an image, in patches: 262 144 pixels at 16 a patch.
 MAX_SIDE = 16384

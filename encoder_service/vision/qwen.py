@@ -1,107 +1,18 @@
-"""The families of vision towers: Qwen3-VL (dense and mixture of experts), Qwen2.5-VL and Qwen3.5.
+"""The towers of Qwen3-VL (dense and mixture of experts), Qwen2.5-VL and Qwen3.5; `TOWERS` lists them.
 
-A `Family` is everything specific to one, in one record; `FAMILIES` lists them. Qwen3-VL has full attention and
-DeepStack levels. Qwen2.5-VL has attention inside windows, in a few blocks over the whole image. Qwen3.5 is Qwen3-VL in
-a checkpoint that names no DeepStack levels.
+Their dimensions are in `encoder_contract.tower_spec`. Qwen3-VL has full attention and DeepStack levels. Qwen2.5-VL has
+attention inside windows, in a few blocks over the whole image. Qwen3.5 is Qwen3-VL without DeepStack levels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encoder_service.image.processor import SMART_RESIZE_PROCESSORS, ProcessorSettings
+from encoder_contract.tower_spec import QWEN2_5_VL, QWEN3_5, QWEN3_VL, TowerSpec
 from encoder_service.vision.layers import Layout, Linear, PatchEmbed, Residual, SelfAttention, TowerModule
 from encoder_service.vision.pointwise import Norm, Pointwise
-from encoder_service.vision.spec import TowerSpec, read_config
-
-_DEFAULTS_OF_ALL = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The record that each family declares; `FAMILIES` lists them.
-
-    `model_types` are the names in config.json that mean this family, `defaults` the values of `vision_config` that
-    `transformers` leaves out of it, `build` makes the module of a spec with the checkpoint's tensor names, and
-    `processors` are the image processors whose arithmetic `image/` implements for it.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    build: Callable[[TowerSpec], TowerModule]
-    processors: Sequence[str] = field(default=SMART_RESIZE_PROCESSORS)
-
-    def spec(self, config: Mapping[str, Any]) -> TowerSpec:
-        """Return the numbers of a tower from config.json's content; `ValueError` names what is not supported."""
-        found = config.get("vision_config")
-        if not isinstance(found, dict):
-            raise ValueError("config.json has no vision_config")
-        found = {("in_channels" if name == "in_chans" else name): value for name, value in found.items()}
-        vision = _DEFAULTS_OF_ALL | dict(self.defaults) | found
-        self._refuse_unsupported(vision)
-        rope = vision.get("rope_parameters") or {}
-        return TowerSpec(
-            model_type=config["model_type"],
-            architecture=self.name,
-            depth=vision["depth"],
-            embed=vision["hidden_size"],
-            intermediate=vision["intermediate_size"],
-            heads=vision["num_heads"],
-            hidden=vision["out_hidden_size"],
-            patch_size=vision["patch_size"],
-            merge_size=vision["spatial_merge_size"],
-            temporal_patch_size=vision["temporal_patch_size"],
-            channels=vision["in_channels"],
-            activation=vision["hidden_act"],
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            position_side=round(vision.get("num_position_embeddings", 0) ** 0.5),
-            deepstack=tuple(vision.get("deepstack_visual_indexes", ())),
-            window=vision.get("window_size", 0) // vision["patch_size"],
-            full_attention=tuple(vision.get("fullatt_block_indexes", ())),
-        )
-
-    def processor(self, folder: Path) -> ProcessorSettings:
-        """Read the image processor's settings; raises what `ProcessorSettings.from_folder` does."""
-        return ProcessorSettings.from_folder(folder, self.processors)
-
-    def _refuse_unsupported(self, vision: Mapping[str, Any]) -> None:
-        """Reject settings that we would otherwise compute wrongly without an error."""
-        expected = self.defaults["hidden_act"]
-        if vision["hidden_act"] != expected:
-            raise ValueError(
-                f"vision_config.hidden_act {vision['hidden_act']!r} is not supported, only {expected!r}"
-            )
-        rope_type = (vision.get("rope_parameters") or {}).get("rope_type", "axial")
-        if rope_type not in ("axial", "default"):
-            raise ValueError(f"vision_config.rope_parameters.rope_type {rope_type!r} is not supported")
-        for name in (
-            "depth",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "out_hidden_size",
-            "patch_size",
-        ):
-            if not isinstance(vision[name], int) or vision[name] < 1:
-                raise ValueError(
-                    f"vision_config.{name} must be a positive whole number, got {vision[name]!r}"
-                )
-        if vision["hidden_size"] % (4 * vision["num_heads"]):
-            raise ValueError("vision_config.hidden_size must be a multiple of 4 × num_heads")
-        side = vision.get("num_position_embeddings", 0)
-        if round(side**0.5) ** 2 != side:
-            raise ValueError(f"vision_config.num_position_embeddings {side} is not a square")
-        levels = list(vision.get("deepstack_visual_indexes", ()))
-        if levels != sorted({level for level in levels if 0 <= level < vision["depth"]}):
-            raise ValueError(
-                f"vision_config.deepstack_visual_indexes {levels} must be blocks in order, each once"
-            )
 
 
 class Qwen3VLMlp(nn.Module):
@@ -225,24 +136,6 @@ class Qwen3VLTower(TowerModule):
             out[:, columns] = merger(hidden.whole(), layout.pointwise)
 
 
-QWEN3_VL = Family(
-    name="qwen3_vl",
-    model_types=("qwen3_vl", "qwen3_vl_moe"),  # mixture of experts concerns the language model only
-    defaults={
-        "depth": 27,
-        "hidden_size": 1152,
-        "hidden_act": "gelu_pytorch_tanh",
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "patch_size": 16,
-        "out_hidden_size": 3584,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
-    build=Qwen3VLTower,
-)
-
-
 class Qwen25VLMlp(nn.Module):
     """Gated: silu(gate) × up, then down."""
 
@@ -349,48 +242,9 @@ class Qwen25VLTower(TowerModule):
         return embedded
 
 
-QWEN2_5_VL = Family(
-    name="qwen2_5_vl",
-    model_types=("qwen2_5_vl",),
-    defaults={
-        "depth": 32,
-        "hidden_size": 3584,
-        "hidden_act": "silu",
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "patch_size": 14,
-        "out_hidden_size": 3584,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-    build=Qwen25VLTower,
-)
-
-
-QWEN3_5 = Family(
-    name="qwen3_5",
-    model_types=("qwen3_5", "qwen3_5_moe"),
-    defaults={name: value for name, value in QWEN3_VL.defaults.items() if name != "deepstack_visual_indexes"},
-    build=Qwen3VLTower,
-)
-
-
-FAMILIES = (QWEN3_VL, QWEN2_5_VL, QWEN3_5)
-
-
-def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family that config.json's content names; `ValueError` when it is not served."""
-    by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
-    model_type = config.get("model_type")
-    if model_type not in by_type:
-        raise ValueError(f"model_type {model_type!r} is not supported (supported: {', '.join(by_type)})")
-    return by_type[model_type]
-
-
-def read_spec(folder: Path) -> TowerSpec:
-    """Return the numbers of the tower in a checkpoint folder.
-
-    Raises `FileNotFoundError` or `ValueError` naming what is missing or not supported.
-    """
-    config = read_config(folder)
-    return family_of(config).spec(config)
+TOWERS: Mapping[str, Callable[[TowerSpec], TowerModule]] = {
+    QWEN3_VL.name: Qwen3VLTower,
+    QWEN2_5_VL.name: Qwen25VLTower,
+    QWEN3_5.name: Qwen3VLTower,
+}
+"""What makes the module of a family, with the checkpoint's tensor names."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from encoder_contract.geometry import Grid
+from encoder_contract.tower_spec import TowerSpec
 from encoder_service.vision.graphs import CudaCapture, Graphs
 from encoder_service.vision.layers import Attention, Layout, Segments, TowerModule, moved
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
-from encoder_service.vision.spec import TowerSpec
 
 # A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): at most 170 MB on the
 # CPU, eighteen different 720p grids; 1.7 GB on a GPU, where a grid that is not here costs more than its forward.

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from encoder_contract.checkpoint import model_fingerprint, vision_tensors
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision import load_tower, model_fingerprint
+from encoder_service.vision import load_tower
 from encoder_service.vision.layers import Linear, packing_available
-from encoder_service.vision.load import VisionTensors
 from encoder_service.vision.pointwise import PlainPointwise
 from testing.reference_tower import random_patches
 
@@ -147,7 +147,7 @@ def test_only_vision_tensors_are_read(folder):
             if not name.startswith("model.visual."):
                 tensors[name] = torch.full_like(tensors[name], float("nan"))
 
-    names = VisionTensors(folder).names
+    names = vision_tensors(folder)
     assert "patch_embed.proj.weight" in names
     assert not any("language_model" in name or "lm_head" in name for name in names)
     before = load(folder)

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
+from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import load_tower
 from encoder_service.vision.load import make_pointwise
 from encoder_service.vision.pointwise import Norm, PlainPointwise
-from encoder_service.vision.qwen import read_spec
 from testing.reference_tower import random_patches, row_errors
 
 pytestmark = pytest.mark.slow

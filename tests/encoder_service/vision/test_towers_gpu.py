@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
+from encoder_contract.tower_spec import spec_of
 from encoder_service.engine.workers import are_finite
 from encoder_service.image.processor import ProcessorSettings
-from encoder_service.vision import attention, family_of, load_tower
+from encoder_service.vision import attention, load_tower
 from encoder_service.vision.attention import BACKENDS, SegmentAttention, why_not
 from encoder_service.vision.graphs import CudaCapture
 from encoder_service.vision.load import make_pointwise
@@ -82,7 +83,7 @@ def test_kernels_between_products_are_used_and_equal_torchs_at_the_published_wid
     from encoder_service.vision.pointwise_triton import difference
 
     config = {"model_type": model_type, "vision_config": vision_config(model_type, full=True)}
-    spec, device = family_of(config).spec(config), torch.device("cuda:0")
+    spec, device = spec_of(config), torch.device("cuda:0")
     for dtype in (torch.bfloat16, torch.float16):
         assert difference(spec, device, dtype) == ""
         assert make_pointwise(spec, device, dtype).name == "triton"

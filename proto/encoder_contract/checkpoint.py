@@ -1,0 +1,173 @@
+"""A Hugging Face checkpoint folder as both sides read it: configuration, vision tensors, the model's fingerprint."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import blake3
+
+from encoder_contract.tower_spec import Precision, TowerSpec, full_blocks, spec_of
+
+# Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
+PREFIXES = ("visual.", "model.visual.")
+
+# Part of the fingerprint: raise it when our arithmetic changes rows, so that old and new embeddings have different
+# addresses.
+ARITHMETIC_VERSION = 1
+
+# Of a safetensors file, which begins with its length: the format allows no longer one.
+_MAX_HEADER_BYTES = 100_000_000
+# Large enough for BLAKE3 to use every core, small enough not to show in the process's memory.
+_PIECE_BYTES = 16 << 20
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a checkpoint folder; `FileNotFoundError` or `ValueError` names the file."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {folder} is not a Hugging Face checkpoint folder")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return config
+
+
+def read_spec(folder: Path) -> TowerSpec:
+    """Return the numbers of the tower in a checkpoint folder.
+
+    Raises `FileNotFoundError` or `ValueError` naming what is missing or not supported.
+    """
+    return spec_of(read_config(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file: its full name there, and where its bytes lie."""
+
+    path: Path
+    full_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield its bytes in pieces; `ValueError` for a file that ends before them."""
+        left = self.size_bytes
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while left:
+                piece = file.read(min(left, _PIECE_BYTES))
+                if not piece:
+                    raise ValueError(f"{self.path} ends inside the tensor {self.full_name}")
+                left -= len(piece)
+                yield piece
+
+
+def vision_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the vision tensors of a checkpoint folder by name without prefix, in the order of their names.
+
+    Reads the headers of files alone. Raises `FileNotFoundError` or `ValueError` naming what is missing or damaged.
+    """
+    places = _places(folder)
+    found = {name: full_name for full_name in places if (name := _without_prefix(full_name)) is not None}
+    if not found:
+        raise ValueError(f"{folder} holds no vision tensors (none begins with {' or '.join(PREFIXES)})")
+    headers = {path: _header(path) for path in {places[full_name] for full_name in found.values()}}
+    return {name: _stored(places[found[name]], found[name], headers) for name in sorted(found)}
+
+
+def weights_fingerprint(folder: Path) -> bytes:
+    """32 bytes, BLAKE3 over names, shapes, dtypes and raw bytes of the vision tensors, in order of their names.
+
+    The bytes are hashed in pieces, on all cores: one GB takes well under a second once it is in memory. Raises what
+    `vision_tensors` does.
+    """
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    for name, tensor in vision_tensors(folder).items():
+        hasher.update(json.dumps([name, tensor.dtype, tensor.shape, tensor.size_bytes]).encode())
+        for piece in tensor.pieces():
+            hasher.update(piece)
+    return hasher.digest()
+
+
+def model_fingerprint(folder: Path, precision: Precision = "full") -> bytes:
+    """32 bytes, BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
+
+    Products of another precision than that of the weights are part of it. Folders with the same fingerprint give the
+    same rows for the same patches, however they are sharded. Raises `FileNotFoundError` or `ValueError` naming what is
+    missing, damaged or not supported.
+    """
+    return model_fingerprints(folder)[precision]
+
+
+def model_fingerprints(folder: Path) -> Mapping[Precision, bytes]:
+    """Return `model_fingerprint` for every precision; the weights are read once."""
+    spec, weights = read_spec(folder), weights_fingerprint(folder)
+    precisions: tuple[Precision, ...] = get_args(Precision)
+    return {precision: _hash_of(spec, precision).update(weights).digest() for precision in precisions}
+
+
+def configuration_fingerprint(folder: Path) -> bytes:
+    """32 bytes, BLAKE3 over architecture and vision configuration alone: of a server that has no weights."""
+    return _hash_of(read_spec(folder), "full").update(b"no weights").digest()
+
+
+def _hash_of(spec: TowerSpec, precision: Precision) -> "blake3.blake3":
+    canonical = {
+        "arithmetic_version": ARITHMETIC_VERSION,
+        "architecture": spec.architecture,
+        "vision_config": {slot: getattr(spec, slot) for slot in TowerSpec.__slots__ if slot != "model_type"},
+    }
+    if precision != "full":
+        canonical |= {"precision": precision, "full_blocks": full_blocks(spec.depth)}
+    return blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Return the file of every tensor: from the index if the checkpoint is sharded, else there is one file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+        if missing:
+            raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}")
+        return {name: folder / file for name, file in weight_map.items()}
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has neither {index.name} nor {path.name}")
+    return dict.fromkeys(_header(path)[0], path)
+
+
+def _without_prefix(name: str) -> str | None:
+    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), None)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a file's JSON header, and where its data begins: the length of the header is its first eight bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is not a safetensors file: its header would have {length} bytes")
+        try:
+            entries = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is no JSON object")
+    return entries, 8 + length
+
+
+def _stored(path: Path, full_name: str, headers: Mapping[Path, tuple[dict[str, Any], int]]) -> StoredTensor:
+    entries, data = headers[path]
+    try:
+        entry = entries[full_name]
+        begin, end = entry["data_offsets"]
+        return StoredTensor(path, full_name, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: the tensor {full_name} is missing or damaged") from error

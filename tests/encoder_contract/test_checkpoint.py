@@ -1,0 +1,146 @@
+"""A checkpoint folder: its vision tensors, and fingerprints, under which a running fleet keeps its rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from encoder_contract.checkpoint import (
+    configuration_fingerprint,
+    model_fingerprint,
+    model_fingerprints,
+    vision_tensors,
+)
+
+QWEN3 = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "out_hidden_size": 4096,
+    "num_position_embeddings": 2304,
+}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {**QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
+    "qwen3_vl_moe": {**QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
+    "qwen2_5_vl": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "in_chans": 3,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "qwen3_5": {**QWEN3, "rope_parameters": {"rope_type": "axial", "rope_theta": 20000.0}},
+}
+QWEN3_VL = ("2a8ac695f48e2166", "8a4c13c0505f9c1f", "803bfb8ea6df75b2")
+PINNED = {
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
+    "qwen2_5_vl": ("cc4f0181cfa24023", "6c2d795c18a5a0a8", "b09231836475567e"),
+    "qwen3_5": ("d2cc376b14bc05e4", "8920f2819833c140", "add596f21d1f376b"),
+}
+"""Of the weights in full precision, in fp8, and of the configuration alone: the first 16 digits."""
+Tensors = dict[str, tuple[str, list[int], bytes]]
+"""By full name: element type, shape, bytes."""
+
+
+def tensors_of(prefix: str) -> Tensors:
+    return {
+        "lm_head.weight": ("F32", [1], bytes(4)),
+        f"{prefix}blocks.0.norm1.weight": ("BF16", [3], b"normed"),
+        f"{prefix}patch_embed.proj.weight": ("F32", [2, 3], bytes(range(24))),
+    }
+
+
+def safetensors(tensors: Tensors) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, (dtype, shape, content) in tensors.items():
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += content
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data
+
+
+def write(folder: Path, model_type: str = "qwen3_vl", prefix: str = "model.visual.") -> Path:
+    config = {"model_type": model_type, "vision_config": VISION[model_type]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(safetensors(tensors_of(prefix)))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", VISION)
+def test_fingerprints_are_pinned(model_type: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, model_type)
+    found = model_fingerprint(folder), model_fingerprint(folder, "fp8"), configuration_fingerprint(folder)
+    assert tuple(each.hex()[:16] for each in found) == PINNED[model_type]
+
+
+def test_both_precisions_are_found_in_one_reading(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert model_fingerprints(folder) == {
+        "full": model_fingerprint(folder),
+        "fp8": model_fingerprint(folder, "fp8"),
+    }
+
+
+def test_the_older_prefix_and_shards_change_nothing(tmp_path: Path) -> None:
+    fingerprint = model_fingerprint(write(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {}
+    for number, (name, tensor) in enumerate(reversed(tensors_of("visual.").items())):
+        weight_map[name] = f"{number}.safetensors"
+        (tmp_path / weight_map[name]).write_bytes(safetensors({name: tensor}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert model_fingerprint(tmp_path) == fingerprint
+
+
+def test_only_vision_tensors_are_read(tmp_path: Path) -> None:
+    tensors = vision_tensors(write(tmp_path))
+    assert list(tensors) == ["blocks.0.norm1.weight", "patch_embed.proj.weight"]
+    assert [b"".join(tensor.pieces()) for tensor in tensors.values()] == [b"normed", bytes(range(24))]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not a tensor in sight",
+        (1 << 40).to_bytes(8, "little"),
+        (2).to_bytes(8, "little") + b"[]",
+        safetensors({"model.visual.x": ("F32", [1], b"")}).replace(b"shape", b"shade"),
+    ],
+)
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        model_fingerprint(tmp_path)
+
+
+def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors ends inside the tensor model\.visual\.patch_embed"
+    ):
+        model_fingerprint(tmp_path)
+
+
+def test_a_tensor_that_the_index_promises_and_no_file_has_is_named(tmp_path: Path) -> None:
+    weight_map = dict.fromkeys(("model.visual.blocks.9.norm1.weight",), "model.safetensors")
+    write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"model\.visual\.blocks\.9\.norm1\.weight is missing"):
+        model_fingerprint(tmp_path)
+
+
+def test_a_folder_without_vision_tensors_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, prefix="audio.")
+    with pytest.raises(ValueError, match="holds no vision tensors"):
+        model_fingerprint(tmp_path)

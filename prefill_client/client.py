@@ -1,27 +1,20 @@
 """The client of an LLM server: submits images and fetches their rows; it routes, retries and fails over by itself."""
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Sequence
-from dataclasses import replace
-from time import monotonic
+from collections.abc import Sequence
 from typing import Self
 from uuid import uuid4
 
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_contract.errors import (
-    DeadlineError,
-    EncoderError,
     InvalidRequestError,
-    UnavailableError,
 )
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.fetch_stream import FetchStream
-from prefill_client.fleet.kept_images import KeptImages, SentImages
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.put_session import PutSession
-from prefill_client.fleet.retries import Attempts
+from prefill_client.fleet.submission import KeptImages, SentImages, Submission
 from prefill_client.images import Image, RowRequest, Submitted, read_images
 from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
 from prefill_client.transport.channels import Channels
@@ -34,8 +27,8 @@ DEFAULT_TIMEOUT_S = 120.0  # nobody waits longer for a first token
 class EncoderClient:
     """Asynchronous client of a server or a fleet; make one with `await EncoderClient.connect(...)` and share it."""
 
-    def __init__(self, pool: Pool, description: Description, *, client_id: str, tenant_salt: bytes) -> None:
-        self.description = description
+    def __init__(self, pool: Pool, *, client_id: str, tenant_salt: bytes) -> None:
+        self.description: Description = pool.description
         self._pool = pool
         self._recent = SentImages()
         self._client_id = client_id
@@ -71,17 +64,17 @@ class EncoderClient:
             wait=wait,
         )
         try:
-            description = await pool.open()
+            await pool.open()
         except BaseException:  # cancelled too: nobody else knows of its connections
             await pool.close()
             raise
-        return cls(pool, description, client_id=client_id, tenant_salt=tenant_salt)
+        return cls(pool, client_id=client_id, tenant_salt=tenant_salt)
 
     def for_tenant(self, tenant_salt: bytes) -> Self:
         """Return a client of another tenant over the same connections: close this one, not those made of it."""
         if tenant_salt == self._tenant_salt:
             return self
-        return type(self)(self._pool, self.description, client_id=self._client_id, tenant_salt=tenant_salt)
+        return type(self)(self._pool, client_id=self._client_id, tenant_salt=tenant_salt)
 
     async def __aenter__(self) -> Self:
         return self
@@ -108,7 +101,8 @@ class EncoderClient:
         server if need be, until `timeout_s`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
-        return await self._submit(read, self._caller(request_id, priority), timeout_s)
+        submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
+        return await submission.submit(read, timeout_s)
 
     async def keep(
         self,
@@ -125,14 +119,9 @@ class EncoderClient:
         as `again_s`. Whoever fetches them says that they are `kept`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
-        caller = self._caller(request_id, priority)
-
-        async def submit(images: Sequence[Image]) -> list[Submitted]:
-            return await self._submit(images, caller, again_s, kept=kept, persistent=True)
-
-        kept = KeptImages(submit, failed=self._pool.router.failed)
+        kept = KeptImages(self._pool, self._recent, self._caller(request_id, priority), again_s)
         try:
-            kept.answers = await self._submit(read, caller, timeout_s, kept=kept)
+            kept.answers = await kept.submit(read, timeout_s)
         except BaseException:
             await kept.close()
             raise
@@ -163,17 +152,11 @@ class EncoderClient:
             raise InvalidRequestError(
                 f"transports are {', '.join(TRANSPORTS)}; not {', '.join(sorted(unknown))}"
             )
-        caller = self._caller(request_id, priority)
-
-        def submit(images: Sequence[Image], left_s: float) -> Awaitable[list[Submitted]]:
-            return self.submit(images, request_id=caller.request_id, priority=priority, timeout_s=left_s)
-
         return FetchStream(
             self._pool,
             self._recent,
             requests,
-            caller,
-            submit=submit,
+            self._caller(request_id, priority),
             grace_ms=grace_ms,
             transports=transports,
             timeout_s=timeout_s,
@@ -195,104 +178,6 @@ class EncoderClient:
         """
         caller = self._caller(request_id, 0)
         return PutSession(self._pool, producer, caller, shared=SHM in transports, timeout_s=timeout_s)
-
-    async def _submit(
-        self,
-        read: Sequence[Image | EncoderError],
-        caller: pb.Caller,
-        timeout_s: float,
-        *,
-        kept: KeptImages | None = None,
-        persistent: bool = False,
-    ) -> list[Submitted]:
-        """Return the answers to images, in order; one that could not be read has its error already."""
-        images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
-        answers = {
-            index: Submitted(b"", error=error)
-            for index, error in enumerate(read)
-            if isinstance(error, EncoderError)
-        }
-        deadline = monotonic() + timeout_s
-        attempts = {index: Attempts(deadline, kept=persistent) for index in images}
-        due_s = dict.fromkeys(images, 0.0)
-        while images:
-            now_s = monotonic()
-            due = {index: image for index, image in images.items() if due_s[index] <= now_s}
-            answered = await self._submit_once(due, caller, attempts, kept)
-            for index, answer in answered.items():
-                pause_s = None
-                if answer.error is not None:
-                    pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
-                if pause_s is None:
-                    error = answer.error and attempts[index].outcome(answer.error)
-                    answers[index] = replace(answer, error=error)
-                    del images[index]
-                else:
-                    due_s[index] = monotonic() + pause_s
-            await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
-        return [answers[index] for index in range(len(read))]
-
-    async def _submit_once(
-        self,
-        images: dict[int, Image],
-        caller: pb.Caller,
-        attempts: dict[int, Attempts],
-        kept: KeptImages | None,
-    ) -> dict[int, Submitted]:
-        """Make one attempt at every image, those of one server together."""
-        placed = self._pool.router.place([image.digest for image in images.values()])
-        groups: defaultdict[str, list[int]] = defaultdict(list)
-        for index, endpoint in zip(images, placed, strict=True):
-            groups[endpoint].append(index)
-        most = self.description.max_images_per_call
-        calls = [
-            self._submit_to(
-                endpoint,
-                {index: images[index] for index in indexes[begin : begin + most]},
-                caller,
-                attempts[indexes[begin]].left_s(),
-                kept,
-            )
-            for endpoint, indexes in groups.items()
-            for begin in range(0, len(indexes), most)
-        ]
-        answers: dict[int, Submitted] = {}
-        try:
-            for group in await asyncio.gather(*calls):
-                answers |= group
-        finally:
-            for endpoint in placed:
-                self._pool.router.end(endpoint)
-        return answers
-
-    async def _submit_to(
-        self,
-        endpoint: str,
-        images: dict[int, Image],
-        caller: pb.Caller,
-        timeout_s: float,
-        kept: KeptImages | None,
-    ) -> dict[int, Submitted]:
-        sent = list(images.values())
-        try:
-            async with asyncio.timeout(timeout_s):
-                connection = await self._pool.connection(endpoint)
-                if kept is None:
-                    answers = await connection.submit(sent, caller)
-                else:
-                    answers = await kept.submit_to(connection, sent, caller)
-        except TimeoutError:
-            late = DeadlineError(f"{endpoint} did not answer before the deadline")
-            return {index: Submitted(image.digest, error=late) for index, image in images.items()}
-        except EncoderError as error:
-            if isinstance(error, UnavailableError):
-                self._pool.router.failed(endpoint)
-            return {index: Submitted(image.digest, error=error) for index, image in images.items()}
-        self._pool.router.succeeded(endpoint)
-        for image, answer in zip(sent, answers, strict=True):
-            if answer.error is None:
-                self._recent.sent(image, endpoint)
-        return dict(zip(images, answers, strict=True))
 
     def _caller(self, request_id: str, priority: int) -> pb.Caller:
         return pb.Caller(

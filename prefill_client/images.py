@@ -35,6 +35,11 @@ class Image:
     grid: Grid
     tokens: int
 
+    def to_message(self, index: int) -> pb.ImageName:
+        """Return the message that names the image in a Submit call."""
+        grid = pb.Grid(t=self.grid.t, h=self.grid.h, w=self.grid.w)
+        return pb.ImageName(index=index, digest=self.digest, grid=grid, size_bytes=len(self.data))
+
 
 @dataclass(frozen=True, slots=True)
 class Submitted:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -17,15 +17,12 @@ from encoder_contract.errors import (
 )
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.fleet.kept_images import SentImages
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
-from prefill_client.images import FetchedRows, Image, RowRequest, Submitted
+from prefill_client.fleet.submission import SentImages, Submission
+from prefill_client.images import FetchedRows, Image, RowRequest
 from prefill_client.transport import INLINE
 from prefill_client.transport.row_stream import RowStream
-
-# (images, seconds left) -> the servers' answer to each
-Submit = Callable[[Sequence[Image], float], Awaitable[list[Submitted]]]
 
 
 class FetchStream:
@@ -43,7 +40,6 @@ class FetchStream:
         requests: Sequence[RowRequest],
         caller: pb.Caller,
         *,
-        submit: Submit,
         grace_ms: int,
         transports: Sequence[str],
         timeout_s: float,
@@ -54,7 +50,6 @@ class FetchStream:
         self._recent = recent
         self._requests = requests
         self._caller = caller
-        self._submit = submit
         self._grace_ms = grace_ms
         self._transports = transports
         self._timeout_s = timeout_s
@@ -191,7 +186,6 @@ class FetchStream:
             self._recent,
             [request],
             self._caller,
-            submit=self._submit,
             grace_ms=self._grace_ms,
             transports=[INLINE],
             timeout_s=self._timeout_s,
@@ -232,7 +226,8 @@ class FetchStream:
         images = [image for digest in digests if (image := self._recent.image(digest)) is not None]
         known: list[int] = []
         left_s = min(self._attempts[index].left_s() for index in indexes) if indexes else 0.0
-        answers = {answer.digest: answer for answer in await self._submit(images, left_s)}
+        submission = Submission(self._pool, self._recent, self._caller)
+        answers = {answer.digest: answer for answer in await submission.submit(images, left_s)}
         for index, digest in zip(indexes, digests, strict=True):
             answer = answers.get(digest)
             if answer is not None and answer.error is not None:

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_contract.errors import EncoderError, ModelMismatchError, UnavailableError
+from encoder_contract.errors import DeadlineError, EncoderError, ModelMismatchError, UnavailableError
 from prefill_client.fleet.routing import Router
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection, Description
@@ -50,6 +50,8 @@ class Pool:
         self._channels = channels
         self._names = list(dict.fromkeys(endpoints))
         self._expected = {"model": model, "processor": processor}
+        self.description: Description
+        """What the first server said of itself: all servers of a pool are of its model. Set by `open`."""
         self._timeout_s = connect_timeout_s
         self._wait = wait
         self._connections: dict[str, asyncio.Task[Connection]] = {}
@@ -60,8 +62,8 @@ class Pool:
         self._closed = False
         self.router = Router(name for name in self._names if not name.startswith(DNS))
 
-    async def open(self) -> Description:
-        """Connect to whichever server answers first and return its description; watch them all from here on.
+    async def open(self) -> None:
+        """Connect to the server that answers first, and watch them all from here on.
 
         Raises the first error when none of them can be used.
         """
@@ -82,7 +84,7 @@ class Pool:
                 raise errors[0] if errors else self._nobody()
             self._timeout_s, self._wait = min(self._timeout_s, CONNECT_AGAIN_S), False
             await self._pass_by_the_late(attempts)
-            return first.description
+            self.description = first.description
         finally:
             for left in attempts.values():
                 left.cancel()
@@ -144,6 +146,22 @@ class Pool:
             if self._connections.get(endpoint) is task:
                 del self._connections[endpoint]
             raise
+
+    @asynccontextmanager
+    async def attempt(self, endpoint: str, timeout_s: float) -> AsyncIterator[Connection]:
+        """Lend the connection to `endpoint` for an attempt of at most `timeout_s`; the router learns how it ended.
+
+        Raises what `connection` and the block raise, and `DeadlineError` if the time is over.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield await self.connection(endpoint)
+        except TimeoutError:
+            raise DeadlineError(f"{endpoint} did not answer before the deadline") from None
+        except UnavailableError:
+            self.router.failed(endpoint)
+            raise
+        self.router.succeeded(endpoint)
 
     async def close(self) -> None:
         """Close everything; running calls end."""

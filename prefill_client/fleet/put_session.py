@@ -1,7 +1,6 @@
 """Rows that the caller computes, put into a store that others share: one Put call to each server that images go to."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
@@ -59,31 +58,16 @@ class PutSession:
         cancelled meanwhile gives them up.
         """
         try:
-            placed = self._pool.router.place([image.routed_by for image in images], bounded=False)
-        except EncoderError as error:
+            with self._pool.router.placed([image.routed_by for image in images], bounded=False) as groups:
+                named = await self._name_all(images, groups)
+        except EncoderError as error:  # no endpoint is known
             return [PutAnswer(image, "failed", error=error) for image in images]
-        groups: defaultdict[str, list[int]] = defaultdict(list)
-        for place, endpoint in enumerate(placed):
-            groups[endpoint].append(place)
-        naming = [
-            asyncio.create_task(self._name(endpoint, [images[n] for n in group]))
-            for endpoint, group in groups.items()
-        ]
-        try:
-            named = await asyncio.gather(*naming)
-        except BaseException:
-            for asked in naming:
-                asked.add_done_callback(self._give_up)
-            raise
-        finally:
-            for endpoint in placed:
-                self._pool.router.end(endpoint)
         answers = {
-            place: answer
+            position: answer
             for group, found in zip(groups.values(), named, strict=True)
-            for place, answer in zip(group, found, strict=True)
+            for position, answer in zip(group, found, strict=True)
         }
-        return [answers[place] for place in range(len(images))]
+        return [answers[position] for position in range(len(images))]
 
     async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
         """Send the rows [tokens, width] of an image that is `yours`; return its last answer: `held`, or its error.
@@ -110,22 +94,29 @@ class PutSession:
         except (TimeoutError, EncoderError):
             pass  # its lease ends by itself
 
+    async def _name_all(
+        self, images: Sequence[PutImage], groups: dict[str, list[int]]
+    ) -> list[list[PutAnswer]]:
+        """Name each group of images at its server. A caller that is cancelled gives up what servers answer."""
+        naming = [
+            asyncio.create_task(self._name(endpoint, [images[position] for position in group]))
+            for endpoint, group in groups.items()
+        ]
+        try:
+            return await asyncio.gather(*naming)
+        except BaseException:
+            for asked in naming:
+                asked.add_done_callback(self._give_up)
+            raise
+
     async def _name(self, endpoint: str, images: Sequence[PutImage]) -> list[PutAnswer]:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                connection = await self._pool.connection(endpoint)
+            async with self._pool.attempt(endpoint, self._timeout_s) as connection:
                 stream = await self._stream(endpoint)
                 description = connection.description
-                answers = await stream.name(images, description.width, description.dtype)
-            self._pool.router.succeeded(endpoint)
-            return answers
-        except TimeoutError:
-            error: EncoderError = DeadlineError(f"{endpoint} did not answer in time")
-        except EncoderError as raised:
-            error = raised
-            if isinstance(error, UnavailableError):
-                self._pool.router.failed(endpoint)
-        return [PutAnswer(image, "failed", error=error, endpoint=endpoint) for image in images]
+                return await stream.name(images, description.width, description.dtype)
+        except EncoderError as error:
+            return [PutAnswer(image, "failed", error=error, endpoint=endpoint) for image in images]
 
     def _give_up(self, naming: "asyncio.Task[list[PutAnswer]]") -> None:
         """Abandon what one server has answered to a caller that has left before the others had."""
@@ -142,7 +133,7 @@ class PutSession:
         opening = self._streams.get(answer.endpoint)
         if opening is not None:
             stream = await asyncio.shield(opening)
-            if stream.is_open and stream.number == answer.call:
+            if stream.is_open() and stream.number == answer.call:
                 return stream
         raise UnavailableError(f"{answer.endpoint}: the Put call and its leases have ended")
 
@@ -161,4 +152,4 @@ class PutSession:
 
 
 def _is_open(opening: "asyncio.Task[PutStream]") -> bool:
-    return not opening.cancelled() and opening.exception() is None and opening.result().is_open
+    return not opening.cancelled() and opening.exception() is None and opening.result().is_open()

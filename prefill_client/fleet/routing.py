@@ -1,6 +1,8 @@
 """Routing: which server an image goes to, so that it meets its cache, and which one next when that fails."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, inf
 from time import monotonic
@@ -96,6 +98,22 @@ class Router:
                 placed[digest] = endpoint if endpoint and fits else self._order(digest, bound)[0]
             self.begin(placed[digest])
         return [placed[digest] for digest in digests]
+
+    @contextmanager
+    def placed(self, digests: Sequence[bytes], *, bounded: bool = True) -> Iterator[dict[str, list[int]]]:
+        """Place images as `place` does, and count them as under way until the block ends.
+
+        Yields, by endpoint, the positions in `digests` of the images that go there.
+        """
+        placed = self.place(digests, bounded=bounded)
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for position, endpoint in enumerate(placed):
+            groups[endpoint].append(position)
+        try:
+            yield groups
+        finally:
+            for endpoint in placed:
+                self.end(endpoint)
 
     def bound(self, more: int = 1) -> int:
         """Return how many images one endpoint may have under way, with `more` to come, before others are preferred."""

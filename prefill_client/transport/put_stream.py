@@ -13,14 +13,21 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnavailableError
+from encoder_contract.errors import (
+    EncoderError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from encoder_contract.framing import Checksum, frame
 from encoder_contract.owned_file import create_owned, remove_ownerless
 from encoder_contract.producer import Producer
 from encoder_contract.segment_file import CALLERS_PREFIX
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import PutAnswer, PutImage
-from prefill_client.transport.channels import ended_early, from_message, from_rpc
+from prefill_client.transport.channels import from_message
+from prefill_client.transport.exchange import Exchange
 
 # What is copied at a time: it is still in the processor's cache when its checksum is taken.
 _COPY_BYTES = 512 << 10
@@ -29,7 +36,6 @@ SHARED_BYTES = 4 << 20
 PUT = "/encoder_contract.v1.EncoderService/Put"
 _numbers = itertools.count()
 _STATES = {pb.HOLDING_HELD: "held", pb.HOLDING_YOURS: "yours", pb.HOLDING_WAIT: "wait"}
-_ENDED = (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 Waiting: TypeAlias = "asyncio.Future[pb.PutState]"
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
@@ -111,19 +117,17 @@ async def whole(work: Callable[[*Arguments], Result], *arguments: *Arguments) ->
         raise
 
 
-class PutStream:
+class PutStream(Exchange):
     """One call; any number of names, any number of images at a time. Leases end with it: keep it open meanwhile.
 
     Every method raises the error of the call once that has ended.
     """
 
     def __init__(self, call: Any, endpoint: str, max_images: int) -> None:
-        self._call = call
-        self._endpoint = endpoint
+        super().__init__(call, endpoint)
         self._piece_bytes = 0
         self._free = list(range(max_images))[::-1]
         self._awaited: dict[int, Waiting] = {}
-        self._writing = asyncio.Lock()
         self._segment: OutgoingSegment | None = None
         self._sharing = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
@@ -167,18 +171,13 @@ class PutStream:
         return stream
 
     @property
-    def is_open(self) -> bool:
-        """Whether the call is not known to have ended."""
-        return self._error is None and not self._call.done()
-
-    @property
     def shares_memory(self) -> bool:
         """Whether rows go through shared memory."""
         return self._segment is not None
 
     def close(self) -> None:
         """End the call; its leases are released."""
-        self._call.cancel()  # and with it what reads, and what is going on
+        super().close()  # and with it what reads, and what is going on
         self._end(UnavailableError("the Put call was closed"))
 
     async def name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
@@ -217,7 +216,7 @@ class PutStream:
     async def _abandon(self, answer: PutAnswer) -> None:
         self._check_yours(answer)
         waiting = self._await(answer.index)
-        await self._write(pb.PutRequest(end=pb.PutEnd(index=answer.index, abandoned=True)))
+        await self._say(pb.PutRequest(end=pb.PutEnd(index=answer.index, abandoned=True)))
         self._answer(answer.image, answer.index, await waiting)
 
     def _check_yours(self, answer: PutAnswer) -> None:
@@ -237,7 +236,7 @@ class PutStream:
         pairs = list(zip(images, indexes, strict=True))
         waiting = [self._await(index) for index in indexes]
         names = [image.to_message(index, width, dtype) for image, index in pairs]
-        await self._write(pb.PutRequest(names=pb.PutNames(names=names)))
+        await self._say(pb.PutRequest(names=pb.PutNames(names=names)))
         states = await asyncio.gather(*waiting)
         return [self._answer(*pair, state) for pair, state in zip(pairs, states, strict=True)]
 
@@ -275,8 +274,8 @@ class PutStream:
                 return
             end = min(begin + SHARED_BYTES, len(data))
             extent = await whole(segment.write, data, begin, end, checksum)
-            await self._write(pb.PutRequest(shared=pb.PutShared(index=index, extent=extent)))
-        await self._write(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
+            await self._say(pb.PutRequest(shared=pb.PutShared(index=index, extent=extent)))
+        await self._say(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
 
     def _forsake_all(self, asking: "asyncio.Future[list[PutAnswer]]") -> None:
         if not asking.cancelled() and asking.exception() is None:
@@ -297,29 +296,26 @@ class PutStream:
             task.exception()  # its caller may have left, and asyncio would log it
 
     async def _begin(self, opening: pb.PutOpen, segment: OutgoingSegment | None) -> None:
-        try:
-            await self._call.write(pb.PutRequest(open=opening))
-            first = await self._call.read()
-        except _ENDED as error:
-            raise await self._why(error) from error
-        if first is grpc.aio.EOF or not first.HasField("opened"):
-            raise await ended_early(self._call, self._endpoint)
+        await self._write(pb.PutRequest(open=opening))
+        first = await self._read()
+        if not first.HasField("opened"):
+            raise InternalError(f"{self._endpoint}: the server did not say that the Put call is open")
         self._piece_bytes = first.opened.max_message_bytes
         if segment is not None and first.opened.shm:
             self._segment = segment
-        self._reading = asyncio.create_task(self._read(), name="put-answers")
+        self._reading = asyncio.create_task(self._listen(), name="put-answers")
 
-    async def _read(self) -> None:
+    async def _listen(self) -> None:
         error: EncoderError = UnavailableError(f"{self._endpoint}: the Put call was cancelled")
         try:
-            while (response := await self._call.read()) is not grpc.aio.EOF:
+            while True:
+                state = (await self._read()).state
                 # Kept, if nobody awaits it yet: its lease has ended.
-                waiting = self._await(response.state.index)
+                waiting = self._await(state.index)
                 if not waiting.done():
-                    waiting.set_result(response.state)
-            error = await ended_early(self._call, self._endpoint)
-        except _ENDED as caught:
-            error = await self._why(caught)
+                    waiting.set_result(state)
+        except EncoderError as caught:
+            error = caught
         finally:  # whatever it was: gRPC tells of a call that was cancelled as if this task had been
             self._end(error)
 
@@ -344,25 +340,15 @@ class PutStream:
         place = self._endpoint, self.number, index
         return PutAnswer(image, holding, state.address, lease_s, error, *place)  # type: ignore[arg-type]
 
-    async def _write(self, message: pb.PutRequest | bytes) -> None:
-        """Write a message after those before it: gRPC would end the whole call with a write that is cancelled."""
+    async def _say(self, message: pb.PutRequest | bytes) -> None:
+        """Write a message whole though the caller is cancelled: gRPC would end the call with a write that is."""
         await asyncio.shield(self._begin_whole(self._write_whole(message)))
 
     async def _write_whole(self, message: pb.PutRequest | bytes) -> None:
         try:
-            async with self._writing:
-                await self._call.write(message)
-        except _ENDED as error:
-            raise await self._why(error) from error
+            await self._write(message)
         except asyncio.CancelledError as error:  # not of this task, but of the call
             raise UnavailableError(f"{self._endpoint}: the Put call was cancelled") from error
-
-    async def _why(self, error: BaseException) -> EncoderError:
-        if isinstance(error, grpc.aio.AioRpcError):
-            return from_rpc(error, self._endpoint)
-        with suppress(grpc.aio.BaseError):
-            return await ended_early(self._call, self._endpoint)
-        return from_rpc(error, self._endpoint)  # type: ignore[arg-type]
 
     def _end(self, error: EncoderError) -> None:
         """Fail everyone who waits for an answer: the call has ended."""

@@ -7,14 +7,13 @@ from math import inf
 from time import monotonic
 from typing import Any, Self
 
-import grpc
-
 from encoder_contract.errors import DeadlineError, InternalError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest, ServerClock
 from prefill_client.transport import Receiver, transport_of
-from prefill_client.transport.channels import ended_early, from_message, from_rpc
+from prefill_client.transport.channels import from_message
+from prefill_client.transport.exchange import Exchange
 from prefill_client.transport.receiver import Arrival
 
 _SOURCES = {
@@ -34,7 +33,7 @@ class _Arriving:
     arrival: Arrival
 
 
-class RowStream:
+class RowStream(Exchange):
     """Iterate it for the outcomes, one per request, in the order in which they become ready.
 
     Rows that stay at the server are there until `close` (or the end of `async with`): the open call is what keeps
@@ -50,24 +49,13 @@ class RowStream:
         clock: ServerClock,
         timeout_s: float | None = None,
     ) -> None:
-        self._call = call
+        super().__init__(call, endpoint)
         self._deadline = inf if timeout_s is None else monotonic() + timeout_s
-        self._closed = False
         self._holds = False
         self._requests = requests
         self._receivers = receivers
-        self._endpoint = endpoint
         self._clock = clock
         self._arriving: dict[int, _Arriving] = {}
-
-    def close(self) -> None:
-        """End the call and release everything that it holds."""
-        self._closed = True
-        self._call.cancel()
-
-    def is_open(self) -> bool:
-        """Whether the call is open, as far as the event loop knows; any thread may ask."""
-        return not self._closed and not self._call.done()
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,17 +66,14 @@ class RowStream:
     async def __aiter__(self) -> AsyncIterator[FetchedRows]:
         ended = 0
         while ended < len(self._requests):
-            message = await self._read()
-            if message is grpc.aio.EOF:
-                raise await ended_early(self._call, self._endpoint)
-            outcome = self._take(message)
+            outcome = self._take(await self._read_in_time())
             if outcome is not None:
                 ended += 1
                 yield outcome
 
-    async def _read(self) -> Any:
+    async def _read_in_time(self) -> Any:
         left_s = self._deadline - monotonic()
-        reading: Awaitable[Any] = self._call.read()
+        reading: Awaitable[Any] = self._read()
         if self._holds:
             # A read that is cancelled ends the call, and with it the hold on what has come.
             reading = asyncio.ensure_future(reading)
@@ -101,8 +86,6 @@ class RowStream:
             if not self._holds:
                 self.close()
             raise DeadlineError(f"{self._endpoint}: the deadline passed") from None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self._endpoint) from error
 
     def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
         """Return the outcome that `message` completes, if it does."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from encoder_contract.errors import EncoderError, InvalidImageError
 from prefill_client.client import EncoderClient
-from prefill_client.fleet.kept_images import KeptImages
+from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import RowRequest
 
 Message = MutableMapping[str, Any]

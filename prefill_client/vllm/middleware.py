@@ -21,7 +21,7 @@ from vllm import envs
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
 from prefill_client.client import EncoderClient
-from prefill_client.fleet.kept_images import KeptImages
+from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import Submitted
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError

@@ -243,7 +243,7 @@ async def test_a_drain_waits_for_rows_that_are_on_their_way_and_for_no_call_that
         await idle.abandon(done)
         (mine,) = await busy.name([new_image()])
         draining = asyncio.create_task(server.drain())
-        await soon(lambda: not next(iter(idle._streams.values())).result().is_open)
+        await soon(lambda: not next(iter(idle._streams.values())).result().is_open())
         assert not draining.done()
         assert (await busy.put(mine, rows)).state == "held"
         await asyncio.wait_for(draining, 60)

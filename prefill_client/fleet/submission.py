@@ -1,0 +1,218 @@
+"""Submitting images to a fleet: sent with retries, kept for a request, remembered in case a server loses them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Self
+
+from cachetools import LRUCache
+
+from encoder_contract.errors import EncoderError, InternalError, UnavailableError
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.fleet.pool import Pool
+from prefill_client.fleet.retries import Attempts
+from prefill_client.images import Image, Submitted
+from prefill_client.transport.connection import Connection
+from prefill_client.transport.submit_stream import SubmitStream
+
+log = logging.getLogger(__name__)
+
+# Bytes that may have to be sent once more when a server is lost. They are references to what the caller sent.
+MAX_BYTES = 256 << 20
+# What one takes besides its file.
+ENTRY_BYTES = 1024
+MAX_ROUTES = 65536  # some 10 MB
+
+
+class SentImages:
+    """The images that a client sent lately, and where to. Bounded, least recently used out first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._images: LRUCache[bytes, Image] = LRUCache(MAX_BYTES, getsizeof=_size)
+        self._routes: LRUCache[bytes, str] = LRUCache(MAX_ROUTES)
+
+    def sent(self, image: Image, endpoint: str) -> None:
+        """Remember an image that `endpoint` has taken."""
+        self._routes[image.digest] = endpoint
+        if _size(image) <= MAX_BYTES:
+            self._images[image.digest] = image
+
+    def image(self, digest: bytes) -> Image | None:
+        """Return an image that was sent lately; None if it is not remembered."""
+        return self._images.get(digest)
+
+    def route(self, digest: bytes) -> str | None:
+        """Return where an image was sent to; None if it is not remembered."""
+        return self._routes.get(digest)
+
+    def lost(self, digest: bytes) -> None:
+        """Forget where an image was sent to: it is no longer there."""
+        self._routes.pop(digest, None)
+
+
+class Submission:
+    """Submits the images of one request, each to the server that the router prefers, and retries."""
+
+    def __init__(self, pool: Pool, recent: SentImages, caller: pb.Caller) -> None:
+        """`recent` is told what was sent where."""
+        self._pool = pool
+        self._recent = recent
+        self._caller = caller
+
+    async def submit(
+        self, read: Sequence[Image | EncoderError], timeout_s: float, *, persistent: bool = False
+    ) -> list[Submitted]:
+        """Return the answer to each image, in order; a file that could not be read has its error already.
+
+        Retries end after `timeout_s`, or sooner if a server fails too often, unless they are `persistent`.
+        """
+        images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
+        answers = {
+            index: Submitted(b"", error=error)
+            for index, error in enumerate(read)
+            if isinstance(error, EncoderError)
+        }
+        deadline = monotonic() + timeout_s
+        attempts = {index: Attempts(deadline, kept=persistent) for index in images}
+        due_s = dict.fromkeys(images, 0.0)
+        while images:
+            now_s = monotonic()
+            due = {index: image for index, image in images.items() if due_s[index] <= now_s}
+            answered = await self._submit_once(due, attempts)
+            for index, answer in answered.items():
+                pause_s = None
+                if answer.error is not None:
+                    pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
+                if pause_s is None:
+                    error = answer.error and attempts[index].outcome(answer.error)
+                    answers[index] = replace(answer, error=error)
+                    del images[index]
+                else:
+                    due_s[index] = monotonic() + pause_s
+            await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
+        return [answers[index] for index in range(len(read))]
+
+    async def _submit_once(
+        self, images: dict[int, Image], attempts: dict[int, Attempts]
+    ) -> dict[int, Submitted]:
+        """Make one attempt at every image, those of one server together."""
+        indexes, most = list(images), self._pool.description.max_images_per_call
+        with self._pool.router.placed([image.digest for image in images.values()]) as groups:
+            batches = [
+                (endpoint, [indexes[place] for place in places[begin : begin + most]])
+                for endpoint, places in groups.items()
+                for begin in range(0, len(places), most)
+            ]
+            calls = [
+                self._submit_to(endpoint, [images[index] for index in batch], attempts[batch[0]].left_s())
+                for endpoint, batch in batches
+            ]
+            answered = await asyncio.gather(*calls)
+        return {
+            index: answer
+            for (_, batch), answers in zip(batches, answered, strict=True)
+            for index, answer in zip(batch, answers, strict=True)
+        }
+
+    async def _submit_to(self, endpoint: str, images: Sequence[Image], timeout_s: float) -> list[Submitted]:
+        try:
+            async with self._pool.attempt(endpoint, timeout_s) as connection:
+                answers = await self._send(connection, images)
+        except EncoderError as error:
+            return [Submitted(image.digest, error=error) for image in images]
+        for image, answer in zip(images, answers, strict=True):
+            if answer.error is None:
+                self._recent.sent(image, endpoint)
+        return answers
+
+    async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
+        return await connection.submit(images, self._caller)
+
+
+class KeptImages(Submission):
+    """Images that stay submitted until `close`: their files, and an open Submit call at each server that has some.
+
+    A server that needs a file again is sent it. When a server goes, its images are submitted to another.
+    """
+
+    def __init__(self, pool: Pool, recent: SentImages, caller: pb.Caller, again_s: float) -> None:
+        """`again_s` is how long to look for another server for images whose server has gone."""
+        super().__init__(pool, recent, caller)
+        self.answers: list[Submitted] = []
+        """The servers' answer to each image, in order, when they were first submitted."""
+        self._again_s = again_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._nowhere: dict[SubmitStream, EncoderError] = {}
+        self._lost: asyncio.Future[EncoderError] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def error(self) -> EncoderError | None:
+        """Why some of the images are at no server now; None while all are at one."""
+        if self._lost.done():
+            return self._lost.result()
+        return next(iter(self._nowhere.values()), None)
+
+    async def lost(self) -> EncoderError:
+        """Wait until some of the images are lost for good, and return why: no server took them within `again_s`."""
+        return await asyncio.shield(self._lost)
+
+    async def close(self) -> None:
+        """Let go of the images: servers drop those that no other caller wants."""
+        while tasks := list(self._tasks):  # one that ends may have begun another
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks.difference_update(tasks)
+
+    async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
+        """Submit images to one server, and keep the call open for those that it takes."""
+        stream = connection.submit_stream(images, self._caller)
+        taken: list[Image] = []
+        try:
+            answers = await stream.answers(kept=True)
+            pairs = zip(images, answers, strict=True)
+            taken = [image for image, answer in pairs if answer.error is None]
+        finally:
+            if not taken:
+                stream.close()
+        if taken:
+            task = asyncio.create_task(self._keep(stream, connection.endpoint, taken))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+        return answers
+
+    async def _keep(self, stream: SubmitStream, endpoint: str, images: Sequence[Image]) -> None:
+        try:
+            error = await stream.send_again()
+        finally:
+            stream.close()
+        log.info("%d images are submitted again: %s", len(images), error.message)
+        if isinstance(error, UnavailableError):
+            self._pool.router.failed(endpoint)
+        self._nowhere[stream] = error
+        for answer in await self.submit(images, self._again_s, persistent=True):
+            if answer.error is not None:
+                self._lose(answer.error)
+        del self._nowhere[stream]
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("keeping images submitted failed unexpectedly", exc_info=error)
+            self._lose(error if isinstance(error, EncoderError) else InternalError(f"{error!r}"))
+
+    def _lose(self, error: EncoderError) -> None:
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+
+def _size(image: Image) -> int:
+    return ENTRY_BYTES + len(image.data)

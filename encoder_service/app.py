@@ -51,9 +51,10 @@ from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
 from encoder_service.image.sources import SourceCache, Validator
 from encoder_service.images import Encoder, PutLeases, RowFinder, SubmitWaiters
+from encoder_service.limits import Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
-from encoder_service.scheduler import Limits, Scheduler
+from encoder_service.scheduler import Scheduler
 from encoder_service.store import Pin, Store, StoreSizeError, TierName
 from encoder_service.transport import Transports
 
@@ -64,10 +65,6 @@ ABORT_S = 10.0  # beyond `drain_s`: a thread may wait without end for a device t
 # Images decoded ahead of the ViT, besides the bound in patches, within which there may be a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
 MIN_BATCH_AHEAD = 16384  # patches: 25 MB
-# Claims per image that may be queued. They cost memory but no device time, so up to here joining is free.
-CLAIMS_PER_IMAGE = 16
-# Of the host store, what rows that callers put may take before they are complete.
-MAX_PUT_SHARE = 0.5
 
 
 class Server:
@@ -95,18 +92,11 @@ class Server:
         self._memory_plan.check()
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
-        self._limits = Limits(
-            images=config.max_queued_images,
-            patches=config.max_queued_patches,
-            source_bytes=int(config.max_queued_gib * GIB),
-            claims=CLAIMS_PER_IMAGE * config.max_queued_images,
-            client_share=config.max_client_share,
-            seconds=config.max_queue_s,
-        )
+        self.budgets = Budgets.of(config)
         self.jobs = self._build_jobs()
         self.engine = self._build_engine()
         self.cluster = self._build_cluster()
-        self._waiters = SubmitWaiters(self.cluster, config.max_waiting_images)
+        self._waiters = SubmitWaiters(self.cluster, self.budgets.awaited_images)
         self._description = describe(config, model, self.replica_id)
         self.service = self._build_service()
 
@@ -136,7 +126,7 @@ class Server:
                 self.service,
                 operator,
                 certificates=self._certificates,
-                max_calls=self._config.max_calls,
+                budgets=self.budgets,
                 max_images=self._config.max_images_per_call,
                 piece_bytes=PUT_PIECE_BYTES if self._config.accept_put == "yes" else PIECE_BYTES,
                 reader_idle_s=self._config.reader_idle_s,
@@ -205,7 +195,7 @@ class Server:
         max_ahead = 2 * max(self._model.tower.batch_patches, MIN_BATCH_AHEAD)
         return JobQueue(
             Scheduler(
-                self._limits,
+                self.budgets.queue,
                 max_ahead_patches=max_ahead,
                 max_ahead_images=MAX_AHEAD_IMAGES,
                 large_pixels=self._config.decode_pixels,
@@ -274,7 +264,7 @@ class Server:
             self.cluster,
             self._waiters,
             lease_s=config.put_lease_s,
-            max_leases=config.max_queued_images,
+            budget=self.budgets.put_leases,
         )
         parts = validator, self._sources, self.jobs, self.store, self.cluster, self._waiters
         width = model.tower.spec.width
@@ -284,18 +274,16 @@ class Server:
             geometry=model.processor.geometry,
             rows=RowFormat(width, model.recipe.dtype, width * model.tower.dtype.itemsize),
             transports=Transports(self.store),
-            max_upload_bytes=int(config.max_queued_gib * GIB),
             upload_idle_s=config.upload_idle_s,
-            max_pinned_bytes=int(config.store_host_gib * GIB * config.max_pinned_share),
-            max_fetched_images=self._limits.claims,
             accepts_put=config.accept_put == "yes",
             encodes=not config.stores_only,
-            max_put_bytes=int(config.store_host_gib * GIB * MAX_PUT_SHARE),
             identity=self._identity,
             fleet_key=self._fleet_key,
         )
         finder = RowFinder(*parts, encodes=not config.stores_only)
-        return EncoderService(Encoder(*parts), finder, self.leases, self.store, info, self.metrics)
+        return EncoderService(
+            Encoder(*parts), finder, self.leases, self.store, info, self.metrics, self.budgets
+        )
 
     async def _join_cluster(self) -> None:
         recipe = self._model.recipe
@@ -361,10 +349,10 @@ class Server:
         yield from identity_readings(self._description, self._model, peak_flops)
         yield from process_readings(self.draining)
         yield from model_readings(self._model)
-        yield from queue_readings(self.jobs.snapshot(), self._limits)
+        yield from queue_readings(self.jobs.snapshot(), self.budgets.queue)
         yield from store_readings(self.store.stats())
         yield from memory_readings(
-            self.store.segment.path, self._sources, self.service.held_upload_bytes, len(self.leases)
+            self.store.segment.path, self._sources, self.budgets.upload_bytes.held, len(self.leases)
         )
         yield from cluster_readings(self.cluster.status)
 

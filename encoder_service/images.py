@@ -20,7 +20,7 @@ from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.source import Source
 from encoder_service.image.sources import SourceCache, Validator, confirm
 from encoder_service.keys import ImageKey
-from encoder_service.limits import Shares
+from encoder_service.limits import Budget, Caller, Hold
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 
@@ -31,23 +31,23 @@ class Keeper:
     def __init__(self) -> None:
         self.turned = asyncio.Event()
         """Set when one of the two below has changed."""
-        self.asked: dict[
-            bytes, None
-        ] = {}  # addresses of images that a Fetch waits for, in the order of the Fetches
+        self.asked: dict[bytes, None] = {}
+        """Addresses of images that a Fetch waits for, in the order of the Fetches."""
         self.end: EncoderError | None = None
+        """Why they are to be submitted elsewhere."""
 
 
 class SubmitWaiters:
-    """Up to `max_waiters` waiters, shared among holders, for any number of addresses. One event loop's."""
+    """Those who wait for images that are not submitted yet, and those who keep images. One event loop's."""
 
-    def __init__(self, cluster: Cluster, max_waiters: int) -> None:
+    def __init__(self, cluster: Cluster, awaited_images: Budget) -> None:
         self._cluster = cluster
-        self._room = Shares(max_waiters, "images that are not submitted yet")
+        self._budget = awaited_images
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
         self._keepers: dict[bytes, dict[Keeper, None]] = {}
         self._end: EncoderError | None = None
 
-    async def wait(self, key: ImageKey, holder: str, until: float) -> Locations:
+    async def wait(self, key: ImageKey, caller: Caller, until: float) -> Locations:
         """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
 
         A caller that keeps the image is asked for it. Raises `UnknownImageError` at `until`, on the clock of the loop,
@@ -58,19 +58,18 @@ class SubmitWaiters:
         unknown = UnknownImageError(key.unknown)
         if asyncio.get_running_loop().time() >= until:
             raise unknown
-        self._room.take((holder,))
-        waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(key.address, set()).add(waiter)
-        self._cluster.search(key, self.wake)
-        self._ask(key.address)
-        try:
-            async with asyncio.timeout_at(until):
-                return await waiter
-        except TimeoutError:
-            raise unknown from None
-        finally:
-            self._room.give_back((holder,))
-            self._leave(key.address, waiter)
+        with self._budget.hold(caller):
+            waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(key.address, set()).add(waiter)
+            self._cluster.search(key, self.wake)
+            self._ask(key.address)
+            try:
+                async with asyncio.timeout_at(until):
+                    return await waiter
+            except TimeoutError:
+                raise unknown from None
+            finally:
+                self._leave(key.address, waiter)
 
     def keep(self, address: bytes, keeper: Keeper) -> None:
         """Note that `keeper` has the file of an image."""
@@ -333,7 +332,12 @@ class RowFinder:
         return FetchResult(pin, "encoded", job.stage_ms, job.stage_began_s)
 
     async def rows(
-        self, key: ImageKey, claim: Claim, grace_s: float, located: dict[bytes, Locations]
+        self,
+        key: ImageKey,
+        claim: Claim,
+        caller: Caller,
+        grace_s: float,
+        located: dict[bytes, Locations],
     ) -> FetchResult:
         """Return the rows of an image, pinned: held here, encoded here, or fetched from a peer.
 
@@ -363,7 +367,7 @@ class RowFinder:
             elif self._jobs.knows(key):
                 elsewhere = ()  # it came while the cluster was asked
             else:
-                elsewhere = await self._waiters.wait(key, claim.holder, deadline)
+                elsewhere = await self._waiters.wait(key, caller, deadline)
 
     async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
         """Start encoding, or wait for the replica that does, unless it `failed`; return where the image is then."""
@@ -432,7 +436,7 @@ class Lease:
     """What one caller may put, until `ends_at` on the clock of the loop; `open` until then, or until it is settled."""
 
     image: PutImage
-    holders: Sequence[str]
+    place: Hold
     ends_at: float
     open: bool = True
     timer: asyncio.TimerHandle | None = None
@@ -458,14 +462,14 @@ class PutLeases:
         waiters: SubmitWaiters,
         *,
         lease_s: float,
-        max_leases: int,
+        budget: Budget,
     ) -> None:
         self.lease_s = lease_s
         self._validator = validator
         self._store = store
         self._cluster = cluster
         self._waiters = waiters
-        self._room = Shares(max_leases, "Put leases")
+        self._budget = budget
         self._leases: dict[bytes, Lease] = {}
         self._following: dict[bytes, asyncio.Task[None]] = {}
 
@@ -473,10 +477,10 @@ class PutLeases:
         """Leases held by callers of this replica."""
         return len(self._leases)
 
-    async def ask(self, images: Sequence[PutImage], holders: Sequence[str]) -> list[PutAnswer | EncoderError]:
+    async def ask(self, images: Sequence[PutImage], caller: Caller) -> list[PutAnswer | EncoderError]:
         """Answer names: held, to be computed by this caller, or being computed. Asks the cluster once, for all.
 
-        A lease counts against `holders` until it is settled. A cancelled caller holds no lease.
+        A lease counts against `caller` until it is settled. A cancelled caller holds no lease.
         """
         answers: list[PutAnswer | EncoderError | None] = []
         taken: dict[int, Lease] = {}
@@ -485,7 +489,7 @@ class PutLeases:
                 answers.append(self._known_here(image))
                 if answers[place] is None:
                     try:
-                        taken[place] = self._take(image, holders)
+                        taken[place] = self._take(image, caller)
                     except EncoderError as error:
                         answers[place] = error
             acquired = await self._cluster.acquire([lease.image.key.address for lease in taken.values()])
@@ -517,7 +521,7 @@ class PutLeases:
         lease.open = False
         if lease.timer is not None:
             lease.timer.cancel()
-        self._room.give_back(lease.holders)
+        lease.place.release()
         del self._leases[lease.image.key.address]
 
     def _known_here(self, image: PutImage) -> PutAnswer | EncoderError | None:
@@ -534,14 +538,13 @@ class PutLeases:
             return PutAnswer("wait", wait_s=max(left_s, 0.0))
         return None
 
-    def _take(self, image: PutImage, holders: Sequence[str]) -> Lease:
+    def _take(self, image: PutImage, caller: Caller) -> Lease:
         """Give this caller the lease before the cluster is asked, so that no other caller here asks at the same time.
 
         Raises `OverloadedError`.
         """
-        self._room.take(holders)
         loop = asyncio.get_running_loop()
-        lease = Lease(image, holders, loop.time() + self.lease_s)
+        lease = Lease(image, self._budget.hold(caller), loop.time() + self.lease_s)
         lease.timer = loop.call_later(self.lease_s, self.give_up, lease)
         self._leases[image.key.address] = lease
         return lease

@@ -52,7 +52,7 @@ def nothing_is_left(server: Server) -> bool:
         for entry in server.store.stats().largest
     )
     assert host.entries <= 10, "more than the statistics name"
-    return (len(server.leases), server.service.put_bytes, host.used_bytes) == (0, 0, pages)
+    return (len(server.leases), server.budgets.put_bytes.held, host.used_bytes) == (0, 0, pages)
 
 
 class RawPut:

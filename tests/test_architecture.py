@@ -25,9 +25,9 @@ LAYERS = [
     ["api"],
     ["images", "collectors"],
     ["engine", "http", "top"],
-    ["metrics", "vision"],
+    ["metrics", "vision", "limits"],
     ["cluster", "image", "transport"],
-    ["scheduler", "store", "keys", "config", "limits", "logs"],
+    ["scheduler", "store", "keys", "config", "logs"],
 ]
 
 # Library -> the only places that may import it.

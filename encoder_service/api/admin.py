@@ -8,9 +8,9 @@ from encoder_contract.v1 import admin_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.caller import Identity
 from encoder_service.api.inbound import Entrance, Methods
-from encoder_service.api.messages import Context
 from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.sources import SourceCache
+from encoder_service.limits import Caller
 from encoder_service.store import Store
 
 SERVICE = "encoder_contract.v1.AdminService"
@@ -25,25 +25,25 @@ class AdminService:
         self._sources = sources
         self._jobs = jobs
 
-    async def stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+    async def stats(self, request: pb.StatsRequest, caller: Caller) -> pb.StatsResponse:
         """Return the store's statistics."""
-        self._guard(request.proof, context)
+        self._guard(request.proof, caller)
         return self._stats()
 
-    async def evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
+    async def evict(self, request: pb.EvictRequest, caller: Caller) -> pb.EvictResponse:
         """Drop one embedding."""
-        self._guard(request.proof, context)
+        self._guard(request.proof, caller)
         return pb.EvictResponse(evicted=self._store.evict(request.address))
 
-    async def flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:
+    async def flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushResponse:
         """Drop every embedding that is not pinned, and all sources."""
-        self._guard(request.proof, context)
+        self._guard(request.proof, caller)
         self._sources.clear()
         return pb.FlushResponse(entries=self._store.flush())
 
-    def _guard(self, proof: bytes, context: Context) -> None:
-        self._identity.require("operate", context)
-        if not (messages.is_local(context) and compare_digest(proof, self._store.segment.segment_id)):
+    def _guard(self, proof: bytes, caller: Caller) -> None:
+        self._identity.require("operate", caller)
+        if not (caller.is_local and compare_digest(proof, self._store.segment.segment_id)):
             raise ForbiddenError("operator calls are allowed only on the server's host, as the server's user")
 
     def _stats(self) -> pb.StatsResponse:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from encoder_contract.errors import EncoderError, Status
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.limits import Caller
 from encoder_service.metrics import Metrics, reason
 
 log = logging.getLogger(__name__)
@@ -18,8 +19,8 @@ MAX_NAME = 128  # characters: what the contract allows
 class Call:
     """One Submit, Fetch or Put. Always `close` it."""
 
-    def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch", "put"], trace_id: str = "") -> None:
-        """Begin a call; `trace_id` is the caller's, empty if it sent none."""
+    def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch", "put"], caller: Caller) -> None:
+        """Begin a call of `caller`, who has said nothing yet."""
         self._metrics = metrics
         self._kind = kind
         self._began = monotonic()
@@ -29,14 +30,17 @@ class Call:
         self._bytes = 0
         # Not the error: its traceback refers to the frames of the call, and they to this.
         self._status, self._why = "", ""
-        self._made_by = {"request": "", "client": ""} | ({"trace": trace_id} if trace_id else {})
+        self._proxy_request_id = caller.proxy_request_id
+        self._trace = {"trace": caller.trace_id} if caller.trace_id else {}
+        self.made_by("", caller.host)
         # Every image has its outcome: if the caller disconnects now, that is no failure.
         self.complete = False
         metrics.call_began(kind)
 
     def made_by(self, request_id: str, client_id: str) -> None:
         """Note the caller's identifiers, truncated to fit a line: they are not validated yet."""
-        self._made_by |= {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
+        request_id = request_id or self._proxy_request_id
+        self._made_by = {"request": request_id[:MAX_NAME], "client": client_id[:MAX_NAME]}
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None
@@ -87,7 +91,7 @@ class Call:
         """Count the call and write its log line: stage times are those of its slowest image."""
         name = self._status or ("OK" if self.complete else Status.CANCELLED.name)
         self._metrics.call_ended(self._kind, name)
-        fields: dict[str, object] = {**self._made_by, "status": name}
+        fields: dict[str, object] = {**self._made_by, **self._trace, "status": name}
         fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
         if self._bytes:
             fields["bytes"] = self._bytes

@@ -1,20 +1,27 @@
 """The caller: who makes a call, what it may do and see, and whose share it uses.
 
-`Identity` reads tokens, certificates and signatures. `ClientNames` bounds the names that get a share of their own.
+`caller_of` reads a call's connection and metadata, which nothing else does. `Identity` knows tenants and the replicas
+of the fleet. `ClientNames` bounds the names that get a share of their own.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address, ip_network
 from time import monotonic, time
+from urllib.parse import unquote
 
 from cachetools import LRUCache
 
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
+from encoder_contract.traceparent import TRACEPARENT, trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.messages import Context
 from encoder_service.api.tenants import Right, Tenant, Tenants
+from encoder_service.limits import Caller
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +30,53 @@ MAX_SKEW_S = 60.0
 _BEARER = "Bearer "
 # Where gRPC puts the names of a client's certificate.
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
+_LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
+# What the shares of other replicas count against. Those of callers begin with another word: see `Identity.admit`.
+_PEER = ("peer",)
+
+
+def caller_of(context: Context) -> Caller:
+    """Return who makes a call, as far as connection and metadata tell; its shares count against its host."""
+    metadata = dict(context.invocation_metadata() or ())
+    connection = context.peer()
+    host = host_of(connection)
+    authorization, signature = metadata.get("authorization"), metadata.get(SIGNATURE_METADATA)
+    certificate = context.auth_context() or {}
+    return Caller(
+        host,
+        (_of_host(host),),
+        connection=connection,
+        is_local=connection.startswith(_LOCAL),
+        name=host,
+        proxy_request_id=str(metadata.get("x-request-id", "")),
+        trace_id=trace_id(str(metadata.get(TRACEPARENT, ""))),
+        authorization=authorization if isinstance(authorization, str | None) else "",
+        certificate_names=tuple(
+            name.decode(errors="replace") for kind in _CERTIFICATE_NAMES for name in certificate.get(kind, ())
+        ),
+        signature=signature if isinstance(signature, bytes) else b"",
+    )
+
+
+@lru_cache(4096)
+def host_of(peer: str) -> str:
+    """Return the host of a peer as gRPC writes it: an IPv4 address, or the /64 network of an IPv6 address.
+
+    A host has all addresses of its /64 network. An IPv4 address that is mapped into IPv6 is that IPv4 address. All Unix
+    sockets are one host.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    try:
+        address = ip_address(unquote(rest.rpartition(":")[0]).strip("[]"))
+    except ValueError:
+        return peer.rpartition(":")[0]
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is None:
+            return f"ipv6:{ip_network((int(address), 64), strict=False)}"
+        address = address.ipv4_mapped
+    return f"ipv4:{address}"
 
 
 class Identity:
@@ -35,17 +89,11 @@ class Identity:
         self.advertised = ""
         """The endpoint at which other replicas reach us, once it is known."""
 
-    @property
-    def has_tenants(self) -> bool:
-        """Whether callers are identified by more than their host and what they say themselves."""
-        return self._tenants is not None
-
-    def is_peer(self, request: bytes, context: Context) -> bool:
+    def is_peer(self, request: bytes, caller: Caller) -> bool:
         """Whether another replica of the fleet makes this call, by the signature of its request as it came."""
-        signature = dict(context.invocation_metadata() or ()).get(SIGNATURE_METADATA)
-        if self._fleet_key is None or not isinstance(signature, bytes) or not self.advertised:
+        if self._fleet_key is None or not caller.signature or not self.advertised:
             return False
-        signed_at = self._fleet_key.request_signed_at(signature, self.advertised, request)
+        signed_at = self._fleet_key.request_signed_at(caller.signature, self.advertised, request)
         if signed_at is None:
             return False
         away_s = time() - signed_at
@@ -58,57 +106,71 @@ class Identity:
             return False
         return True
 
-    def admit(self, right: Right, caller: pb.Caller, context: Context) -> pb.Caller:
-        """Return the caller with its counted name, the salt of its addresses, and the priority that it may use.
+    def admit(self, right: Right, caller: Caller, said: pb.Caller) -> Caller:
+        """Return the caller with what it `said` of itself, as far as that counts, and whom its shares count against.
 
-        With tenants, all are its tenant's; the salt that the caller sent is mixed in, so a tenant can keep its own
-        users apart. Without, the name is what it calls itself, unless its host uses many names, the salt is the one
-        it sent, and a priority above 0 counts as 0. Raises `UnauthenticatedError`, `ForbiddenError`, and
-        `InvalidRequestError` for a field over its limit.
+        With tenants, name, salt and shares are its tenant's; the salt that it sent is mixed in, so a tenant can keep
+        its own users apart. Without, the name is what it calls itself, unless its host uses many names; names are free
+        to invent, so some shares count against the host, too. The salt is the one it sent. A priority counts up to the
+        tenant's `max_priority`, or up to 0. Raises `UnauthenticatedError`, `ForbiddenError`, and `InvalidRequestError`
+        for a field over its limit.
         """
-        messages.check_caller(caller)
-        tenant = self.require(right, context)
-        counted = pb.Caller()
-        counted.CopyFrom(caller)
-        if tenant is None:
-            counted.client_id = self._names.counted(caller.client_id, messages.host(context))
-            counted.priority = min(caller.priority, 0)
-            return counted
-        assert self._fleet_key is not None
-        counted.client_id = tenant.name
-        counted.priority = min(caller.priority, tenant.max_priority)
-        counted.tenant_salt = self._fleet_key.salt(tenant.name, caller.tenant_salt)
-        return counted
+        messages.check_caller(said)
+        tenant = self.require(right, caller)
+        if tenant is not None:
+            assert self._fleet_key is not None
+            return replace(
+                caller,
+                name=tenant.name,
+                holders=(f"tenant {tenant.name}",),
+                request_id=said.request_id,
+                priority=min(said.priority, tenant.max_priority),
+                salt=self._fleet_key.salt(tenant.name, said.tenant_salt),
+            )
+        name, own = self._names.counted(said.client_id, caller.host), _of_host(caller.host)
+        return replace(
+            caller,
+            name=name,
+            holders=(own,) if name == caller.host else (f"client {name} of {caller.host}", own),
+            request_id=said.request_id,
+            priority=min(said.priority, 0),
+            salt=said.tenant_salt,
+        )
 
-    def check_again(self, right: Right, admitted: pb.Caller, context: Context) -> None:
+    def admit_peer(self, caller: Caller, said: pb.Caller) -> Caller:
+        """Return the caller as another replica, which speaks for its own callers."""
+        messages.check_caller(said)
+        return replace(
+            caller,
+            name=said.client_id or caller.host,
+            is_peer=True,
+            holders=_PEER,
+            request_id=said.request_id,
+            priority=said.priority,
+            salt=said.tenant_salt,
+        )
+
+    def check_again(self, right: Right, admitted: Caller) -> None:
         """Check that a caller still is the tenant that it was admitted as, with the right; in a call that stays open.
 
         Raises `UnauthenticatedError`, `ForbiddenError`.
         """
-        tenant = self.require(right, context)
-        if tenant is not None and tenant.name != admitted.client_id:
+        tenant = self.require(right, admitted)
+        if tenant is not None and tenant.name != admitted.name:
             raise UnauthenticatedError(
-                f"this token or certificate is no longer that of tenant {admitted.client_id}: call again"
+                f"this token or certificate is no longer that of tenant {admitted.name}: call again"
             )
 
-    def holders(self, caller: pb.Caller, context: Context) -> tuple[str, ...]:
-        """Return what the shares of an admitted caller count against: its holder first, then what that belongs to.
-
-        The holder is the tenant. Without tenants it is the client's name at its host, or the host itself; names are
-        free to invent, so some shares count against the host, too.
-        """
-        if self.has_tenants:
-            return (f"tenant {caller.client_id}",)
-        host = messages.host(context)
-        if caller.client_id == host:
-            return (f"host {host}",)
-        return f"client {caller.client_id} of {host}", f"host {host}"
-
-    def require(self, right: Right | None, context: Context) -> Tenant | None:
+    def require(self, right: Right | None, caller: Caller) -> Tenant | None:
         """Return the tenant that calls, if there are tenants. Raises `UnauthenticatedError`, `ForbiddenError`."""
         if self._tenants is None:
             return None
-        tenant = self._tenant(self._tenants, context)
+        if caller.authorization is not None:
+            tenant = _bearer(self._tenants, caller.authorization)
+        elif (found := self._tenants.by_certificate(caller.certificate_names)) is not None:
+            tenant = found
+        else:
+            raise UnauthenticatedError("this server requires a tenant's token or certificate")
         if right is not None and right not in tenant.rights:
             raise ForbiddenError(f"tenant {tenant.name} lacks the right `{right}`")
         return tenant
@@ -124,16 +186,9 @@ class Identity:
         if "metrics" not in tenant.rights:
             raise ForbiddenError(f"tenant {tenant.name} lacks the right `metrics`")
 
-    @staticmethod
-    def _tenant(tenants: Tenants, context: Context) -> Tenant:
-        said = dict(context.invocation_metadata() or ()).get("authorization")
-        if said is not None:
-            return _bearer(tenants, said if isinstance(said, str) else "")
-        known = context.auth_context() or {}
-        names = [name.decode(errors="replace") for kind in _CERTIFICATE_NAMES for name in known.get(kind, ())]
-        if (tenant := tenants.by_certificate(names)) is None:
-            raise UnauthenticatedError("this server requires a tenant's token or certificate")
-        return tenant
+
+def _of_host(host: str) -> str:
+    return f"host {host}"
 
 
 def _bearer(tenants: Tenants, authorization: str) -> Tenant:

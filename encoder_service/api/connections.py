@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from encoder_service.api import messages
+from encoder_service.api.caller import host_of
 
 log = logging.getLogger(__name__)
 
@@ -69,4 +69,4 @@ def fair_most(counts: Sequence[int], room: int) -> int:
 
 def _host(connection: socket.socket) -> str:
     address, port = connection.getpeername()[:2]
-    return messages.host_of(f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}")
+    return host_of(f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}")

@@ -27,13 +27,9 @@ class ServerInfo:
     geometry: Geometry
     rows: RowFormat
     transports: Transports
-    max_upload_bytes: int
     upload_idle_s: float
-    max_pinned_bytes: int
-    max_fetched_images: int
     accepts_put: bool
     encodes: bool
-    max_put_bytes: int
     identity: Identity
     fleet_key: FleetKey | None
 

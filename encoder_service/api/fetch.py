@@ -1,12 +1,11 @@
 """One Fetch call: rows of each image as soon as they are ready, each in exactly one outcome.
 
-`PinRoom` bounds the bytes of the store that calls keep pinned, shared among clients. `Holds` is what one call keeps.
+`Holds` is what one call keeps pinned.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -18,7 +17,7 @@ from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.images import FetchResult, RowFinder
 from encoder_service.keys import ImageKey
-from encoder_service.limits import TURN_BYTES, Shares, Turns, name_turns
+from encoder_service.limits import TURN_BYTES, Budget, Caller, Turns, name_turns
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 from encoder_service.transport import Sender
@@ -28,61 +27,15 @@ from encoder_service.transport import Sender
 WAIT_S = 2.0
 
 
-class PinRoom:
-    """Bytes of pinned rows by client; an image that a client pins in several calls counts once. For one event loop."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._shares = Shares(size_bytes, "pinned bytes")
-        self._pins: Counter[tuple[str, bytes]] = Counter()  # client and address
-        self._released = asyncio.Event()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes pinned."""
-        return self._shares.held
-
-    async def take(self, client_id: str, address: bytes, size_bytes: int) -> None:
-        """Count a pin; waits up to `WAIT_S` for space, then raises `OverloadedError`."""
-        try:
-            async with asyncio.timeout(WAIT_S):
-                while not self.taken_at_once(client_id, address, size_bytes):
-                    self._released.clear()
-                    await self._released.wait()
-        except TimeoutError:
-            self._take(client_id, address, size_bytes)
-
-    def taken_at_once(self, client_id: str, address: bytes, size_bytes: int) -> bool:
-        """Count a pin if there is space now; return whether there was."""
-        try:
-            self._take(client_id, address, size_bytes)
-        except OverloadedError:
-            return False
-        return True
-
-    def give_back(self, client_id: str, address: bytes, size_bytes: int) -> None:
-        """Undo a `take`."""
-        self._pins[client_id, address] -= 1
-        if not self._pins[client_id, address]:
-            del self._pins[client_id, address]
-            self._shares.give_back((client_id,), self._counted(size_bytes))
-            self._released.set()
-
-    def _take(self, client_id: str, address: bytes, size_bytes: int) -> None:
-        if not self._pins[client_id, address]:
-            self._shares.take((client_id,), self._counted(size_bytes))
-        self._pins[client_id, address] += 1
-
-    def _counted(self, size_bytes: int) -> int:
-        # An image larger than the whole budget is pinned when nothing else is.
-        return min(size_bytes, self._shares.size)
-
-
 class Holds:
-    """The rows that one call keeps pinned: `places` images at a time, each within its client's room for pins."""
+    """The rows that one call keeps pinned: `places` images at a time, each within its caller's share of pinned bytes.
 
-    def __init__(self, room: PinRoom, client_id: str, places: int, row_bytes: int) -> None:
-        self._room = room
-        self._client_id = client_id
+    An image that a caller pins in several calls counts once.
+    """
+
+    def __init__(self, pinned_bytes: Budget, caller: Caller, places: int, row_bytes: int) -> None:
+        self._budget = pinned_bytes
+        self._caller = caller
         self._places = asyncio.Semaphore(places)
         self._row_bytes = row_bytes
         self._held: set[ExitStack] = set()
@@ -92,17 +45,19 @@ class Holds:
 
         Rows that wait for a place are not pinned while they wait: `again` finds or makes them once more.
         """
-        counted = (self._client_id, pin.address, pin.tokens * self._row_bytes)
-        at_once = not self._places.locked() and self._room.taken_at_once(*counted)
-        if not at_once:
-            pin.release()
+        address, size = pin.address, pin.tokens * self._row_bytes
         with ExitStack() as hold:
+            at_once = False
+            if not self._places.locked():
+                with suppress(OverloadedError):
+                    hold.push(self._budget.hold(self._caller, size, once=address))
+                    at_once = True
+            if not at_once:
+                pin.release()
             await self._places.acquire()
             hold.callback(self._places.release)
             if not at_once:
-                await self._room.take(*counted)
-            hold.callback(self._room.give_back, *counted)
-            if not at_once:
+                hold.push(await self._budget.hold_within(self._caller, size, WAIT_S, once=address))
                 pin = await again()
             hold.push(pin)
             kept = hold.pop_all()
@@ -193,7 +148,7 @@ async def row_requests(
     key_of: Callable[[pb.FetchImage], ImageKey],
     claim: Callable[[int, float], Claim],
     turns: Turns,
-    holder: str,
+    caller: Caller,
 ) -> list[RowRequest]:
     """Return what a call asks for, by image, with the windows and the first need of each.
 
@@ -210,7 +165,7 @@ async def row_requests(
         named.setdefault(name, []).append(image)
     wanted: list[RowRequest] = []
     for some, pieces in name_turns(list(named.values())):
-        await turns.take(holder, pieces)
+        await turns.take(caller.holder, pieces)
         wanted += [
             RowRequest(
                 key_of(same[0]),
@@ -224,10 +179,12 @@ async def row_requests(
     return wanted
 
 
-async def rows_anywhere(finder: RowFinder, images: Sequence[RowRequest], grace_s: float) -> RowsOf:
+async def rows_anywhere(
+    finder: RowFinder, images: Sequence[RowRequest], caller: Caller, grace_s: float
+) -> RowsOf:
     """Return what finds rows here or elsewhere; asks at once, for all images together, who else holds them."""
     located = await finder.locate([wanted.key for wanted in images])
-    return lambda wanted: finder.rows(wanted.key, wanted.claim, grace_s, located)
+    return lambda wanted: finder.rows(wanted.key, wanted.claim, caller, grace_s, located)
 
 
 def rows_of_this_replica(finder: RowFinder) -> RowsOf:
@@ -252,14 +209,14 @@ class FetchCall:
         call: Call,
         finder: RowFinder,
         *,
-        holder: str,
+        caller: Caller,
         sender: Sender,
         rows: RowFormat,
-        pin_room: PinRoom,
+        pinned_bytes: Budget,
         turns: Turns,
         fleet_key: FleetKey | None = None,
     ) -> None:
-        """`turns` keeps a call of hundreds of images, which is the holder's, from delaying the calls of others.
+        """`turns` keeps a call of hundreds of images from delaying the calls of others.
 
         With `fleet_key`, the caller is a peer, and the rows are signed.
         """
@@ -271,9 +228,9 @@ class FetchCall:
         self._rows = rows
         self._turns = turns
         self._fleet_key = fleet_key
-        self._holder = holder
+        self._holder = caller.holder
         places = len(images) if sender.holds else PINNED_AHEAD
-        self._holds = Holds(pin_room, self._holder, places, rows.row_bytes)
+        self._holds = Holds(pinned_bytes, caller, places, rows.row_bytes)
 
     async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the messages of the call; rows are already framed, as bytes.

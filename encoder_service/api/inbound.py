@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
@@ -12,8 +13,9 @@ from google.protobuf.message import Message
 
 from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
 from encoder_service.api import messages
+from encoder_service.api.caller import caller_of
 from encoder_service.api.messages import Context
-from encoder_service.limits import Shares
+from encoder_service.limits import Budget, Caller
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,6 @@ Request = TypeVar("Request")
 Answers: TypeAlias = "AsyncGenerator[Message | bytes]"
 Parse: TypeAlias = Callable[[bytes], Request]
 Read: TypeAlias = Callable[[], Awaitable[Any]]
-Serve: TypeAlias = "Callable[[Requests[Any], Context], Answers]"
 
 
 class Requests(Generic[Request]):
@@ -91,14 +92,23 @@ class Requests(Generic[Request]):
         return message if isinstance(message, bytes) else None
 
 
-class Entrance:
-    """Admits at most `max_calls` calls at a time, and from each host only its share of them."""
+@dataclass(eq=False, slots=True)
+class Inbound(Generic[Request]):
+    """A call that came in. However it ends, `on_error` hears why it failed, and then all in `held` is released."""
 
-    def __init__(self, max_calls: int, reader_idle_s: float) -> None:
+    caller: Caller
+    requests: Requests[Request]
+    held: AsyncExitStack
+    on_error: Callable[[EncoderError], None]
+
+
+class Entrance:
+    """Admits as many calls as its budget has places for, and from each host only its share of them."""
+
+    def __init__(self, places: Budget, reader_idle_s: float) -> None:
         """A call ends if its caller takes longer than `reader_idle_s` to read one answer, of at most 1 MiB."""
         self._reader_idle_s = reader_idle_s
-        # A call counts until its status is sent; one whose caller does not read counts, but is no longer served.
-        self._places = Shares(max_calls, "open calls")
+        self._places = places
         self._served: set[Context] = set()
         self._emptied = asyncio.Event()
         self._emptied.set()
@@ -107,39 +117,42 @@ class Entrance:
         """Return when no call is being served: the last status was sent."""
         await self._emptied.wait()
 
-    def stream(
-        self, serve: Callable[[Requests[Request], Context], Answers], parse: Parse[Request]
-    ) -> Handler:
+    def stream(self, serve: Callable[[Inbound[Request]], Answers], parse: Parse[Request]) -> Handler:
         """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`."""
 
         # gRPC's own iterator of requests is a reference cycle that keeps the last message: `read` is none.
         async def handle(_unread: AsyncIterator[bytes], context: Context) -> None:
-            with messages.Border(context, partial(_refused, context)):
-                self._enter(context)
-                # When the caller disconnects, its call releases what it holds now, not at garbage collection.
-                async with aclosing(serve(Requests(context.read, parse), context)) as answers:
-                    async for answer in answers:
-                        await self._send(answer, context)
+            caller = caller_of(context)
+            async with AsyncExitStack() as held:
+                call = Inbound(caller, Requests(context.read, parse), held, partial(_refused, caller))
+                with messages.Border(context, lambda error: call.on_error(error)):
+                    self._enter(caller, context)
+                    # When the caller disconnects, its call releases what it holds now, not at garbage collection.
+                    async with aclosing(serve(call)) as answers:
+                        async for answer in answers:
+                            await self._send(answer, context)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
 
-    def one_request(self, serve: Callable[[Request, Context], Answers], parse: Parse[Request]) -> Handler:
+    def one_request(
+        self, serve: Callable[[Request, Inbound[Request]], Answers], parse: Parse[Request]
+    ) -> Handler:
         """Return the handler of a method that answers one request with a stream."""
 
-        async def answers(requests: Requests[Request], context: Context) -> Answers:
-            async with aclosing(serve(await requests.first(), context)) as messages:
+        async def answers(call: Inbound[Request]) -> Answers:
+            async with aclosing(serve(await call.requests.first(), call)) as messages:
                 async for message in messages:
                     yield message
 
         return self.stream(answers, parse)
 
     def unary(
-        self, answer: Callable[[Request, Context], Awaitable[Message]], parse: Parse[Request]
+        self, answer: Callable[[Request, Caller], Awaitable[Message]], parse: Parse[Request]
     ) -> Handler:
         """Return the handler of a method that answers one request with one message."""
 
-        async def answers(requests: Requests[Request], context: Context) -> Answers:
-            yield await answer(await requests.first(), context)
+        async def answers(call: Inbound[Request]) -> Answers:
+            yield await answer(await call.requests.first(), call.caller)
 
         return self.stream(answers, parse)
 
@@ -155,17 +168,17 @@ class Entrance:
         except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
             raise asyncio.CancelledError from error
 
-    def _enter(self, context: Context) -> None:
-        holders = (messages.host(context),)
-        self._places.take(holders)
+    def _enter(self, caller: Caller, context: Context) -> None:
+        place = self._places.hold(caller)
         self._served.add(context)
         self._emptied.clear()
 
         def leave(_task: "asyncio.Task[Any]") -> None:
-            self._places.give_back(holders)
+            place.release()
             self._serve_no_more(context)
 
-        # gRPC serves a call, to its status, in one task. A callback of the context would be a reference cycle.
+        # A call counts until its status is sent, also if its caller does not read and it is no longer served. gRPC
+        # serves a call, to its status, in one task. A callback of the context would be a reference cycle.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(leave)
@@ -182,8 +195,8 @@ def _heard(reading: "asyncio.Task[bytes | None]") -> None:
         reading.exception()
 
 
-def _refused(context: Context, error: EncoderError) -> None:
-    log.info("refused", extra={"fields": {"client": messages.host(context), "error": error.message}})
+def _refused(caller: Caller, error: EncoderError) -> None:
+    log.info("refused", extra={"fields": {"client": caller.host, "error": error.message}})
 
 
 def _serialize(message: Message | bytes) -> bytes:

@@ -1,11 +1,8 @@
 """Translates between protobuf messages and the server's own types, and turns errors into statuses."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
-from ipaddress import IPv6Address, ip_address, ip_network
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -15,7 +12,6 @@ from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from encoder_contract.framing import parse_rows
 from encoder_contract.geometry import Grid
 from encoder_contract.producer import EngineKey, Producer
-from encoder_contract.traceparent import TRACEPARENT, trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.images import LookupResult, PutImage
 from encoder_service.keys import MAX_SALT_BYTES, ImageKey, Recipe, put_key
@@ -179,46 +175,6 @@ def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
     return pb.SubmitResponse(
         state=pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
     )
-
-
-def host(context: Context) -> str:
-    """Return the host that a caller's shares count against; all of this host's Unix sockets are one."""
-    return host_of(context.peer())
-
-
-@lru_cache(4096)
-def host_of(peer: str) -> str:
-    """Return the host of a peer as gRPC writes it: an IPv4 address, or the /64 network of an IPv6 address.
-
-    A host has all addresses of its /64 network. An IPv4 address that is mapped into IPv6 is that IPv4 address.
-    """
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return peer
-    try:
-        address = ip_address(unquote(rest.rpartition(":")[0]).strip("[]"))
-    except ValueError:
-        return peer.rpartition(":")[0]
-    if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is None:
-            return f"ipv6:{ip_network((int(address), 64), strict=False)}"
-        address = address.ipv4_mapped
-    return f"ipv4:{address}"
-
-
-def request_id_of(context: Context) -> str:
-    """Return the `x-request-id` of a proxy or framework, for the log; empty without one."""
-    return str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
-
-
-def trace_id_of(context: Context) -> str:
-    """Return the id of the OpenTelemetry trace that the call belongs to; empty without one."""
-    return trace_id(str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, "")))
-
-
-def is_local(context: Context) -> bool:
-    """Whether the caller is on this host."""
-    return context.peer().startswith(("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D"))
 
 
 def end_with(context: Context, status: Status, message: str, retry_after_ms: int = 0) -> None:

@@ -22,7 +22,7 @@ from encoder_service.api.call_log import Call
 from encoder_service.api.fetch import RowFormat
 from encoder_service.api.inbound import Requests
 from encoder_service.images import Lease, PutAnswer, PutImage, PutLeases
-from encoder_service.limits import TURN_BYTES, Shares, Turns, name_turns
+from encoder_service.limits import TURN_BYTES, Caller, Hold, Turns, name_turns
 from encoder_service.logs import known_error
 from encoder_service.store import Incoming, Store
 
@@ -42,12 +42,11 @@ PutMessage = pb.PutRequest | tuple[int, memoryview]
 
 @dataclass(frozen=True, slots=True)
 class PutRoom:
-    """What all Put calls share: the leases, the store, the limit on bytes under way, and the turns."""
+    """What all Put calls share: the leases, the store, and the turns."""
 
     leases: PutLeases
     store: Store
     rows: RowFormat
-    bytes_under_way: Shares
     turns: Turns
     is_draining: Callable[[], bool]
 
@@ -69,22 +68,26 @@ class PutCall:
     def __init__(
         self,
         room: PutRoom,
-        holders: Sequence[str],
+        caller: Caller,
         call: Call,
         *,
+        under_way: Hold,
         new_image: Callable[[pb.PutName], PutImage],
         tokens: Callable[[Grid], int],
         max_images: int,
         segment: int | None,
         check_caller: Callable[[], None],
     ) -> None:
-        """`segment` is the open file through which rows may come; the call closes it.
+        """`under_way` is what the call holds of the bytes of rows that are not complete, of all callers together.
+
+        `segment` is the open file through which rows may come; the call closes it.
 
         `check_caller` raises when the caller may no longer put; it is asked before each list of names.
         """
         self._room = room
-        self._holders = holders
+        self._caller = caller
         self._call = call
+        self._under_way = under_way
         self._new_image = new_image
         self._tokens = tokens
         self._max_images = max_images
@@ -125,7 +128,7 @@ class PutCall:
     async def _answers_to(self, request: PutMessage, requests: Requests[PutMessage]) -> list[pb.PutResponse]:
         if isinstance(request, tuple):
             index, data = request
-            await self._room.turns.take(self._holders[0], 1 + len(data) // TURN_BYTES)
+            await self._room.turns.take(self._caller.holder, 1 + len(data) // TURN_BYTES)
             await requests.begin_next()  # not before our turn: a call that waits for it has one message here
             return await self._piece(index, data)
         kind = request.WhichOneof("message")
@@ -154,7 +157,7 @@ class PutCall:
         answers: list[pb.PutResponse] = []
         named: set[int] = set()
         for some, pieces in name_turns(names):
-            await self._room.turns.take(self._holders[0], pieces)
+            await self._room.turns.take(self._caller.holder, pieces)
             answers += await self._answers_to_names(some, named)
         return answers
 
@@ -168,7 +171,7 @@ class PutCall:
                 images[name.index] = self._new_image(name)
             except InvalidRequestError as error:
                 answers.append(self._refused(name.index, error))
-        known = await self._room.leases.ask(list(images.values()), self._holders)
+        known = await self._room.leases.ask(list(images.values()), self._caller)
         for (index, image), answer in zip(images.items(), known, strict=True):
             answers.append(self._answer_name(index, image, answer))
         return answers
@@ -242,15 +245,17 @@ class PutCall:
         """
         if expected.incoming is None:
             size = expected.tokens * self._room.rows.row_bytes
-            if size > self._room.bytes_under_way.size:
+            if size > self._under_way.most:
                 raise ImageLimitError(
-                    f"its rows have {size} bytes, but at most {self._room.bytes_under_way.size} may be on their way "
+                    f"its rows have {size} bytes, but at most {self._under_way.most} may be on their way "
                     "into the store (half of --store-host-gib)"
                 )
-            self._room.bytes_under_way.take(self._holders, size)
+            self._under_way.resize(self._under_way.amount + size)
             expected.held_bytes = size
             key, grid = expected.lease.image.key, expected.lease.image.grid
-            expected.incoming = self._room.store.receive(key.address, expected.tokens, grid, self._holders[0])
+            expected.incoming = self._room.store.receive(
+                key.address, expected.tokens, grid, self._caller.holder
+            )
         return expected.incoming
 
     async def _read(self, expected: _Expected, incoming: Incoming, extent: pb.Extent) -> None:
@@ -266,7 +271,7 @@ class PutCall:
         """Answer an image whose rows are in the store."""
         del self._expected[index]
         self._late.add(index)
-        self._room.bytes_under_way.give_back(self._holders, expected.held_bytes)
+        self._under_way.resize(self._under_way.amount - expected.held_bytes)
         self._room.leases.kept(expected.lease)
         self._call.put("kept", expected.held_bytes)
         return self._state(index, "held", expected.lease.image.key.address)
@@ -287,7 +292,7 @@ class PutCall:
         expected = self._expected.pop(index)
         if expected.incoming is not None:
             _drop_unused(expected.incoming, expected.working)
-        self._room.bytes_under_way.give_back(self._holders, expected.held_bytes)
+        self._under_way.resize(self._under_way.amount - expected.held_bytes)
         self._room.leases.give_up(expected.lease)
 
     def _state(

@@ -15,14 +15,14 @@ from grpc_health.v1 import health_pb2 as pb
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from encoder_contract.certificates import Certificates, Pem
-from encoder_contract.errors import OverloadedError, Status
+from encoder_contract.errors import EncoderError, OverloadedError, Status
 from encoder_service.api import admin, messages, service
 from encoder_service.api.admin import AdminService
 from encoder_service.api.connections import keep_room
-from encoder_service.api.inbound import Entrance, Methods, Serve
-from encoder_service.api.messages import Context
+from encoder_service.api.inbound import Answers, Entrance, Inbound, Methods
 from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
+from encoder_service.limits import Budget, Budgets, Caller
 
 OPTIONS = (
     # A few kilobytes of gzip can expand to gigabytes: a compressed message is refused without being expanded.
@@ -63,25 +63,25 @@ class Listener:
         operator: AdminService,
         *,
         certificates: Certificates | None,
-        max_calls: int,
+        budgets: Budgets,
         max_images: int,
         piece_bytes: int,
         reader_idle_s: float,
     ) -> None:
         """Bind the port, for TLS with `certificates`. Raises `ConfigError` if it is unavailable.
 
-        At most `max_calls` are open at a time, and as many Submit calls, which stay open for as long as their caller
-        keeps images; health calls are not counted. Each names at most `max_images`, sends pieces of at most
-        `piece_bytes`, and ends if its caller reads nothing for `reader_idle_s`.
+        How many calls may be open is in `budgets`; those of Submit and of health have places of their own. Each names
+        at most `max_images`, sends pieces of at most `piece_bytes`, and ends if its caller reads nothing for
+        `reader_idle_s`.
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most_connections = min(MAX_CONNECTIONS, files // 2)
         connections = ("grpc.max_allowed_incoming_connections", self._most_connections)
         self._server = grpc.aio.server(options=(*OPTIONS, largest, connections))
-        self._entrance = Entrance(max_calls, reader_idle_s)
-        self._submits = Entrance(max_calls, reader_idle_s)
-        self._health = Health(("", service.SERVICE))
+        self._entrance = Entrance(budgets.calls, reader_idle_s)
+        self._submits = Entrance(budgets.submits, reader_idle_s)
+        self._health = Health(("", service.SERVICE), budgets.health_calls)
         self._offer(service.SERVICE, service.methods(calls, self._entrance, self._submits, max_images))
         self._offer(admin.SERVICE, admin.methods(operator, self._entrance))
         self._offer(SERVICE, self._health.methods())
@@ -162,14 +162,14 @@ def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
 
 def _reflection(entrance: Entrance) -> Methods:
     names = (service.SERVICE, admin.SERVICE, SERVICE, reflection.SERVICE_NAME)
-    answers = cast(Serve, reflection.aio.ReflectionServicer(names).ServerReflectionInfo)
+    answers = cast(
+        "Callable[[object, None], Answers]", reflection.aio.ReflectionServicer(names).ServerReflectionInfo
+    )
     parse = partial(messages.parse, reflection_pb2.ServerReflectionRequest)
-    return {"ServerReflectionInfo": entrance.stream(answers, parse)}
+    return {"ServerReflectionInfo": entrance.stream(lambda call: answers(call.requests, None), parse)}
 
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
-# Concurrent checks and watches, not counted as other calls: the channels of all clients, and probes.
-MAX_CALLS = 512
 # A client has one watch per channel; all Unix-socket connections of the host count as one.
 MAX_WATCHES_OF_A_CONNECTION = 64
 # Watchers that read are notified within milliseconds that the server ends; others are not waited for.
@@ -181,16 +181,22 @@ NOT_SERVING: int = pb.HealthCheckResponse.NOT_SERVING
 UNKNOWN: int = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+class UnknownServiceError(EncoderError):
+    """The server has no service of this name."""
+
+    status, retryable = Status.NOT_FOUND, False
+
+
 class Health:
     """The health of the server and its services `names`: not serving, then serving, then not serving for good."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], places: Budget) -> None:
         self._names = frozenset(names)
         self._status = NOT_SERVING
         self._turned = asyncio.Event()  # set, and replaced by a new event, at every change
         self._ending = False
         self._watches: Counter[str] = Counter()
-        self._entrance = Entrance(MAX_CALLS, READER_IDLE_S)
+        self._entrance = Entrance(places, READER_IDLE_S)
 
     def methods(self) -> Methods:
         """Return the methods of the service."""
@@ -214,17 +220,17 @@ class Health:
         except TimeoutError:
             return
 
-    async def check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+    async def check(self, request: pb.HealthCheckRequest, _caller: Caller) -> pb.HealthCheckResponse:
         """Answer once; an unknown name is NOT_FOUND, as the protocol requires."""
         if request.service not in self._names:
-            messages.end_with(context, Status.NOT_FOUND, "no such service")
+            raise UnknownServiceError("no such service")
         return pb.HealthCheckResponse(status=self._status)
 
     async def watch(
-        self, request: pb.HealthCheckRequest, context: Context
+        self, request: pb.HealthCheckRequest, call: Inbound[pb.HealthCheckRequest]
     ) -> AsyncGenerator[pb.HealthCheckResponse]:
         """Answer now and at every change, until the server ends."""
-        connection: str = context.peer()
+        connection = call.caller.connection
         if self._watches[connection] >= MAX_WATCHES_OF_A_CONNECTION:
             raise OverloadedError(
                 f"a connection may have at most {MAX_WATCHES_OF_A_CONNECTION} health watches"

@@ -3,7 +3,7 @@
 `Uploads` reserves space before the bytes are sent, and releases it when they stop arriving.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 
@@ -15,7 +15,7 @@ from encoder_service.api.call_log import Call
 from encoder_service.api.inbound import Requests
 from encoder_service.images import Encoder, Keeper, LookupResult, SubmittedImage
 from encoder_service.keys import ImageKey
-from encoder_service.limits import Shares, Turns, name_turns
+from encoder_service.limits import Caller, Hold, Turns, name_turns
 from encoder_service.logs import known_error
 from encoder_service.scheduler import Claim
 
@@ -54,16 +54,12 @@ class Uploads:
     interleaves images may hold more, up to the size of the largest image allowed, if there is space.
     """
 
-    def __init__(
-        self, room: Shares, holders: Collection[str], *, max_image_bytes: int, idle_s: float
-    ) -> None:
-        """`room` is shared by all callers; `holders` are the names that this caller's share counts against."""
+    def __init__(self, room: Hold, *, max_image_bytes: int, idle_s: float) -> None:
+        """`room` is what the call holds of the bytes that all callers may upload."""
         self._room = room
-        self._holders = holders
-        self._max_bytes = min(max_image_bytes, room.size)
+        self._max_bytes = min(max_image_bytes, room.most)
         self._idle_s = idle_s
         self._images: dict[int, Upload] = {}
-        self._set_aside = 0
         self.patience_s = idle_s
         """How much longer to wait for the next piece."""
 
@@ -78,7 +74,7 @@ class Uploads:
             raise ImageLimitError(f"the image is larger than max_image_bytes = {self._max_bytes}")
         if not self._images:
             self.patience_s = self._idle_s
-        self._reserve(max(self._set_aside, size_bytes or self._max_bytes))
+        self._room.resize(max(self._room.amount, size_bytes or self._max_bytes))
         self._images[index] = Upload(size_bytes or self._max_bytes)
 
     def add(self, index: int, piece: bytes) -> Upload:
@@ -93,7 +89,7 @@ class Uploads:
                 f"the call's incomplete images exceed max_image_bytes = {self._max_bytes}: "
                 "send images one after another"
             )
-        self._reserve(max(self._set_aside, held))
+        self._room.resize(max(self._room.amount, held))
         self.patience_s = min(self.patience_s + size / MIN_BYTES_PER_S, self._idle_s)
         upload.add(piece)
         return upload
@@ -102,14 +98,7 @@ class Uploads:
         """Forget an image that is complete or failed, and release the space that the others do not need."""
         del self._images[index]
         largest = max((upload.max_bytes for upload in self._images.values()), default=0)
-        self._reserve(max(largest, sum(upload.size for upload in self._images.values())))
-
-    def _reserve(self, size: int) -> None:
-        if size > self._set_aside:
-            self._room.take(self._holders, size - self._set_aside)
-        else:
-            self._room.give_back(self._holders, self._set_aside - size)
-        self._set_aside = size
+        self._room.resize(max(largest, sum(upload.size for upload in self._images.values())))
 
 
 class SubmitCall:
@@ -120,24 +109,24 @@ class SubmitCall:
         encoder: Encoder,
         uploads: Uploads,
         call: Call,
+        caller: Caller,
         *,
         turns: Turns,
-        holder: str,
         new_claim: Callable[[], Claim],
         new_key: Callable[[pb.ImageName], ImageKey],
         tokens: Callable[[Grid], int],
         max_images: int,
         check_caller: Callable[[], None],
     ) -> None:
-        """`turns` keeps a call of hundreds of names, which is the holder's, from delaying those of others.
+        """`turns` keeps a call of hundreds of names from delaying those of others.
 
         `check_caller` raises when the caller may no longer submit; it is asked before each list of names.
         """
         self._encoder = encoder
         self._uploads = uploads
         self._call = call
+        self._caller = caller
         self._turns = turns
-        self._holder = holder
         self._new_claim = new_claim
         self._new_key = new_key
         self._tokens = tokens
@@ -145,14 +134,9 @@ class SubmitCall:
         self._check_caller = check_caller
         self._named: set[int] = set()
         self._expected: dict[int, SubmittedImage] = {}
-        self._claims: list[Claim] = []
+        self._claims: dict[int, Claim] = {}  # by index
         self._keeper = Keeper()
         self._kept: dict[bytes, tuple[pb.ImageName, SubmittedImage]] = {}  # by address
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the call stays open because its caller keeps images, all of which have been answered."""
-        return bool(self._kept) and not self._expected
 
     async def answers(self, requests: Requests[pb.SubmitRequest]) -> AsyncIterator[pb.SubmitResponse]:
         """Yield an answer for every name, and one more for every image whose bytes arrived, or stopped arriving.
@@ -177,15 +161,19 @@ class SubmitCall:
                 f"the call ended before the bytes of images {sorted(self._expected)} arrived"
             )
 
-    def close(self, *, withdraw: bool) -> None:
-        """Drop unfinished uploads; `withdraw` also drops the images that only this call wants."""
+    def close(self) -> None:
+        """Drop unfinished uploads and, unless the call is complete, the images that only this call wants."""
+        keeps = bool(self._kept) and not self._expected
         for index in tuple(self._expected):
             self._drop(index)
         for address in self._kept:
             self._encoder.keep_no_more(address, self._keeper)
-        if withdraw:
-            for claim in self._claims:
+        if not self._call.complete:
+            for claim in self._claims.values():
                 self._encoder.withdraw(claim)
+            self._call.complete = (
+                keeps  # a caller that ends it no longer wants its images: that is no failure
+            )
 
     async def _answers_to(self, request: pb.SubmitRequest) -> AsyncIterator[pb.SubmitResponse]:
         kind = request.WhichOneof("message")
@@ -224,9 +212,9 @@ class SubmitCall:
         for address in asked:
             name, named = self._kept[address]
             if name.index not in self._expected:
-                answers.append(
-                    self._answer_name(name, replace(named, claim=self._claim()), LookupResult(None))
-                )
+                named = replace(named, claim=self._claim(name.index))
+                self._kept[address] = name, named
+                answers.append(self._answer_name(name, named, LookupResult(None)))
         return answers
 
     def _given_up(self) -> list[pb.SubmitResponse]:
@@ -247,7 +235,7 @@ class SubmitCall:
 
     async def _names(self, names: Sequence[pb.ImageName], *, kept: bool) -> AsyncIterator[pb.SubmitResponse]:
         for some, pieces in name_turns(names):
-            await self._turns.take(self._holder, pieces)
+            await self._turns.take(self._caller.holder, pieces)
             for answer in await self._answers_to_names(some, kept=kept):
                 yield answer
 
@@ -264,7 +252,7 @@ class SubmitCall:
             except InvalidRequestError as error:
                 answers.append(self._failed(name.index, error))
                 continue
-            images[name.index] = SubmittedImage(key, messages.claimed_grid(name), self._claim())
+            images[name.index] = SubmittedImage(key, messages.claimed_grid(name), self._claim(name.index))
         known = await self._encoder.name(list(images.values()))
         for (index, named), answer in zip(images.items(), known, strict=True):
             answers.append(self._answer_name(by_index[index], named, answer))
@@ -273,9 +261,11 @@ class SubmitCall:
                 self._encoder.keep(named.key.address, self._keeper)
         return answers
 
-    def _claim(self) -> Claim:
-        claim = self._new_claim()
-        self._claims.append(claim)
+    def _claim(self, index: int) -> Claim:
+        """Return a new claim on an image, which replaces the one that ended with its rows or its failure."""
+        if (before := self._claims.get(index)) is not None:
+            self._encoder.withdraw(before)
+        claim = self._claims[index] = self._new_claim()
         return claim
 
     def _check_index(self, index: int) -> None:

@@ -202,7 +202,7 @@ async def test_a_full_queue_says_no_to_a_name_before_its_bytes_travel(
                     (answer,) = await client.submit([images[n]])
                     assert answer.error is None
             async with await EncoderClient.connect(server.endpoint, client_id="late") as client:
-                before = server.service.held_upload_bytes
+                before = server.budgets.upload_bytes.held
                 grid = client.description.geometry.grid(302, 300)
                 call = (await stub(client)).Submit(timeout=60)
                 await call.write(pb.SubmitRequest(open=pb.Caller(client_id="late")))
@@ -213,7 +213,7 @@ async def test_a_full_queue_says_no_to_a_name_before_its_bytes_travel(
                 state = (await call.read()).state
                 assert (state.state, state.error.code) == (pb.STATE_FAILED, 8)
                 assert state.error.retry_after_ms > 0
-                assert server.service.held_upload_bytes == before
+                assert server.budgets.upload_bytes.held == before
 
 
 async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(

@@ -157,7 +157,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
             fetch.close()
         await asyncio.gather(*reading, return_exceptions=True)
         await soon(lambda: not server.jobs)
-    await soon(lambda: server.service.held_upload_bytes == 0)
+    await soon(lambda: server.budgets.upload_bytes.held == 0)
     assert server.store.stats().pins == 0
 
 

@@ -16,8 +16,10 @@ from encoder_service.app import Server
 from encoder_service.cluster.cluster import Location, Locations, Solo
 from encoder_service.images import SubmitWaiters
 from encoder_service.keys import ImageKey
+from encoder_service.limits import Budget
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from tests.callers import caller
 from tests.calls import collect
 from tests.operator_view import numbers
 from tests.waiting import PATIENCE_S, soon
@@ -36,9 +38,9 @@ async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() 
     cluster = Solo()
     cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
     cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign, assignment]
-    waiters = SubmitWaiters(cluster, max_waiters=100)
+    waiters = SubmitWaiters(cluster, Budget(100, "images"))
     until = asyncio.get_running_loop().time() + PATIENCE_S
-    tasks = [asyncio.create_task(waiters.wait(key(n % 4), f"client {n}", until)) for n in range(8)]
+    tasks = [asyncio.create_task(waiters.wait(key(n % 4), caller(f"client {n}"), until)) for n in range(8)]
     await asyncio.sleep(0)
     assert set(sought) == {address(n) for n in range(4)}
     waiters.wake(address(1))
@@ -56,9 +58,9 @@ async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() 
 
 
 async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
-    waiters = SubmitWaiters(Solo(), max_waiters=100)
+    waiters = SubmitWaiters(Solo(), Budget(100, "images"))
     until = asyncio.get_running_loop().time() + PATIENCE_S
-    greedy = [asyncio.create_task(waiters.wait(key(n), "greedy", until)) for n in range(100)]
+    greedy = [asyncio.create_task(waiters.wait(key(n), caller("greedy"), until)) for n in range(100)]
     await asyncio.sleep(0)
     refused = [task for task in greedy if task.done()]
     assert len(refused) == 25
@@ -66,7 +68,7 @@ async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
         error = task.exception()
         assert isinstance(error, OverloadedError)
         assert error.retry_after_ms > 0
-    other = asyncio.create_task(waiters.wait(key(1), "other", until))
+    other = asyncio.create_task(waiters.wait(key(1), caller("other"), until))
     await asyncio.sleep(0)
     waiters.wake(address(1))
     assert await other == ()
@@ -74,7 +76,7 @@ async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
         task.cancel()
     await asyncio.gather(*greedy, return_exceptions=True)
     with pytest.raises(UnknownImageError):
-        await waiters.wait(key(1), "greedy", asyncio.get_running_loop().time() + 0.01)
+        await waiters.wait(key(1), caller("greedy"), asyncio.get_running_loop().time() + 0.01)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from encoder_contract.v1.admin_pb2 import EvictRequest, FlushRequest, StatsReque
 from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import messages
+from encoder_service.api.caller import Identity
 from encoder_service.app import Server
 from tests.calls import naming
 
@@ -46,16 +47,22 @@ async def flush(channel: grpc.aio.Channel, server: Server) -> object:
 
 
 @pytest.mark.parametrize(
-    "make", [describe, submit, fetch, stats, evict, flush], ids=lambda make: make.__name__
+    ("make", "place"),
+    [(make, (messages, "image_key")) for make in (submit, fetch)]
+    + [(make, (Identity, "require")) for make in (describe, submit, fetch, stats, evict, flush)],
+    ids=lambda each: each[1] if isinstance(each, tuple) else each.__name__,
 )
 async def test_an_exception_outside_our_family_ends_its_call_with_an_id_that_is_in_the_log(
-    make: Make, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Make,
+    place: tuple[object, str],
+    server: Server,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("a bug of ours")
 
-    monkeypatch.setattr(messages, "is_local", broken)
-    monkeypatch.setattr(messages, "image_key", broken)
+    monkeypatch.setattr(*place, broken)
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match=r"internal error [0-9a-f]{12}") as ended:
             await make(channel, server)

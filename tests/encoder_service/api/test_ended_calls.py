@@ -31,6 +31,7 @@ HELD = (
     "PutRequest",
     "Caller",
     "Requests",
+    "Inbound",
     "Call",
     "_ServicerContext",
     "RPCState",

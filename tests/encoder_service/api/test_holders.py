@@ -12,13 +12,13 @@ import pytest
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.api.caller import Identity
-from encoder_service.api.messages import host_of
+from encoder_service.api.caller import Identity, caller_of, host_of
 from encoder_service.api.tenants import Tenants
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
+from encoder_service.limits import Caller
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.traffic import marked
@@ -32,10 +32,11 @@ from tests.waiting import soon
 PICTURE = photo(64, 64, 9100)
 
 
-def from_peer(peer: str, token: str = "") -> Any:
-    """The context of a call, as far as it says who calls."""
+def from_peer(peer: str, token: str = "") -> Caller:
+    """A caller from this address, with this token."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    return SimpleNamespace(peer=lambda: peer, invocation_metadata=lambda: metadata, auth_context=dict)
+    context = SimpleNamespace(peer=lambda: peer, invocation_metadata=lambda: metadata, auth_context=dict)
+    return caller_of(cast(Any, context))
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,8 @@ def test_all_addresses_of_an_ipv6_network_are_one_holder() -> None:
     identity = Identity(None, None)
     holders = set()
     for number in range(50):
-        context = from_peer(f"ipv6:[2001:db8::{number:x}]:{1000 + number}")
-        caller = identity.admit("submit", pb.Caller(client_id=f"name {number}"), context)
-        holders.add(identity.holders(caller, context))
+        caller = from_peer(f"ipv6:[2001:db8::{number:x}]:{1000 + number}")
+        holders.add(identity.admit("submit", caller, pb.Caller(client_id=f"name {number}")).holders)
     assert len(holders) == 5, "four names, and the host"
     assert {each[-1] for each in holders} == {"host ipv6:2001:db8::/64"}
 
@@ -71,11 +71,8 @@ def test_all_addresses_of_an_ipv6_network_are_one_holder() -> None:
 def test_a_name_at_another_host_is_another_holder() -> None:
     identity = Identity(None, None)
     callers = [from_peer(f"ipv4:10.0.0.{n}:1") for n in (1, 2)]
-    named = [identity.admit("submit", pb.Caller(client_id="chat"), context) for context in callers]
-    first, second = (
-        identity.holders(caller, context)[0] for caller, context in zip(named, callers, strict=True)
-    )
-    assert first != second
+    first, second = (identity.admit("submit", each, pb.Caller(client_id="chat")) for each in callers)
+    assert first.holder != second.holder
 
 
 def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path, guarded: Config) -> None:
@@ -89,8 +86,8 @@ def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path,
     unknown = Identity(None, None)
 
     def used(identity: Identity, priority: int, token: str = "") -> int:
-        context = from_peer("ipv4:10.0.0.1:1", token)
-        return int(identity.admit("submit", pb.Caller(priority=priority), context).priority)
+        caller = from_peer("ipv4:10.0.0.1:1", token)
+        return identity.admit("submit", caller, pb.Caller(priority=priority)).priority
 
     assert [used(unknown, asked) for asked in (8, 1, 0, -8)] == [0, 0, 0, -8]
     assert [used(tenants, asked, TOKENS["chat"]) for asked in (8, 0, -3)] == [0, 0, -3]

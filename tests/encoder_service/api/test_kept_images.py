@@ -1,6 +1,7 @@
 """Submit calls whose callers keep their images: asked again for lost ones, ended by a drain, withdrawn at their end."""
 
 import asyncio
+import gc
 from typing import Any
 
 import grpc
@@ -14,8 +15,11 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.images import Keeper, SubmitWaiters
 from encoder_service.keys import ImageKey
+from encoder_service.limits import Budget
+from encoder_service.scheduler import Claim
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from tests.callers import caller
 from tests.calls import collect, named, stub
 from tests.gate import Gate
 from tests.servers import server_of
@@ -69,7 +73,14 @@ async def test_a_kept_image_that_is_lost_is_asked_for_again_once_it_is_fetched(
         again = (await fetching)[0]
         assert again.error is None
         assert (again.array == first.array).all()
+    await soon(lambda: claims() <= 1)
     call.cancel()
+
+
+def claims() -> int:
+    """Count the claims that exist: a call that stays open must not add one each time its image is lost."""
+    gc.collect()
+    return sum(type(each) is Claim for each in gc.get_objects())
 
 
 async def test_a_lost_image_of_a_call_that_does_not_keep_it_stays_unknown(
@@ -122,13 +133,13 @@ async def test_calls_that_keep_images_leave_room_for_fetches(config: Config, mod
 
 
 async def test_when_the_keeper_that_was_asked_leaves_another_is_asked() -> None:
-    waiters, key = SubmitWaiters(Solo(), max_waiters=9), ImageKey(bytes(32), bytes(32))
+    waiters, key = SubmitWaiters(Solo(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
     first, second, other = Keeper(), Keeper(), Keeper()
     waiters.keep(key.address, first)
     waiters.keep(key.address, second)
     waiters.keep(bytes([1] * 32), other)
     until = asyncio.get_running_loop().time() + PATIENCE_S
-    waiting = asyncio.create_task(waiters.wait(key, "client", until))
+    waiting = asyncio.create_task(waiters.wait(key, caller("client"), until))
     await asyncio.sleep(0)
     assert (len(first.asked), len(second.asked), len(other.asked)) == (0, 1, 0)
     waiters.keep_no_more(key.address, second)

@@ -105,7 +105,7 @@ async def test_who_gives_an_image_up_blocks_nobody_and_who_waits_hears_it_at_onc
 
 
 def waiting_at(server: Server) -> int:
-    return server.leases._waiters._room.held
+    return server.budgets.awaited_images.held
 
 
 async def test_a_lease_ends_with_its_time_and_rows_that_come_late_are_not_taken(start: Any) -> None:
@@ -201,7 +201,7 @@ async def test_a_producer_that_is_killed_leaves_nothing(start: Any) -> None:
     producer = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert producer.stdout is not None
     assert await producer.stdout.readline() == b"half way\n"
-    await soon(lambda: server.service.put_bytes > 0)
+    await soon(lambda: server.budgets.put_bytes.held > 0)
     producer.kill()
     await producer.wait()
     await soon(lambda: nothing_is_left(server))

@@ -187,7 +187,7 @@ async def test_rows_under_way_are_bounded_for_a_caller_and_refused_with_a_time_t
     states.append(await call.state())
     assert states[0].error.code == RESOURCE_EXHAUSTED
     assert states[0].error.retry_after_ms > 0
-    assert server.service.put_bytes <= GIB * server._config.store_host_gib / 2
+    assert server.budgets.put_bytes.held <= GIB * server._config.store_host_gib / 2
     call.call.cancel()
     await soon(lambda: nothing_is_left(server))
 

@@ -10,16 +10,18 @@ import pytest
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import OverloadedError
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.api.fetch import PINNED_AHEAD, PinRoom
+from encoder_service.api.fetch import PINNED_AHEAD
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
+from encoder_service.limits import Budget, Hold
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from tests.callers import caller
 from tests.calls import collect, stub
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 MIB = 1 << 20
 PHOTOS = [photo(1024, 800, n) for n in range(12)]
@@ -78,7 +80,7 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
                     held.append(outcome.index)
 
         holding = asyncio.create_task(hold_all())
-        await soon(lambda: bool(held) and small.service.pinned_bytes > 0)
+        await soon(lambda: bool(held) and small.budgets.pinned_bytes.held > 0)
         for image in PHOTOS[8:]:
             outcomes = await collect(other, await submitted(other, [image]))
             assert outcomes[0].error is None
@@ -100,23 +102,28 @@ async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, clien
 
 
 async def test_who_waits_for_room_to_pin_gets_it_when_it_is_given_back_or_an_error_in_time() -> None:
-    room = PinRoom(100)
-    await room.take("a", b"1", 60)
-    await room.take("a", b"1", 60)  # the same image once more costs nothing
-    assert room.held_bytes == 60
-    waiting = asyncio.create_task(room.take("b", b"2", 60))
+    room = Budget(100, "pinned bytes")
+
+    async def hold(holder: str, address: bytes, seconds: float, size: int = 60) -> Hold:
+        return await room.hold_within(caller(holder), size, seconds, once=address)
+
+    first, again = await hold("a", b"1", 0), await hold("a", b"1", 0)
+    assert room.held == 60, "the same image once more costs nothing"
+    waiting = asyncio.create_task(hold("b", b"2", PATIENCE_S))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    room.give_back("a", b"1", 60)
-    room.give_back("a", b"1", 60)
-    await waiting
+    first.release()
+    assert room.held == 60
+    again.release()
+    second = await waiting
     with pytest.raises(OverloadedError) as refused:
-        await room.take("c", b"3", 60)
+        await hold("c", b"3", 0.05)
     assert refused.value.retry_after_ms > 0
-    room.give_back("b", b"2", 60)
-    await room.take("c", b"larger than all", 1000)
-    room.give_back("c", b"larger than all", 1000)
-    assert room.held_bytes == 0
+    second.release()
+    second.release()
+    with await hold("c", b"larger than all", 0, 1000):
+        assert room.held == 100
+    assert room.held == 0
 
 
 async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Config, model: Model) -> None:
@@ -128,8 +135,8 @@ async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Con
         # 100 MB, which is more than gRPC takes in before anyone reads, whatever window it has grown.
         names = [pb.FetchImage(index=n, digest=requests[n % 8].digest) for n in range(128)]
         unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
-        await soon(lambda: server.service.pinned_bytes > 0)
-        await soon(lambda: server.service.pinned_bytes == 0)
+        await soon(lambda: server.budgets.pinned_bytes.held > 0)
+        await soon(lambda: server.budgets.pinned_bytes.held == 0)
         assert server.store.stats().pins == 0
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             async for _ in unread:
@@ -152,7 +159,7 @@ async def test_a_client_with_its_share_of_images_in_fetch_calls_is_refused_as_a_
         )
         service = await stub(client)
         waiting = service.Fetch(asked)  # half of 16 claims for each of 16 images
-        await soon(lambda: server.service._fetch_room.held == 128)
+        await soon(lambda: server.budgets.fetched_images.held == 128)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await service.Fetch(asked).read()
         assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -59,12 +59,12 @@ async def test_a_call_that_never_finishes_holds_one_image_and_others_are_served(
             for index in range(3):
                 await send(call, index, bytes(3 * MIB))  # never the last piece
             assert (await call.read()).state.error.code == 3, "a call holds one image's worth of pieces"
-            assert server.service.held_upload_bytes <= 8 * MIB
+            assert server.budgets.upload_bytes.held <= 8 * MIB
             for n in range(4):
                 (answer,) = await client.submit([photo(300 + n, 300, 40 + n)], timeout_s=60)
                 assert answer.error is None
             call.cancel()
-        await soon(lambda: server.service.held_upload_bytes == 0)
+        await soon(lambda: server.budgets.upload_bytes.held == 0)
 
 
 @pytest.mark.parametrize("drip", [False, True])
@@ -86,7 +86,7 @@ async def test_an_upload_that_stands_still_ends_alone_with_an_error_and_frees_it
             dripper = asyncio.create_task(dripping()) if drip else None
             state = (await call.read()).state
             assert (state.index, state.error.code) == (1, DEADLINE_EXCEEDED)
-            assert server.service.held_upload_bytes == 0
+            assert server.budgets.upload_bytes.held == 0
             if dripper is not None:
                 dripper.cancel()
                 await asyncio.gather(dripper, return_exceptions=True)
@@ -122,7 +122,7 @@ async def test_without_room_to_upload_a_name_is_refused_with_a_time_to_come_back
         assert {state.error.code for state in states[1:]} == {RESOURCE_EXHAUSTED}
         assert all(state.error.retry_after_ms > 0 for state in states[1:])
         calls[0].cancel()
-        await soon(lambda: server.service.held_upload_bytes == 0)
+        await soon(lambda: server.budgets.upload_bytes.held == 0)
         assert (await name(calls[1], 3, 2 * MIB - 1)).state == pb.STATE_NEEDS_BYTES
         for call in calls:
             call.cancel()

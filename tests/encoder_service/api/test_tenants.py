@@ -182,7 +182,7 @@ async def test_shares_are_the_tenants_whatever_its_callers_call_themselves(
             client.fetch([RowRequest(bytes([n]) * 32)], grace_ms=20_000) for n, client in enumerate((a, b, c))
         ]
         waiting = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
-        room = guard.service._fetch_room
+        room = guard.budgets.fetched_images
         await soon(lambda: room.held == 3)
         assert dict(room._holders) == {"tenant chat": 2, "tenant search": 1}
         for each in waiting:

@@ -4,15 +4,21 @@ import pytest
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_service.api.submit import MIN_BYTES_PER_S, Uploads
-from encoder_service.limits import Shares
+from encoder_service.limits import Budget
+from tests.callers import caller
 
 
-def uploads(room: Shares, *holders: str, max_image_bytes: int = 50) -> Uploads:
-    return Uploads(room, holders or ("someone",), max_image_bytes=max_image_bytes, idle_s=10)
+def room_of(size_bytes: int) -> Budget:
+    return Budget(size_bytes, "uploads", per_host=True)
+
+
+def uploads(room: Budget, *holders: str, max_image_bytes: int = 50) -> Uploads:
+    held = room.hold(caller(*holders or ("someone",)), 0)
+    return Uploads(held, max_image_bytes=max_image_bytes, idle_s=10)
 
 
 def test_pieces_are_joined_in_order_and_then_no_longer_counted() -> None:
-    room = Shares(1000, "uploads")
+    room = room_of(1000)
     ours = uploads(room)
     ours.expect(1, 13)
     for piece in (b"one ", b"two ", b"three"):
@@ -23,7 +29,7 @@ def test_pieces_are_joined_in_order_and_then_no_longer_counted() -> None:
 
 
 def test_a_call_sets_room_aside_for_its_largest_image_and_no_more_than_it_still_needs() -> None:
-    room = Shares(1000, "uploads")
+    room = room_of(1000)
     ours = uploads(room)
     for index, size in enumerate((10, 50, 20)):
         ours.expect(index, size)
@@ -39,16 +45,16 @@ def test_a_call_sets_room_aside_for_its_largest_image_and_no_more_than_it_still_
 
 
 def test_a_size_that_was_not_said_counts_as_the_largest() -> None:
-    room = Shares(100, "uploads")
+    room = room_of(100)
     uploads(room, "a").expect(1, 0)
     assert room.held == 50
-    tiny = Shares(30, "uploads")
+    tiny = room_of(30)
     uploads(tiny, "a").expect(1, 0)
     assert tiny.held == 30
 
 
 def test_what_is_over_a_bound_is_refused_before_it_is_kept() -> None:
-    room = Shares(100, "uploads")
+    room = room_of(100)
     first, second = uploads(room, "a"), uploads(room, "b")
     with pytest.raises(ImageLimitError, match="max_image_bytes"):
         first.expect(1, 51)
@@ -68,7 +74,7 @@ def test_what_is_over_a_bound_is_refused_before_it_is_kept() -> None:
 
 
 def test_one_caller_leaves_room_to_others_and_so_does_one_host_of_many_names() -> None:
-    room = Shares(1000, "uploads")
+    room = room_of(1000)
     for name in range(15):
         uploads(room, f"client {name}", "host h").expect(1, 50)
     with pytest.raises(OverloadedError, match="share"):
@@ -77,7 +83,7 @@ def test_one_caller_leaves_room_to_others_and_so_does_one_host_of_many_names() -
 
 
 def test_bytes_that_come_fast_enough_keep_the_patience_up_and_a_byte_now_and_then_does_not() -> None:
-    room = Shares(10_000_000, "uploads")
+    room = room_of(10_000_000)
     ours = uploads(room, max_image_bytes=10_000_000)
     ours.expect(1, 0)
     for _ in range(20):

@@ -32,7 +32,7 @@ async def test_a_call_that_a_drain_has_no_more_time_for_goes_on_at_another_serve
         await EncoderClient.connect([a.endpoint, b.endpoint]) as client,
     ):
         waiting = asyncio.create_task(fetched(client, PICTURES[0]))
-        rooms = {server: server.service._fetch_room for server in (a, b)}
+        rooms = {server: server.budgets.fetched_images for server in (a, b)}
         await soon(lambda: any(room.held for room in rooms.values()))
         asked, other = (a, b) if rooms[a].held else (b, a)
         await asked.drain()

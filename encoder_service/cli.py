@@ -20,6 +20,7 @@ from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
+from encoder_service.image.processor import read_processor
 from encoder_service.logs import set_up_logging
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
@@ -170,6 +171,7 @@ def _serve(given: dict[str, object]) -> int:
     config.peer_certificates()
     config.fleet_key()
     read_tenants(config)
+    read_processor(config.model)
     # torch takes seconds to import: not before the flags are known to be good.
     from encoder_service.app import LOST_DEVICE, Server
     from encoder_service.engine.model import load_model

@@ -5,6 +5,7 @@
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from time import perf_counter
 from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
 from encoder_contract.credentials import Credentials
 from encoder_contract.errors import EncoderError
+from encoder_contract.settings import require_folder
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient, FetchedRows, RowRequest, Submitted
 from prefill_client.transport import BY_DEFAULT, INLINE
@@ -91,15 +93,19 @@ def _draw(given: argparse.Namespace) -> int:
 
 
 def _serve(given: dict[str, object]) -> int:
-    # torch and transformers take seconds to import, and `encode` works without them.
+    from prefill_reference.config import ServiceConfig
+
+    given.pop("command")
     try:
-        from prefill_reference.server import main as serve
+        config = ServiceConfig.read(given, os.environ)
+        require_folder("model", config.model)
+        # torch and transformers take seconds to import: not before the flags are known to be good.
+        from prefill_reference.server import serve
+
+        asyncio.run(serve(config))
     except ImportError as error:
         print(f"prefill-client: {error}; pip install 'encoder-service[reference]'", file=sys.stderr)
         return BAD_USAGE
-    given.pop("command")
-    try:
-        serve(given)
     except EncoderError as error:
         print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED

@@ -2,13 +2,11 @@
 
 import asyncio
 import errno
-import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -157,11 +155,3 @@ def _bound(address: str) -> socket.socket:
         why = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(f"--listen {address}: {why}") from error
     return listener
-
-
-def main(given: Mapping[str, Any]) -> None:
-    """Serve with the flags of the command line and what the environment says; raises what `serve` raises.
-
-    A bad setting is a `ConfigError`.
-    """
-    asyncio.run(serve(ServiceConfig.read(given, os.environ)))

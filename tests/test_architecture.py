@@ -69,7 +69,7 @@ FENCES = {
 # Who touches the environment: entry points read it; the others set what a library reads.
 ENVIRONMENT = {
     "encoder_service/cli": "reads settings",
-    "prefill_reference/server": "reads settings",
+    "prefill_client/cli": "reads settings",
     "encoder_service/image/dali": "sets how much DALI says",
     "encoder_service/image/decoder_pool": "sets how its children keep memory",
     "encoder_contract/command_line": "sets how much gRPC says",

@@ -10,14 +10,14 @@ from typing import Self
 
 import torch
 
-from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint, read_config, read_spec
+from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint, read_config
 from encoder_contract.tower_spec import TowerSpec
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.decoder_pool import DecoderStartError, IsolatedDecoder
 from encoder_service.image.pillow import missing
-from encoder_service.image.processor import ProcessorSettings
+from encoder_service.image.processor import ProcessorSettings, read_processor
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, Resize
 from encoder_service.image.resize_choice import make_resize
 from encoder_service.keys import Recipe
@@ -46,11 +46,7 @@ def load_model(config: Config) -> Model:
 
     A server that only stores needs neither weights nor a device: of its folder only the configuration is read.
     """
-    if not config.model.is_dir():
-        raise ConfigError(
-            f"{flag('model')} {config.model}: there is no such folder (a model of the Hugging Face Hub has to be "
-            "downloaded into one: hf download NAME --local-dir FOLDER)"
-        )
+    processor = read_processor(config.model)
     if config.torch_threads:
         torch.set_num_threads(config.torch_threads)
     device = "cpu" if config.stores_only else _device(config.device)
@@ -59,9 +55,6 @@ def load_model(config: Config) -> Model:
             f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
         )
     try:
-        # First: of what is no vision model, that is to be said.
-        read_spec(config.model)
-        processor = ProcessorSettings.from_folder(config.model)
         dtype = _dtype(config)
         decoder = _decoder(config, device)
         tower = _tower(config, device, dtype, processor)

@@ -13,7 +13,9 @@ from typing import Any, Self
 
 import blake3
 
+from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry
+from encoder_contract.settings import ConfigError, flag, require_folder
 
 # Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old and new
 # embeddings have different addresses.
@@ -102,6 +104,19 @@ class ProcessorSettings:
             std=_three(settings, "image_std"),
             rescale_factor=_number("rescale_factor", settings.get("rescale_factor", 1 / 255)),
         )
+
+
+def read_processor(folder: Path) -> ProcessorSettings:
+    """Read the settings of a checkpoint folder whose model can be served; its weights are not looked at.
+
+    config.json is read first: an error names what the folder is, before what it lacks. Raises `ConfigError`.
+    """
+    require_folder("model", folder)
+    try:
+        read_spec(folder)
+        return ProcessorSettings.from_folder(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag('model')} {folder}: {error}") from error
 
 
 def _find_settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:

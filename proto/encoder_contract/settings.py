@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
 
 from encoder_contract.command_line import did_you_mean
@@ -28,6 +29,15 @@ def knob(
 def flag(name: str) -> str:
     """Return the flag of a field: `max_image_bytes` is `--max-image-bytes`."""
     return "--" + name.replace("_", "-")
+
+
+def require_folder(name: str, path: Path) -> None:
+    """Raise `ConfigError` unless the setting `name`, a model's folder, exists."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"{flag(name)} {path}: there is no such folder (a model of the Hugging Face Hub has to be downloaded into "
+            "one: hf download NAME --local-dir FOLDER)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

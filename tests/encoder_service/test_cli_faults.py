@@ -9,12 +9,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from encoder_contract.errors import UnavailableError
+from encoder_service.app import Server
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine.model import Model
 from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.redis_servers import free_port
@@ -48,6 +52,13 @@ def free() -> Iterator[str]:
         yield port
 
 
+@pytest.fixture
+def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that import torch end at once: it takes them seconds."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -79,24 +90,43 @@ def free() -> Iterator[str]:
         (["--attention", "flash"], "--attention"),
         (["--index", "reddis://:secret@host"], "reddis://***@host"),
         (["--metric-listen", "127.0.0.1:0"], "did you mean --metrics-listen?"),
+        (["--listen", "127.0.0.1:0", "--model", "/nowhere/model"], "/nowhere/model: there is no such folder"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_before_torch_is_imported(
-    checkpoint: Path, flags: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, flags: list[str], says: str, without_torch: None
 ) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags, code=2)
 
 
 @pytest.mark.parametrize("option", ["foo=1", "socket_timeout=soon"])
-def test_an_option_of_the_index_that_redis_does_not_know_is_told(checkpoint: Path, option: str) -> None:
-    url = f"redis://127.0.0.1:1/0?{option}"
-    serve = ("encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0", "--index", url)
-    result = run(*serve, "--store-host-gib", "0.05", "--store-prefault", "no")
-    assert result.returncode == 2, result.stderr
-    assert "--index: an option of the URL" in result.stderr
-    assert "Traceback" not in result.stderr
+async def test_an_option_of_the_index_that_redis_does_not_know_is_told(
+    config: Config, model: Model, option: str
+) -> None:
+    with pytest.raises(ConfigError, match="--index: an option of the URL"):
+        await Server(replace(config, index=f"redis://127.0.0.1:1/0?{option}"), model).start()
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "is not a Hugging Face checkpoint folder"),
+        ({"config.json": '{"model_type": "llama"}'}, "qwen3_vl"),
+        ({"config.json": "{"}, "config.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused_naming_what_is_wrong(
+    tmp_path: Path, checkpoint: Path, files: dict[str, str], says: str, without_torch: None
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    if files:
+        settings = (checkpoint / "preprocessor_config.json").read_text()
+        (folder / "preprocessor_config.json").write_text(settings)
+    serve = ("encoder-service", "serve", "--model", folder, "--listen", "127.0.0.1:0")
+    assert says in refused(*serve, code=2)
 
 
 def test_a_misspelt_environment_name_is_met_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +183,11 @@ def test_what_is_no_address_is_refused_and_never_looked_up() -> None:
         (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999 must be host:port"),
         (["--encoder", "nowhere"], "--encoder nowhere must be host:port"),
         (["--listn", "127.0.0.1:0"], "did you mean --listen?"),
+        (["--model", "/nowhere/model"], "/nowhere/model: there is no such folder"),
     ],
 )
-def test_the_prefill_service_refuses_what_cannot_be_meant(
-    checkpoint: Path, flags: list[str], says: str
+def test_the_prefill_service_refuses_what_cannot_be_meant_before_torch_is_imported(
+    checkpoint: Path, flags: list[str], says: str, without_torch: None
 ) -> None:
     assert says in refused("prefill-client", "serve", "--model", checkpoint, *flags, code=2)
 
@@ -179,13 +210,17 @@ def test_the_prefill_service_tells_of_weights_that_cannot_be_read(checkpoint: Pa
     assert "its weights cannot be read" in said
 
 
-@pytest.mark.parametrize(("command", "module"), [("serve --model x", "torch"), ("top --once", "rich")])
-def test_what_was_not_installed_is_named_with_what_installs_it(command: str, module: str) -> None:
+@pytest.mark.parametrize(("command", "module"), [("serve", "torch"), ("top --once", "rich")])
+def test_what_was_not_installed_is_named_with_what_installs_it(
+    checkpoint: Path, command: str, module: str
+) -> None:
     code = (
         f"import sys; sys.modules[{module!r}] = None; from encoder_service.cli import main; sys.exit(main())"
     )
-    words = [*command.split(), *(["--listen", "127.0.0.1:0"] if "serve" in command else [])]
-    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    flags = ["--model", str(checkpoint), "--listen", "127.0.0.1:0"] if command == "serve" else []
+    result = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), *flags], capture_output=True, text=True, check=False
+    )
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert module in result.stderr
     assert "pip install 'encoder-service[server]'" in result.stderr

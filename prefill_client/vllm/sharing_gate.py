@@ -5,6 +5,7 @@ else makes. Nothing of this ends a request: an image that the store does not ans
 """
 
 import logging
+from collections.abc import Container
 from dataclasses import dataclass
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
@@ -49,6 +50,8 @@ class SharingGate:
         self._gating = gating
         self._prompts: dict[str, _Prompt] = {}
         self._failed: dict[str, EncoderError] = {}
+        self.encoder_cache: Container[str] = ()
+        """The images whose rows vLLM's own encoder cache holds: no step loads or encodes them."""
 
     def may_prefill(self, request: Request, computed: int) -> bool:
         """Whether `request`, whose first `computed` tokens are done, may be scheduled in this step."""
@@ -134,12 +137,15 @@ class SharingGate:
                 self._fail(request_id, f"the uuid {identifier} stands for two images")
 
     def _hold(self, request_id: str, prompt: _Prompt, computed: int) -> None:
-        """Let go of images that are done; hold those of the next step, and of the one behind it."""
+        """Let go of images that are done; hold those of the next step, and of the one behind it.
+
+        Those in vLLM's encoder cache are not held: the store would wait for rows that no tower makes.
+        """
         for span in prompt.spans:
             if span.end <= computed:
                 self._drop(request_id, prompt, span.index)
         for span in self._next(prompt, computed, None if self._gating == "request" else 2):
-            if span.index not in prompt.held:
+            if span.index not in prompt.held and span.identifier not in self.encoder_cache:
                 prompt.held[span.index] = span
                 assert span.feature.data is not None
                 asked = Asked(span.feature.data, prompt.cache_salt, span.grid, span.rows)

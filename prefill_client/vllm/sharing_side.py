@@ -13,6 +13,7 @@ from prefill_client.vllm.service_check import row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import SharedStore
 from prefill_client.vllm.shared_table import SharedImage, SharedTable
+from prefill_client.vllm.sharing_cache_manager import show_encoder_cache
 from prefill_client.vllm.sharing_gate import SharingGate
 from prefill_client.vllm.steps import Steps
 from prefill_client.vllm.store_session import StoreSession
@@ -43,6 +44,7 @@ class SharingSide:
             window_tokens=config.scheduler_config.max_num_batched_tokens + look_ahead(config),
             gating=settings.gating,
         )
+        show_encoder_cache(self.gate, config)
         self._steps = Steps[SharedImage](
             self._incoming.path, fetching=lambda: self.table.fetching, wait=self.store.wait
         )

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from prefill_client.vllm import store_session
+from prefill_client.vllm.shared_table import SharedImage
+from prefill_client.vllm.sharing_cache_manager import show_encoder_cache
 from testing.photos import photo
-from testing.vllm_engine import Part, raw
+from testing.vllm_engine import MANAGER, Part, raw
 from testing.vllm_sharing import OtherEngine, SharingEngine
 from tests.vllm.restartable import Restartable
 from tests.vllm.test_answers import TOLERANCE
+from tests.vllm.test_service_check import config_of
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +116,45 @@ def test_with_the_store_killed_at_any_step_an_engine_goes_on_alone_and_shares_ag
     assert engine.encoded_by(["x", fresh]) == 1
     engine.forget()
     assert engine.encoded_by(["y", fresh]) == 0
+
+
+def test_an_image_in_vllms_encoder_cache_is_left_to_other_engines(
+    engine: SharingEngine, store: Restartable
+) -> None:
+    cached, theirs = photo(200, 150, 9650, "PNG"), photo(200, 150, 9651, "PNG")
+    engine.forget()
+    store.kill()
+    assert engine.encoded_by(["x", cached]) == 1, "for itself"
+    store.start()
+    engine.until(lambda: not engine.side.store.alone)
+    other = OtherEngine(engine, store.endpoint)
+    try:
+        assert other.name(["a", theirs]).state == "yours"
+        before = engine.encoded
+        parked = engine.start(["b", cached, theirs], own=True)
+        (waits,) = held_until_named(engine)
+        assert waits.asked.fetching is not None, "it waits for the other engine"
+        assert other.name(["c", cached]).state == "yours"
+    finally:
+        other.close()
+    assert engine.run(parked)[parked].reason == "length"
+    assert engine.encoded == before + 1, "what the other engine had not made"
+    engine.assert_nothing_is_held()
+
+
+def test_another_cache_manager_is_refused(
+    engine: SharingEngine, checkpoint: Path, store: Restartable
+) -> None:
+    config = config_of(checkpoint, store.endpoint, transfer={"ec_role": "ec_both"}, ec_manager_config=MANAGER)
+    with pytest.raises(ValueError, match="ec_both brings its own cache manager"):
+        show_encoder_cache(engine.side.gate, config)
+
+
+def held_until_named(engine: SharingEngine) -> list[SharedImage]:
+    """Step until the store has answered for all images that requests hold; return those."""
+    images = engine.side.table._images
+    engine.run_until(lambda: images and all(each.lease or each.asked.fetching for each in images.values()))
+    return list(images.values())
 
 
 def test_an_image_that_nobody_finds_in_time_is_the_engines_own(

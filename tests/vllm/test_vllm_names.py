@@ -47,6 +47,7 @@ NAMES: list[tuple[str, str, str, str]] = [
     ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "create_manager", "cache_size vllm_config"),
     ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "__init__", "cache_size"),
     ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "can_allocate", "request input_id"),
+    ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "", "cached"),
     ("v1/core/sched/output.py", "SchedulerOutput", "", "total_num_scheduled_tokens"),
     ("v1/outputs.py", "ECConnectorOutput", "", "ec_connector_worker_meta"),
     ("v1/request.py", "Request", "", "request_id mm_features ec_transfer_params cache_salt"),

@@ -259,7 +259,7 @@ class _Service:
         """Connect. Raises `ModelMismatchError` for a service whose rows are not those of this engine's model."""
         client = await connect(self.settings, wait=False)
         try:
-            check_description(self.settings, self._config, client.description)
+            await asyncio.to_thread(check_description, self.settings, self._config, client.description)
         except ValueError as error:
             await client.close()
             raise ModelMismatchError(str(error)) from error

@@ -1,7 +1,6 @@
 """Who an engine is to the store it shares: fingerprints of all that decides the rows of its own tower."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blake3
@@ -9,6 +8,7 @@ import vllm
 
 from encoder_contract.checkpoint import weights_fingerprint
 from encoder_contract.producer import Producer
+from prefill_client.vllm.engine_checkpoint import folder_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,8 +21,8 @@ def producer_of_engine(config: "VllmConfig") -> Producer:
     """Return the producer. Reads the vision tensors of the checkpoint: under a second per GB once they are in memory.
 
     How many ranks the tower runs on, and on which device, is no part of it: rows then differ by rounding alone, and
-    whoever shares them has those of the first writer, bit for bit. Raises `ValueError` or `FileNotFoundError` when
-    there is no checkpoint of safetensors files.
+    whoever shares them has those of the first writer, bit for bit. Raises `ValueError` or `OSError` when there is
+    no checkpoint of safetensors files.
     """
     from vllm.transformers_utils.processor import cached_image_processor_from_config
 
@@ -35,25 +35,11 @@ def producer_of_engine(config: "VllmConfig") -> Producer:
     described = [model.hf_config.architectures, model.hf_config.vision_config.to_dict(), tower]
     return Producer(
         model=_digest_of(described),
-        weights=weights_fingerprint(_folder(config)),
+        weights=weights_fingerprint(folder_of(config)),
         processor=_digest_of(cached_image_processor_from_config(model).to_dict()),
         dtype=str(model.dtype).removeprefix("torch."),
         implementation=f"vllm {vllm.__version__}",
     )
-
-
-def _folder(config: "VllmConfig") -> Path:
-    if config.load_config.load_format == "dummy":
-        raise ValueError(
-            "--load-format dummy is not supported: embeddings of random weights cannot be shared"
-        )
-    model = config.model_config
-    if (folder := Path(model.model)).is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    # By now vLLM has fetched it.
-    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
 
 
 def _digest_of(value: Any) -> bytes:

@@ -72,13 +72,22 @@ class RowFetcher:
     """For one thread. Every `fetch` ends in exactly one outcome, of which `outcomes` tells."""
 
     def __init__(
-        self, settings: Settings, memory: HostMemory, check: Callable[[Description], None] = lambda _: None
+        self,
+        settings: Settings,
+        memory: HostMemory,
+        *,
+        width: int,
+        dtype: str,
+        check: Callable[[Description], None] = lambda _: None,
     ) -> None:
         """Connect. Raises `UnavailableError` when no server answers in `start_timeout_s`.
 
-        An engine that has its own tower waits for none: it joins the service later, unless `check` raises `ValueError`.
+        `width`, `dtype`: a row, as the engine reads it; images with other rows fail. An engine that has its own tower
+        waits for none: it joins the service later, once `check` raises no `ValueError`.
         """
         self._settings = settings
+        self._width = width
+        self._dtype = dtype
         self._check = check
         self._joining: asyncio.Task[None] | None = None
         self._client: EncoderClient | None = None
@@ -131,6 +140,7 @@ class RowFetcher:
             self._joining = asyncio.create_task(self._join())
 
     async def _join(self) -> None:
+        refused = ""
         while self._client is None:
             await asyncio.sleep(JOIN_S)
             try:
@@ -138,12 +148,13 @@ class RowFetcher:
             except EncoderError:
                 continue
             try:
-                self._check(client.description)
+                await asyncio.to_thread(self._check, client.description)
                 self._client = client
             except ValueError as error:
-                _log.error("the service is not joined: %s", error)
                 await client.close()
-                return
+                if str(error) != refused:  # once, not every second: it may stay so until somebody restarts it
+                    refused = str(error)
+                    _log.error("the service is not joined: %s", refused)
 
     def _begin(self, wanted: Wanted) -> None:
         task = asyncio.create_task(self._fetch(wanted))
@@ -192,9 +203,7 @@ class RowFetcher:
         raise InternalError("the client ended a fetch without an outcome")
 
     def _shape(self, wanted: Wanted) -> "Shape":
-        description = self.description
-        assert description is not None, "rows came of a service that was joined"
-        return Shape(wanted.name.grid, wanted.tokens, description.width, description.dtype)
+        return Shape(wanted.name.grid, wanted.tokens, self._width, self._dtype)
 
     async def _close(self) -> None:
         tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *filter(None, [self._joining])]
@@ -253,7 +262,7 @@ async def connect(settings: Settings, *, wait: bool = True) -> EncoderClient:
     """Return a client of the service; with `wait`, of one that is still being started."""
     return await EncoderClient.connect(
         settings.endpoints,
-        model_fingerprint=bytes.fromhex(settings.model_fingerprint),
+        model_fingerprint=settings.demanded_fingerprint,
         tenant_salt=settings.tenant_salt.encode(),
         credentials=settings.credentials,
         timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,

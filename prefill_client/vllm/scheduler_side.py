@@ -32,8 +32,14 @@ class SchedulerSide:
         """Connect to the service, or go on without it if the engine has its own tower, and set host memory apart."""
         self.counts = Counts()
         self._memory = HostMemory(int(settings.host_gib * (1 << 30)))
-        self._fetcher = RowFetcher(settings, self._memory, partial(check_description, settings, config))
         kind = row_kind(config)
+        self._fetcher = RowFetcher(
+            settings,
+            self._memory,
+            width=kind.width,
+            dtype=kind.dtype,
+            check=partial(check_description, settings, config),
+        )
         size = row_bytes(kind.width, kind.dtype)
         self.table = RowTable(self._memory, self._fetcher, size, self.counts)
         self.gate = gates[config.ec_transfer_config.engine_id] = Gate(

@@ -4,9 +4,11 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from encoder_contract.checkpoint import configuration_fingerprint
 from encoder_contract.errors import DeadlineError, UnavailableError
 from prefill_client.blocking import BlockingClient
 from prefill_client.transport.connection import Description
+from prefill_client.vllm.engine_checkpoint import fingerprints_of, folder_of
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.store_session import RowKind
 
@@ -26,6 +28,12 @@ def check_service(settings: Settings, config: "VllmConfig") -> None:
     `start_timeout_s`; an engine that has its own tower needs none.
     """
     refuse_configuration(config)
+    if settings.takes_any_model:
+        _log.warning(
+            'the service\'s model is not compared with %s, as "model_fingerprint" is "any": if it has other weights, '
+            "answers about images are wrong",
+            config.model_config.model,
+        )
     try:
         description = _describe(settings)
     except (UnavailableError, DeadlineError) as error:
@@ -37,8 +45,13 @@ def check_service(settings: Settings, config: "VllmConfig") -> None:
 
 
 def check_description(settings: Settings, config: "VllmConfig", description: Description) -> None:
-    """Raise `ValueError` with both values of everything in which a service and this engine differ."""
+    """Raise `ValueError` with both values of everything in which a service and this engine differ.
+
+    The first time in a process, this reads the vision tensors of the engine's checkpoint.
+    """
     differing = [each for each in differences(config.model_config, description) if each[1] != each[2]]
+    if not differing and not settings.takes_any_model:
+        differing = [*_other_checkpoint(config, description)]
     if differing:
         told = "; ".join(
             f"{what}: the engine has {ours}, the service {theirs}" for what, ours, theirs in differing
@@ -118,15 +131,38 @@ def differences(model: Any, description: Description) -> Iterator[Difference]:
     yield "max_pixels", processor.size["longest_edge"], geometry.max_pixels
 
 
+def _other_checkpoint(config: "VllmConfig", description: Description) -> Iterator[Difference]:
+    """Yield the fingerprints if the service encodes with another checkpoint than the engine's.
+
+    A service that only stores has the fingerprint it was told; one that was told none cannot be compared.
+    """
+    try:
+        folder = folder_of(config)
+        fingerprints = fingerprints_of(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the service's model cannot be compared with the engine's: {error}. "
+            'With "model_fingerprint": "any" the engine takes rows of any model of the same shape'
+        ) from error
+    theirs = description.model_fingerprint
+    if theirs not in fingerprints.values():
+        ours = " or ".join(f"{each.hex()} ({precision})" for precision, each in fingerprints.items())
+        only_stores = theirs == configuration_fingerprint(folder)
+        yield (
+            "model fingerprint",
+            f"{ours} of {folder}",
+            f"{theirs.hex()} of {'no weights (--store-only)' if only_stores else description.model_name}",
+        )
+
+
 def _describe(settings: Settings) -> Description:
-    fingerprint = bytes.fromhex(settings.model_fingerprint)
     endpoints = ", ".join(settings.endpoints)
     wait = settings.without_service != "own_tower"
     timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
     _log.info("waiting for the encoder service at %s, at most %g s", endpoints, timeout_s)
     with BlockingClient.connect(
         settings.endpoints,
-        model_fingerprint=fingerprint,
+        model_fingerprint=settings.demanded_fingerprint,
         credentials=settings.credentials,
         timeout_s=timeout_s,
         wait=wait,

@@ -1,5 +1,6 @@
 """What `--ec-transfer-config` says to us: the `ec_connector_extra_config` of vLLM, read by middleware and connector."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
@@ -8,6 +9,8 @@ from encoder_contract.credentials import Credentials
 
 Gating = Literal["window", "request"]
 WithoutService = Literal["refuse", "own_tower"]
+ANY_MODEL = "any"
+_FINGERPRINT = re.compile("[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Settings:
     without_service: WithoutService = "refuse"
     """When the service is down: answer 503, or let the engine's own tower do it, where it is loaded."""
     model_fingerprint: str = ""
-    """Refuse a service with another model than this, in hexadecimal digits; empty: any of the right shape."""
+    """A service with other vision weights or another vision configuration than the engine's checkpoint is refused.
+    64 hexadecimal digits: so is one with another fingerprint than this. "any": neither is looked at."""
     tls_ca: str = ""
     """PEM file of authorities of the service's certificate, or `public`; empty: no TLS."""
     tls_cert: str = ""
@@ -66,6 +70,16 @@ class Settings:
         return settings
 
     @property
+    def demanded_fingerprint(self) -> bytes:
+        """The fingerprint that the service must have, 32 bytes; empty if none is demanded."""
+        return b"" if self.takes_any_model else bytes.fromhex(self.model_fingerprint)
+
+    @property
+    def takes_any_model(self) -> bool:
+        """Whether a service needs only rows of the right shape."""
+        return self.model_fingerprint == ANY_MODEL
+
+    @property
     def credentials(self) -> Credentials:
         """What the service is asked with."""
         return Credentials(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
@@ -82,4 +96,10 @@ class Settings:
             raise ValueError("ec_connector_extra_config: shared_memory must be true or false")
         self.credentials.certificates()
         self.credentials.token()
-        bytes.fromhex(self.model_fingerprint)
+        if self.model_fingerprint not in ("", ANY_MODEL) and not _FINGERPRINT.fullmatch(
+            self.model_fingerprint
+        ):
+            raise ValueError(
+                "ec_connector_extra_config: model_fingerprint must be 64 hexadecimal digits, "
+                f'"{ANY_MODEL}" or empty, got {self.model_fingerprint!r}'
+            )

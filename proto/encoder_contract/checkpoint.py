@@ -133,8 +133,11 @@ def _places(folder: Path) -> dict[str, Path]:
     """Return the file of every tensor: from the index if the checkpoint is sharded, else there is one file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+        try:
+            weight_map = dict(json.loads(index.read_bytes())["weight_map"])
+            missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files") from error
         if missing:
             raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}")
         return {name: folder / file for name, file in weight_map.items()}

@@ -140,6 +140,12 @@ def test_a_tensor_that_the_index_promises_and_no_file_has_is_named(tmp_path: Pat
         model_fingerprint(tmp_path)
 
 
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    (write(tmp_path) / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is not an index"):
+        model_fingerprint(tmp_path)
+
+
 def test_a_folder_without_vision_tensors_is_refused(tmp_path: Path) -> None:
     write(tmp_path, prefix="audio.")
     with pytest.raises(ValueError, match="holds no vision tensors"):

@@ -135,10 +135,11 @@ async def images(client: EncoderClient) -> list[Submitted]:
 @pytest.fixture
 async def prefill(server: Server, client: EncoderClient) -> AsyncIterator[Prefill]:
     """A gate whose host memory is full with what a request may hold."""
-    row_bytes = client.description.width * element_type(client.description.dtype).itemsize
+    width, dtype = client.description.width, client.description.dtype
+    row_bytes = width * element_type(dtype).itemsize
     memory = HostMemory(ROOM_ROWS * row_bytes)
     settings = Settings((server.endpoint,), grace_s=PATIENCE_S)
-    fetcher = await asyncio.to_thread(RowFetcher, settings, memory)
+    fetcher = await asyncio.to_thread(RowFetcher, settings, memory, width=width, dtype=dtype)
     yield Prefill(fetcher, memory, row_bytes)
     await asyncio.to_thread(fetcher.close)
 

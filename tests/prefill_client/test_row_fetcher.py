@@ -28,9 +28,12 @@ def memory() -> HostMemory:
 
 
 @pytest.fixture
-async def fetcher(server: Server, memory: HostMemory) -> AsyncIterator[RowFetcher]:
+async def fetcher(server: Server, client: EncoderClient, memory: HostMemory) -> AsyncIterator[RowFetcher]:
     """One that waits for an image that nobody submits for as long as a test takes."""
-    fetcher = await asyncio.to_thread(RowFetcher, Settings((server.endpoint,), grace_s=20.0), memory)
+    settings, described = Settings((server.endpoint,), grace_s=20.0), client.description
+    fetcher = await asyncio.to_thread(
+        RowFetcher, settings, memory, width=described.width, dtype=described.dtype
+    )
     yield fetcher
     await asyncio.to_thread(fetcher.close)
 

@@ -1,21 +1,27 @@
 """An engine refuses, before its weights load, a service that serves another model; both values are told."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from safetensors.torch import load_file, save_file
 from vllm.engine.arg_utils import EngineArgs
 
+from encoder_contract.checkpoint import model_fingerprint
 from encoder_contract.errors import ModelMismatchError
 from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
+from prefill_client.vllm.engine_checkpoint import folder_of
 from prefill_client.vllm.service_check import check_service, refuse_sharing
 from prefill_client.vllm.settings import Settings
 from testing.checkpoints import write_checkpoint
-from testing.server_process import ServerProcess
+from testing.server_process import ServerProcess, running
 from testing.vllm_engine import CONNECTOR
 from tests.vllm.conftest import SMALL, checkpoint_of
+from tests.vllm.service import SERVICE, SETTINGS
 
 
 def config_of(model: Path, endpoint: str, **options: Any) -> Any:
@@ -82,6 +88,81 @@ def test_another_fingerprint_than_the_one_demanded_is_refused(
         check(config_of(checkpoint, service.endpoint, extra={"model_fingerprint": "00" * 32}))
 
 
+def other_weights(folder: Path) -> Path:
+    return write_checkpoint(folder, preprocessor=SMALL["qwen3_vl"], seed=1)
+
+
+def test_another_checkpoint_of_the_same_shape_is_refused_with_both_fingerprints(
+    checkpoint: Path, service: ServerProcess, tmp_path: Path
+) -> None:
+    other = other_weights(tmp_path)
+    with pytest.raises(ValueError, match="serves another model: model fingerprint") as refused:
+        check(config_of(other, service.endpoint))
+    fingerprints = model_fingerprint(other), model_fingerprint(other, "fp8"), model_fingerprint(checkpoint)
+    assert all(each.hex() in str(refused.value) for each in fingerprints)
+
+
+def test_any_model_of_the_same_shape_is_taken_where_that_is_asked_for_with_a_warning(
+    service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(service_check._log, "warning", lambda text, *values: said.append(text % values))
+    check(config_of(other_weights(tmp_path), service.endpoint, extra={"model_fingerprint": "any"}))
+    assert any('"any"' in line for line in said)
+
+
+def test_a_checkpoint_of_other_language_weights_alone_passes(service: ServerProcess, tmp_path: Path) -> None:
+    other = checkpoint_of("qwen3_vl", tmp_path)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    check(config_of(other, service.endpoint))
+
+
+def test_the_fp8_products_of_the_same_checkpoint_pass(checkpoint: Path) -> None:
+    precision = {"dtype": "bfloat16", "tower_precision": "fp8"}
+    with running(checkpoint, executable=SERVICE, **{**SETTINGS, **precision}) as quantised:
+        check(config_of(checkpoint, quantised.endpoint, dtype="bfloat16"))
+
+
+def test_a_service_that_only_stores_is_what_it_was_told(checkpoint: Path) -> None:
+    stores = {**SETTINGS, "store_only": "yes"}
+    with (
+        running(checkpoint, executable=SERVICE, **stores) as untold,
+        pytest.raises(ValueError, match=r"of no weights \(--store-only"),
+    ):
+        check(config_of(checkpoint, untold.endpoint))
+    fingerprint = model_fingerprint(checkpoint).hex()
+    with running(checkpoint, executable=SERVICE, **stores, model_fingerprint=fingerprint) as told:
+        check(config_of(checkpoint, told.endpoint))
+
+
+def test_weights_that_cannot_be_read_are_named_with_what_to_do(
+    service: ServerProcess, tmp_path: Path
+) -> None:
+    other = checkpoint_of("qwen3_vl", tmp_path)
+    (other / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cannot be compared .*model\.safetensors.*\"any\""):
+        check(config_of(other, service.endpoint))
+    with pytest.raises(ValueError, match=r"cannot be compared .*--load-format dummy.*\"any\""):
+        check(config_of(other, service.endpoint, load_format="dummy"))
+
+
+def test_a_model_of_the_hub_is_looked_up_where_vllm_keeps_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    revision = "5" * 40
+    snapshot = tmp_path / "models--org--name" / "snapshots" / revision
+    shutil.copytree(checkpoint, snapshot)
+    config = config_of(checkpoint, "127.0.0.1:1", download_dir=str(tmp_path))
+    config.model_config.model, config.model_config.revision = "org/name", revision
+    assert folder_of(config) == snapshot
+    config.model_config.revision = "6" * 40
+    with pytest.raises(OSError, match="snapshot"):
+        folder_of(config)
+
+
 def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: ServerProcess) -> None:
     with pytest.raises(ValueError, match="--mm-processor-kwargs"):
         check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))
@@ -106,6 +187,7 @@ def test_an_engine_whose_images_pass_the_scheduler_by_cannot_share(checkpoint: P
         ({"endpoint": "x"}, "unknown keys .'endpoint'"),
         ({"endpoints": []}, "endpoints is missing"),
         ({"host_gib": 0}, "host_gib must be a number above 0"),
+        ({"model_fingerprint": "abc"}, "model_fingerprint must be 64 hexadecimal digits"),
         ({"gating": "all"}, "gating must be one of"),
         ({"shared_memory": "yes"}, "shared_memory must be true or false"),
     ],

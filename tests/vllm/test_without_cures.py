@@ -247,18 +247,33 @@ def test_a_request_that_does_not_know_its_last_image_is_looked_after_at_every_de
 # 8. The service is checked before the weights load.
 
 
-def test_a_service_of_another_model_that_is_not_noticed_ends_the_engine(
+def test_a_service_of_another_checkpoint_that_is_not_noticed_is_answered_with_wrong_text(
+    service: ServerProcess, tmp_path: Path
+) -> None:
+    other = write_checkpoint(tmp_path, preprocessor=SMALL["qwen3_vl"], seed=1)
+    engine = Engine(other, service.endpoint, extra={"model_fingerprint": "any"})
+    try:
+        right = engine.ask(["y", IMAGE], own=True)
+        assert engine.ask(["y", IMAGE]).distance(right) > 100 * TOLERANCE
+    finally:
+        engine.close()
+
+
+def test_rows_of_another_width_that_are_not_noticed_are_answered_with_wrong_text(
     service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vision = {"deepstack_visual_indexes": [1, 2]}
     other = write_checkpoint(tmp_path, preprocessor=SMALL["qwen3_vl"], vision=vision)
     monkeypatch.setattr(service_check, "differences", lambda *_: iter(()))
-    engine = Engine(other, service.endpoint)
+    engine = Engine(other, service.endpoint, extra={"model_fingerprint": "any"})
     try:
+        request_id = engine.start(["y", IMAGE])
         engine.submit(IMAGE)
-        request_id = engine.start(["x", IMAGE])
-        with dying():
-            engine.run(request_id, steps=PATIENCE_STEPS)
+        assert engine.run(request_id)[request_id].reason == "error", "a second look, at the rows"
+        right = engine.ask(["y", IMAGE], own=True)
+        fetcher = engine.side._fetcher
+        monkeypatch.setattr(fetcher, "_width", engine.client.description.width)
+        assert engine.ask(["y", IMAGE]).distance(right) > 100 * TOLERANCE
     finally:
         engine.close()
 

@@ -95,6 +95,11 @@ def _refuse_everywhere(config: "VllmConfig") -> None:
         raise ValueError(
             "LoRA on the vision tower is not supported: the service encodes with the checkpoint's own weights"
         )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "--pipeline-parallel-size above 1 is not supported: the engine would keep images' rows for ever; "
+            "use --tensor-parallel-size"
+        )
     if config.parallel_config.nnodes > 1:
         raise ValueError(
             "an engine with workers on several hosts is not supported: they cannot map the same shared memory"

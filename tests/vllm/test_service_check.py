@@ -163,6 +163,15 @@ def test_a_model_of_the_hub_is_looked_up_where_vllm_keeps_it(
         folder_of(config)
 
 
+def test_pipeline_parallel_is_refused(checkpoint: Path, service: ServerProcess) -> None:
+    config = config_of(checkpoint, service.endpoint)
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ValueError, match="--pipeline-parallel-size above 1 is not supported"):
+        check(config)
+    with pytest.raises(ValueError, match="--pipeline-parallel-size"):
+        refuse_sharing(config)
+
+
 def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: ServerProcess) -> None:
     with pytest.raises(ValueError, match="--mm-processor-kwargs"):
         check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))

@@ -71,7 +71,7 @@ NAMES: list[tuple[str, str, str, str]] = [
     ("config/model.py", "ModelConfig", "", "model revision dtype quantization hf_config multimodal_config"),
     ("distributed/parallel_state.py", "", "", "get_tensor_model_parallel_rank"),
     ("config/scheduler.py", "SchedulerConfig", "", "max_num_batched_tokens"),
-    ("config/parallel.py", "ParallelConfig", "", "nnodes"),
+    ("config/parallel.py", "ParallelConfig", "", "nnodes pipeline_parallel_size"),
     ("config/lora.py", "LoRAConfig", "", "enable_tower_connector_lora"),
     ("config/speculative.py", "SpeculativeConfig", "", "num_speculative_tokens"),
     ("config/device.py", "DeviceConfig", "", "device"),

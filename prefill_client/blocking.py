@@ -35,7 +35,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class LoopThread:
-    """Runs from construction until `stop`; a daemon: it does not keep the process alive."""
+    """An event loop in a daemon thread, to which other threads hand work; runs from construction until `stop`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -45,11 +45,11 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run `work` on the loop and return its result; a caller that is interrupted cancels it.
+        """Run `work` on the loop and return its result. Interrupting the caller cancels the work.
 
-        Raises `UnavailableError` once the loop was told to stop.
+        Raises what the work raises, and `UnavailableError` once `stop` was called.
         """
-        with self._lock:  # no work may be handed to a loop that has stopped
+        with self._lock:  # a stopped loop would never run the work
             if self._stopped:
                 work.close()
                 raise UnavailableError("the client is closed")
@@ -58,16 +58,16 @@ class LoopThread:
             return future.result()
         except CancelledError:
             raise UnavailableError("the client was closed") from None
-        except BaseException:  # Ctrl-C in this thread; after an error of the work itself, this does nothing
+        except BaseException:  # Ctrl-C in this thread; has no effect if the work itself has failed
             future.cancel()
             raise
 
     def call(self, call: Callable[[*Arguments], object], *arguments: *Arguments) -> None:
-        """Make a call on the loop, and do not wait for it."""
+        """Make a call on the loop without waiting for it."""
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Do `last`, cancel what runs, and end the thread; a second time does nothing."""
+        """Run `last`, cancel all other work, and end the thread. A second call does nothing."""
         with self._lock:
             if self._stopped:
                 if last is not None:
@@ -84,7 +84,7 @@ class LoopThread:
 
 
 async def _end(last: Coroutine[Any, Any, None] | None) -> None:
-    """Do `last`, then, even if that failed, cancel every other task of the loop: threads wait for them."""
+    """Run `last`, then cancel every other task of the loop, even if `last` failed: threads wait for them."""
     try:
         if last is not None:
             await last
@@ -99,9 +99,10 @@ async def _end(last: Coroutine[Any, Any, None] | None) -> None:
 
 
 class BlockingClient:
-    """What `EncoderClient` does, for any number of plain threads at once; make one with `connect` and share it.
+    """`EncoderClient` for plain threads. Make one with `connect` and share it between any number of threads.
 
-    A call blocks only the thread that makes it. Inside a running event loop, use `EncoderClient` instead.
+    A call blocks only the thread that makes it. On an event loop use `EncoderClient` instead. `description` is what the
+    first server said about itself.
     """
 
     def __init__(self, loop: LoopThread, client: EncoderClient) -> None:
@@ -122,7 +123,7 @@ class BlockingClient:
         timeout_s: float = 10.0,
         wait: bool = True,
     ) -> Self:
-        """Connect as `EncoderClient.connect` does, and raise what it raises."""
+        """Connect as `EncoderClient.connect` does. Raises the same errors."""
         loop = LoopThread("encoder-client")
         try:
             client = loop.run(
@@ -137,7 +138,7 @@ class BlockingClient:
                     wait=wait,
                 )
             )
-        except BaseException:  # Ctrl-C too: nobody else would end the thread
+        except BaseException:  # Ctrl-C too: no one else can end the thread
             loop.stop()
             raise
         return cls(loop, client)
@@ -149,7 +150,7 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and end the loop's thread; calls of other threads end with `UnavailableError`."""
+        """Close the connections and end the loop's thread. Calls of other threads end with `UnavailableError`."""
         self._loop.stop(self._client.close())
 
     def submit(
@@ -160,7 +161,7 @@ class BlockingClient:
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Submitted]:
-        """Submit image files; return, in order, the confirmed grid and token count of each, or its error."""
+        """Submit image files as `EncoderClient.submit` does; return the answer to each, in order."""
         return self._loop.run(
             self._client.submit(files, request_id=request_id, priority=priority, timeout_s=timeout_s)
         )
@@ -176,11 +177,10 @@ class BlockingClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         producer: Producer | None = None,
     ) -> "BlockingFetch":
-        """Ask for rows; iterate it for one outcome per request, in the order of readiness.
+        """Ask for rows as `EncoderClient.fetch` does. Iterate the result for one outcome per request.
 
-        `transports` lists the transports to use, best first; inline is always possible. Use it in `with`: rows in
-        shared memory are held until it ends, however long after `timeout_s`. With a `producer`, the rows are those that
-        it put.
+        Use it with `with`: the server holds shared rows until the block ends. `timeout_s` bounds the wait for the
+        outcomes. With a `producer`, the rows are those that it put.
         """
 
         async def begin() -> FetchStream:
@@ -204,7 +204,7 @@ class BlockingClient:
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> "BlockingPut":
-        """Put rows that `producer` computes; keep it open, in `with`, while anything is put, from any thread."""
+        """Return a session that puts rows which `producer` computes; any thread may use it. Use it with `with`."""
         session = self._client.put(
             producer, request_id=request_id, transports=transports, timeout_s=timeout_s
         )
@@ -212,7 +212,7 @@ class BlockingClient:
 
 
 class BlockingFetch:
-    """A fetch under way; belongs to one thread."""
+    """A running fetch. Iterate it for one `FetchedRows` per request; use it from one thread."""
 
     def __init__(self, loop: LoopThread, stream: FetchStream) -> None:
         self._loop = loop
@@ -230,9 +230,9 @@ class BlockingFetch:
             yield outcome
 
     def read(self, rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
-        """Return `use(rows)`, called here with the rows in place, and again with those that were lost meanwhile.
+        """Call `use` with the rows in place and return its result, as `prefill_client.read` does.
 
-        As `prefill_client.read`.
+        `use` runs in this thread, and again if rows were lost while it read them. Raises the error of rows that failed.
         """
         while True:
             try:
@@ -241,8 +241,8 @@ class BlockingFetch:
                 rows = self._loop.run(_gathered(again(rows, error)))
 
     def close(self) -> None:
-        """End the call and release everything that it holds."""
-        with suppress(UnavailableError):  # the client was closed, and with it this
+        """End the call and release all rows that it holds."""
+        with suppress(UnavailableError):  # closing the client has closed this too
             self._loop.run(self._stream.__aexit__())
 
     async def _next(self) -> FetchedRows | None:
@@ -250,7 +250,7 @@ class BlockingFetch:
 
 
 class BlockingPut:
-    """What `PutSession` does, for any number of plain threads at once."""
+    """`PutSession` for plain threads; any number of them may share it."""
 
     def __init__(self, loop: LoopThread, session: PutSession) -> None:
         self._loop = loop
@@ -263,20 +263,20 @@ class BlockingPut:
         self.close()
 
     def name(self, images: Sequence[PutImage]) -> list[PutAnswer]:
-        """Name images together; return the answer to each, in order, which may be its error."""
+        """Name images together, as `PutSession.name` does; return the answer to each, in order."""
         return self._loop.run(self._session.name(images))
 
     def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
-        """Send the rows [tokens, width] of an image that is `yours`; return its last answer: `held`, or its error."""
+        """Send the rows [tokens, width] of an image that is `yours`; return the last answer, `held` or `failed`."""
         return self._loop.run(self._session.put(answer, rows))
 
     def abandon(self, answer: PutAnswer) -> None:
-        """Give up an image that is `yours`: another caller may compute it."""
+        """Give up the lease of an image that is `yours`, so that another caller can compute it."""
         self._loop.run(self._session.abandon(answer))
 
     def close(self) -> None:
-        """End the calls; leases are released, and rows that are not complete are dropped."""
-        with suppress(UnavailableError):  # the client was closed, and with it this
+        """End the calls. Leases are released, and incomplete rows are dropped."""
+        with suppress(UnavailableError):  # closing the client has closed this too
             self._loop.run(self._session.close())
 
 

@@ -19,8 +19,8 @@ from encoder_contract.version import __version__
 from prefill_client import EncoderClient, FetchedRows, RowRequest, Submitted
 from prefill_client.transport import BY_DEFAULT, INLINE
 
-CONNECT_S = 10.0  # a far server that is there answers within it
-REQUEST = "prefill-client encode"  # what the server's log says of our calls
+CONNECT_S = 10.0  # a server that is up answers within this time, even from far away
+REQUEST = "prefill-client encode"  # the request id of our calls in the server's log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

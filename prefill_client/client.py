@@ -1,4 +1,4 @@
-"""The client of an LLM server: submits images and fetches their rows; it routes, retries and fails over by itself."""
+"""The client of an LLM server: submits images and fetches their rows, with routing, retries and failover."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,12 +20,15 @@ from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
 
-DEFAULT_GRACE_MS = 10_000  # a Submit of another process may be this far behind its Fetch
-DEFAULT_TIMEOUT_S = 120.0  # nobody waits longer for a first token
+DEFAULT_GRACE_MS = 10_000  # another process may submit an image this long after it is fetched
+DEFAULT_TIMEOUT_S = 120.0  # users do not wait longer for a first token
 
 
 class EncoderClient:
-    """Asynchronous client of a server or a fleet; make one with `await EncoderClient.connect(...)` and share it."""
+    """Asynchronous client of one server or a fleet. Make one with `await EncoderClient.connect(...)` and share it.
+
+    `description` is what the first server said about itself: model, geometry, limits. All servers have one model.
+    """
 
     def __init__(self, pool: Pool, *, client_id: str, tenant_salt: bytes) -> None:
         self.description: Description = pool.description
@@ -47,13 +50,15 @@ class EncoderClient:
         timeout_s: float = 10.0,
         wait: bool = True,
     ) -> Self:
-        """Connect to one server or several of one model; one that answers is enough.
+        """Connect to one server, or to several of one model; returns once one of them answers.
 
-        An endpoint is host:port, unix:/path, or dns:host:port for every address that the name has. Raises
-        `ModelMismatchError` when a given fingerprint is not the server's, and `UnavailableError` when none can be
-        reached within `timeout_s`. A server that is starting refuses connections until it has read its weights, and a
-        name may have no address before that: both are tried again, unless `wait` is False. Raises `ValueError` for
-        credentials that cannot be used.
+        An endpoint is host:port, unix:/path, or dns:host:port for every address of the name. With `wait`, a server that
+        refuses connections and a name without an address are tried again until `timeout_s`: a server that is starting
+        does both. `client_id` is the name under which the servers log and count this client. Only clients with equal
+        `tenant_salt` share rows.
+
+        Raises `ModelMismatchError` if a fingerprint is given and the server has another, `UnavailableError` if no
+        server answers within `timeout_s`, and `ValueError` for credentials that cannot be used.
         """
         pool = Pool(
             [endpoints] if isinstance(endpoints, str) else endpoints,
@@ -65,13 +70,13 @@ class EncoderClient:
         )
         try:
             await pool.open()
-        except BaseException:  # cancelled too: nobody else knows of its connections
+        except BaseException:  # also when cancelled: no one else can close its connections
             await pool.close()
             raise
         return cls(pool, client_id=client_id, tenant_salt=tenant_salt)
 
     def for_tenant(self, tenant_salt: bytes) -> Self:
-        """Return a client of another tenant over the same connections: close this one, not those made of it."""
+        """Return a client for another tenant on the same connections. Close the first client, not the returned one."""
         if tenant_salt == self._tenant_salt:
             return self
         return type(self)(self._pool, client_id=self._client_id, tenant_salt=tenant_salt)
@@ -83,7 +88,7 @@ class EncoderClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; running calls end."""
+        """Close the connections. Running calls end."""
         await self._pool.close()
 
     async def submit(
@@ -94,11 +99,10 @@ class EncoderClient:
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Submitted]:
-        """Submit image files; return, in order, the confirmed grid and token count of each, or its error.
+        """Submit image files; return, in order, the grid and token count that the server confirmed, or the error.
 
-        A file that is not an image fails here, alone, before any server is asked; an `Image` was read already. Bytes
-        are sent only for images that the server does not know. Errors that a retry may cure are retried, at another
-        server if need be, until `timeout_s`.
+        A file that is no image gets an error without a call. Files are sent only if the server does not have the image.
+        Errors that a retry can cure are retried, at another server if necessary, until `timeout_s`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
         submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
@@ -113,10 +117,10 @@ class EncoderClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         again_s: float = DEFAULT_TIMEOUT_S,
     ) -> KeptImages:
-        """Submit image files as `submit` does, and keep them submitted until the answer is closed, wherever they are.
+        """Submit image files as `submit` does, and keep them submitted until the returned `KeptImages` is closed.
 
-        A server that has lost one is sent it again. If a server goes, its images are submitted to another, for as long
-        as `again_s`. Whoever fetches them says that they are `kept`.
+        A server that lost an image is sent it again. If a server goes away, its images are submitted to another one;
+        this may take `again_s` seconds. Fetch such images with `kept=True`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
         kept = KeptImages(self._pool, self._recent, self._caller(request_id, priority), again_s)
@@ -139,18 +143,20 @@ class EncoderClient:
         producer: Producer | None = None,
         kept: bool = False,
     ) -> FetchStream:
-        """Ask for rows; iterate the stream for one outcome per request, in the order of readiness.
+        """Ask for rows. Iterate the stream for one outcome per request, in the order in which they become ready.
 
-        `transports` lists the transports to use, best first; inline is the fallback in any case. "device" is for
-        callers that compute on a GPU. Use the stream with `async with`: rows that stay at the server are held until it
-        ends, however long after `timeout_s`, which bounds the wait for outcomes. An image that this client submitted
-        and a server has lost is submitted again by itself. With a `producer`, the rows are those that it put. With
-        `kept`, somebody keeps the images submitted (see `keep`): one server after the other is asked for them until
-        `timeout_s`. Raises `InvalidRequestError` for an unknown transport.
+        `transports` lists the transports to use, best first; inline is always the fallback, and "device" is for callers
+        that compute on a GPU. Use the stream with `async with`: the server holds shared rows until the block ends.
+        `timeout_s` bounds the wait for the outcomes, not the time that rows are held. `grace_ms` is how long a server
+        waits for an image that no one has submitted yet.
+
+        Images that this client submitted are submitted again if a server lost them. With a `producer`, the rows are
+        those that it put. With `kept`, another client keeps the images submitted (see `keep`), and one server after the
+        other is asked until `timeout_s`. Raises `InvalidRequestError` for an unknown transport.
         """
         if unknown := {*transports} - {*TRANSPORTS}:
             raise InvalidRequestError(
-                f"transports are {', '.join(TRANSPORTS)}; not {', '.join(sorted(unknown))}"
+                f"unknown transports {', '.join(sorted(unknown))}: use {', '.join(TRANSPORTS)}"
             )
         return FetchStream(
             self._pool,
@@ -172,9 +178,10 @@ class EncoderClient:
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> PutSession:
-        """Put rows that `producer` computes, at servers that accept Put; one session serves for many images.
+        """Return a session that puts rows which `producer` computes, at servers that accept Put.
 
-        `transports` lists the transports to use; inline is always possible. `timeout_s` bounds each step.
+        One session serves many images. `transports` lists the transports to use; inline is always the fallback.
+        `timeout_s` bounds each step.
         """
         caller = self._caller(request_id, 0)
         return PutSession(self._pool, producer, caller, shared=SHM in transports, timeout_s=timeout_s)

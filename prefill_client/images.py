@@ -1,4 +1,4 @@
-"""Images on the client's side: before they are sent, once they are submitted, and when their rows arrive."""
+"""Images on the client: files to submit, the server's answers, and rows that arrive and are read."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -28,7 +28,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image file and what follows from its bytes alone: its digest and, from the header, its grid and tokens."""
+    """An image file with what its bytes say: the content digest, and from the header the grid and token count.
+
+    `data` is the file. `digest` has 32 bytes (BLAKE3). `tokens` is the number of its rows and of its prompt tokens.
+    """
 
     data: bytes = field(repr=False)
     digest: bytes
@@ -45,8 +48,9 @@ class Image:
 class Submitted:
     """The server's answer to one submitted image: its confirmed grid, or its error.
 
-    `upload_s` is when its upload began and ended, on `time.monotonic`'s clock; None if its bytes were not needed.
-    `endpoint` is the server that answered.
+    `address` names its rows at the server (32 bytes). `cached`: the server had the rows already. `upload_s` is when the
+    upload began and ended, in seconds of `time.monotonic`; None if the server did not need the file. `endpoint` is the
+    server that answered.
     """
 
     digest: bytes
@@ -61,11 +65,11 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """Rows [row_begin, row_end) of one image; `row_end` 0 means all.
+    """A request for rows [row_begin, row_end) of one image; `row_end` 0 means all rows.
 
-    `chunk` is the prefill chunk they belong to, `needed_in_ms` how soon it runs; 0 means it is waiting. Rows that a
-    producer put under a key of its own are named by that `engine_key` instead of a digest. `submitted_to` is the server
-    that has the image, if somebody else submitted it and said so.
+    `chunk` is the prefill chunk that needs them and `needed_in_ms` how soon it runs; 0 means that it waits for them.
+    `digest` names an image that was submitted, `engine_key` rows that a producer put under its own key.
+    `submitted_to` is the server that the image was submitted to, if another process did that.
     """
 
     digest: bytes = b""
@@ -80,7 +84,7 @@ class RowRequest:
 
     @property
     def routed_by(self) -> bytes:
-        """What decides which server the image prefers."""
+        """The name by which the image is routed to a server."""
         return self.digest if self.engine_key is None else self.engine_key.key
 
     def to_message(self, index: int) -> pb.FetchImage:
@@ -99,7 +103,7 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class PutImage:
-    """An image whose rows the caller computes: its grid, and its content digest or an engine's key."""
+    """An image whose rows the caller computes, named by its content digest or by an engine's key."""
 
     grid: Grid
     digest: bytes = b""
@@ -109,11 +113,11 @@ class PutImage:
 
     @property
     def routed_by(self) -> bytes:
-        """What decides which server the image prefers: as of the `RowRequest` that fetches it."""
+        """The name by which the image is routed to a server: the same as of the `RowRequest` that fetches it."""
         return self.digest if self.engine_key is None else self.engine_key.key
 
     def to_message(self, index: int, width: int, dtype: str) -> pb.PutName:
-        """Return the message that names the image, its rows being `width` elements of `dtype`."""
+        """Return the message that names the image. Its rows have `width` elements of type `dtype`."""
         return pb.PutName(
             index=index,
             digest=self.digest,
@@ -129,8 +133,9 @@ class PutImage:
 class PutAnswer:
     """The server's answer to an image that was named in a Put, or to its rows.
 
-    If the image is `yours`, `lease_s` is how long the caller has to send its rows; if the caller is to `wait`, it is
-    how long the caller that computes it may take. `endpoint`, `call` and `index` say which image of which call it is.
+    `held`: the server has the rows. `yours`: the caller holds a lease and has `lease_s` seconds to send the rows.
+    `wait`: another caller holds the lease, for `lease_s` seconds at most. `failed`: see `error`. `endpoint`, `call` and
+    `index` identify the image in its call.
     """
 
     image: PutImage
@@ -145,7 +150,10 @@ class PutAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ServerClock:
-    """`offset_s` is theirs minus ours, within `error_s`, however unequal the times of request and answer were."""
+    """The offset of a server's monotonic clock: `offset_s` is theirs minus ours, exact to `error_s` seconds.
+
+    The bound holds even if the request took longer than the answer, or the reverse.
+    """
 
     offset_s: float
     error_s: float
@@ -153,11 +161,11 @@ class ServerClock:
 
     @classmethod
     def estimate(cls, asked_s: float, their_s: float, heard_s: float) -> Self:
-        """Return the estimate from one call: its start and end on our clock, between which theirs was read."""
+        """Return the estimate from one call that began at `asked_s` and ended at `heard_s` on our clock."""
         return cls(their_s - (asked_s + heard_s) / 2, (heard_s - asked_s) / 2, heard_s)
 
     def ours(self, their_s: float) -> float:
-        """Convert a time of their clock to ours, `time.monotonic`."""
+        """Convert seconds of the server's clock to seconds of `time.monotonic`."""
         return their_s - self.offset_s
 
 
@@ -165,13 +173,15 @@ class ServerClock:
 class FetchedRows:
     """The outcome of one `RowRequest`: its rows, or its error.
 
-    Rows are [rows, width] (uint16 bit patterns for bfloat16; `tensor()` gives the real type). Rows in shared
-    memory belong to the server, which may reuse their place once the fetch has ended: `array` and `tensor()` copy them,
-    `in_place` lends them without a copy, and all raise `StaleHandleError` rather than return those of another image.
-    `prefill_client.read` fetches such rows again, by `again`.
+    Rows have the shape [rows, width]. numpy has no bfloat16: `array` carries it as uint16 bit patterns, and `tensor()`
+    returns the real type.
 
-    `stage_ms` and `stage_began_s` say how long the server's stages took and when they began, on our
-    `time.monotonic`; empty when nothing was encoded. `clock` converts the server's time to ours.
+    Rows in shared memory belong to the server, which may reuse the memory once the fetch has ended. `array` and
+    `tensor()` copy such rows, `in_place` lends them without a copy. All three raise `StaleHandleError` when the rows
+    are gone; they never return rows of another image. `prefill_client.read` fetches lost rows again through `again`.
+
+    `stage_ms` says how long each stage of the server took and `stage_began_s` when it began, in seconds of
+    `time.monotonic`; both are empty if the rows were not encoded for this fetch. `clock` converts the server's times.
     """
 
     index: int
@@ -196,46 +206,51 @@ class FetchedRows:
 
     @property
     def lost(self) -> bool:
-        """Whether the rows can no longer be read."""
+        """Whether the rows are gone: reading them raises `StaleHandleError`."""
         return self.rows.lost
 
     @property
     def handle(self) -> Handle | None:
-        """What names the rows to other processes of this host, if they are shared."""
+        """The handle by which other processes of this host read the rows; None if they are not shared."""
         return self.rows.handle
 
     @property
     def array(self) -> NDArray[np.generic]:
-        """The rows, to keep, on the host: a copy where they are shared. Raises `StaleHandleError`."""
+        """The rows on the host, [rows, width], valid after the fetch: a copy if they are shared.
+
+        Raises `StaleHandleError`.
+        """
         return self.rows.copy()
 
     def tensor(self) -> "torch.Tensor":
-        """Return the rows, to keep, as a torch tensor: over the memory of `array`, or a copy on the GPU they come from.
+        """Return the rows as a torch tensor, [rows, width] of type `dtype`, valid after the fetch.
 
-        Raises the error if the image failed, and `StaleHandleError`.
+        It lies over the memory of `array`, or on the GPU that the rows come from. Raises `error` if the image failed,
+        and `StaleHandleError` if its rows are gone.
         """
         if self.error is not None:
             raise self.error
         return self.rows.tensor(self.dtype)
 
     def copy(self) -> "FetchedRows":
-        """Return the outcome with rows of its own, which outlive the fetch. Raises `StaleHandleError`."""
+        """Return the outcome with a copy of the rows, valid after the fetch. Raises `StaleHandleError`."""
         return replace(self, rows=self.rows.own())
 
     @contextmanager
     def in_place(self) -> "Iterator[FetchedRows]":
-        """Lend the outcome with its rows in place, read-only: what was read counts once the block is left.
+        """Lend the outcome with its rows in place, read-only.
 
-        Raises `StaleHandleError` on entering and on leaving; nothing that lies in place may be kept.
+        Use what you read only after the block has ended without an error, and keep no view of the rows. Raises
+        `StaleHandleError` on entry, or on exit if the rows were replaced during the block.
         """
         with self.rows.lent() as rows:
             yield replace(self, rows=rows)
 
 
 def read_images(files: Sequence[bytes | Image], geometry: Geometry) -> list[Image | EncoderError]:
-    """Hash the files and read their headers; a file that is not an image gives its error, one that was read itself.
+    """Hash the files and read their headers. Return an `Image` for each, or the error of a file that is no image.
 
-    Takes about 0.2 ms for a 300 KB photo: callers on an event loop run it in a worker thread.
+    An `Image` is returned as it is. A 300 KB photo takes about 0.2 ms: on an event loop, call this in a worker thread.
     """
     return [file if isinstance(file, Image) else _read(file, geometry) for file in files]
 
@@ -248,16 +263,17 @@ def _read(data: bytes, geometry: Geometry) -> Image | EncoderError:
     return Image(data, content_digest(data), grid, geometry.tokens(grid))
 
 
-# What reads rows: it is given them in place, may be called again with the same rows fetched anew, and returns nothing
-# that still lies where they do.
+# A function that reads rows in place. It may be called again with the same rows, fetched again, and must return nothing
+# that refers to their memory.
 Use = Callable[[Sequence[FetchedRows]], Result]
 
 
 async def read(rows: Sequence[FetchedRows], use: Use[Result], executor: Executor | None = None) -> Result:
-    """Return `use(rows)`, called in a worker thread with the rows in place.
+    """Call `use` in a worker thread with the rows in place, and return its result.
 
-    What it returns counts only if the rows are found to be the same afterwards; else they are fetched again and it is
-    called once more. Raises the error of rows that failed, now or when fetched again.
+    If rows were lost while `use` read them, its result is discarded, the lost rows are fetched again, and `use` is
+    called once more. `use` must return nothing that refers to the rows' memory. Raises the error of rows that failed,
+    at first or when fetched again. `executor` is where `use` runs; None is the event loop's default.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -268,7 +284,7 @@ async def read(rows: Sequence[FetchedRows], use: Use[Result], executor: Executor
 
 
 def use_in_place(rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
-    """Return `use(rows)`, called with the rows in place; raise `StaleHandleError` when they were lost meanwhile."""
+    """Call `use` with the rows in place and return its result. Raises `StaleHandleError` if rows were lost."""
     for each in rows:
         if each.error is not None:
             raise each.error
@@ -277,7 +293,7 @@ def use_in_place(rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
 
 
 def again(rows: Sequence[FetchedRows], error: StaleHandleError) -> list[Awaitable[FetchedRows]]:
-    """Return what fetches the lost ones of `rows` again, and the others as they are; raise `error` if none can be."""
+    """Return an awaitable for each of `rows`, a new fetch for lost ones. Raises `error` if no fetch can help."""
     if not any(each.lost and each.again for each in rows):
         raise error
     return [each.again() if each.lost and each.again else _as_it_is(each) for each in rows]

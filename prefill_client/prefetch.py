@@ -1,4 +1,4 @@
-"""A prefetching session: while chunk k's rows are awaited, those of the chunks behind it are demanded too."""
+"""A prefetching session: while chunk k is prefilled, the rows of the chunks behind it are already on their way."""
 
 import asyncio
 import time
@@ -16,8 +16,8 @@ from prefill_client.prompt import Chunk
 
 Result = TypeVar("Result")
 
-# One call for the rows of one chunk, as `EncoderClient.fetch` makes it: iterated for one outcome per request,
-# in any order; the rows are held until it is left.
+# A call for the rows of one chunk, as `EncoderClient.fetch` makes it: it yields one outcome per request, in any order,
+# and holds the rows until it is left.
 Fetch = Callable[[Sequence[RowRequest]], AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
 
 # Twice what a large image takes (2560×1440 in Qwen3-VL-8B: 118 MB), so that the next is always on its way.
@@ -32,33 +32,37 @@ _SPEED_WEIGHT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReadyChunk:
-    """A chunk that can be prefilled: the rows of each window, held until the next chunk is asked for."""
+    """A chunk that can be prefilled, with the rows of each of its windows, in their order.
+
+    The rows are held until the next chunk is asked for. `waited_ms` is how long the caller waited for them.
+    """
 
     chunk: Chunk
     rows: tuple[FetchedRows, ...]
     waited_ms: float
 
     async def read(self, use: Use[Result], executor: Executor | None = None) -> Result:
-        """Return `use(rows)`, called in a worker thread with the rows in place, and again if they were lost meanwhile.
+        """Call `use` in a worker thread with the rows in place and return its result (see `prefill_client.read`).
 
-        What `use` does before it returns must not matter when it is called again (see `reading`).
+        `use` may be called twice: what it does before it returns must not change the second call.
         """
         return await read(self.rows, use, executor)
 
 
 class PrefetchSession:
-    """Iterates over the chunks of one prompt, each with its rows, and fetches ahead of the caller's prefill.
+    """Iterates over the chunks of one prompt, each with its rows, and fetches rows ahead of the caller's prefill.
 
         async with PrefetchSession(client.fetch, chunks, images, row_bytes=row_bytes) as session:
             async for ready in session:
                 inputs = await ready.read(lambda rows: embed(ready.chunk, [each.tensor() for each in rows]))
                 await asyncio.to_thread(prefill, ready.chunk, inputs)
 
-    The time between two chunks is the caller's prefill time; from it every request says how soon it is
-    needed. How far ahead rows are demanded adapts to how long they take to come and is bounded by
-    `max_held_bytes`; the next chunk is always demanded. A chunk without images never waits. A failed image
-    ends the iteration with its own error: as soon as it is known, or with `fail_at_image` when its chunk is
-    reached. Leaving the session ends every call it has open.
+    The session takes the time between two chunks as the caller's prefill time, and tells the server from it how soon
+    each row is needed. How far ahead it fetches adapts to how long rows take to arrive. `max_held_bytes` bounds the
+    rows that are fetched or held, but the next chunk is always fetched. A chunk without images never waits.
+
+    A failed image ends the iteration with its error: as soon as the error is known, or with `fail_at_image` when its
+    chunk is reached. Leaving the session ends every open call.
     """
 
     def __init__(
@@ -69,11 +73,14 @@ class PrefetchSession:
         *,
         row_bytes: int,
         max_held_bytes: int = DEFAULT_HELD_BYTES,
-        prefill_tokens_per_s: float = 8000.0,  # a guess for the first chunk; then it is measured
+        prefill_tokens_per_s: float = 8000.0,
         fail_at_image: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`images` names each image of the prompt (digest, variant); the windows come from `chunks`."""
+        """`images` names each image of the prompt, without rows: those come from `chunks`. A row has `row_bytes` bytes.
+
+        `prefill_tokens_per_s` is used until the first chunk has been prefilled and measured.
+        """
         self._fetch = fetch
         self._chunks = chunks
         self._images = images
@@ -91,12 +98,12 @@ class PrefetchSession:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of rows that are asked for or here, and not released."""
+        """Bytes of rows that are being fetched or held."""
         return sum(self._chunks[index].rows for index in self._held) * self._row_bytes
 
     @property
     def window(self) -> int:
-        """How many chunks are asked for behind the one that was handed out last."""
+        """Number of chunks being fetched or held behind the one that was returned last."""
         return self._demanded - self._next
 
     async def __aenter__(self) -> Self:
@@ -127,7 +134,7 @@ class PrefetchSession:
         return ReadyChunk(chunk, rows, waited_ms=(self._handed_out_at - asked_at) * 1000)
 
     def _finish_last(self) -> None:
-        """Learn from the chunk that the caller has just prefilled, and release its rows."""
+        """Measure the chunk that the caller has just prefilled, and release its rows."""
         if self._handed_out_at is None:
             return
         last = self._chunks[self._next - 1]
@@ -140,7 +147,7 @@ class PrefetchSession:
             held.task.add_done_callback(self._leaving.discard)
 
     def _demand(self) -> None:
-        """Ask for the next chunk's rows, and for those behind it as far as lead time and memory go."""
+        """Fetch the rows of the next chunk, and of those behind it as far as lead time and memory allow."""
         lead_s = _LEAD_FACTOR * max(self._latencies_s, default=float("inf"))
         while self._demanded < len(self._chunks):
             chunk, ahead = self._chunks[self._demanded], self._demanded - self._next
@@ -170,7 +177,7 @@ class PrefetchSession:
         self._held[chunk.index] = held
 
     async def _rows_of(self, chunk: Chunk) -> tuple[FetchedRows, ...]:
-        """Wait for the chunk's rows; raise the error of a failed image, of this chunk or of any asked for."""
+        """Wait for the chunk's rows. Raises the error of any failed image; with `fail_at_image`, of this chunk."""
         held = self._held.get(chunk.index)
         watched = [held] if held else []
         if not self._fail_at_image:
@@ -180,12 +187,12 @@ class PrefetchSession:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for other in watched:
             if other.task.done():
-                other.task.result()  # raises: a task that is held ends only by an error
+                other.task.result()  # raises: such a task ends early only by an error
         return held.rows.result() if held else ()
 
 
 class _Held:
-    """The open call of one chunk: what keeps its rows valid."""
+    """The open call of one chunk, which keeps its rows valid."""
 
     def __init__(self, fetch: Fetch, chunk: Chunk, requests: Sequence[RowRequest]) -> None:
         self.rows: asyncio.Future[tuple[FetchedRows, ...]] = asyncio.get_running_loop().create_future()
@@ -193,7 +200,7 @@ class _Held:
         self.task = asyncio.create_task(self._hold(fetch, chunk, requests))
 
     async def _hold(self, fetch: Fetch, chunk: Chunk, requests: Sequence[RowRequest]) -> None:
-        """Collect the rows and keep the call open until they are released; ends before only by an error."""
+        """Collect the rows, then keep the call open until they are released. Raises the error of a failed image."""
         arrived: dict[int, FetchedRows] = {}
         async with fetch(requests) as outcomes:
             async for outcome in outcomes:
@@ -208,5 +215,5 @@ class _Held:
 
 
 def of_image(image: int, error: EncoderError) -> EncoderError:
-    """Return the same error, saying which image of the prompt it is about."""
+    """Return the same error with the number of the image in its message."""
     return type(error)(f"image {image} of the prompt: {error.message}", retry_after_ms=error.retry_after_ms)

@@ -14,7 +14,7 @@ TokenIds = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens `[begin, end)` of the prompt that stand for image `image`: its row r is token begin + r."""
+    """The tokens `[begin, end)` of the prompt that belong to image number `image`; row r is token begin + r."""
 
     image: int
     begin: int
@@ -22,16 +22,15 @@ class Span:
 
     @property
     def tokens(self) -> int:
-        """How many tokens, and so how many rows, the image has."""
+        """Number of tokens of the image, which is its number of rows."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A prompt with every image expanded to its tokens.
+    """A prompt in which every image is expanded to its tokens.
 
-    `token_ids` is a read-only int64 array [tokens]; `spans` are in prompt order, one per image, and never
-    overlap.
+    `token_ids` is a read-only int64 array [tokens]. `spans` has one span per image, in prompt order, without overlap.
     """
 
     token_ids: TokenIds
@@ -47,23 +46,23 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return len(self.token_ids)
 
     @property
     def image_tokens(self) -> int:
-        """How many of them are rows of images."""
+        """Number of tokens that belong to images."""
         return sum(span.tokens for span in self.spans)
 
 
 def expand_prompt(
     token_ids: Sequence[int] | TokenIds, placeholder: int, image_tokens: Sequence[int]
 ) -> Layout:
-    """Return the layout of a prompt whose images are marked by `placeholder`, in order.
+    """Return the layout of a prompt in which the token `placeholder` marks the images, in order.
 
-    `image_tokens` holds each image's number of tokens (its rows). An image is marked by one placeholder, as a
-    chat template writes it, or by all its tokens, as a Hugging Face processor does; not both ways in one
-    prompt. Raises `InvalidRequestError` when the placeholders fit neither way.
+    `token_ids` has the shape [tokens]; `image_tokens` holds the number of tokens of each image. The prompt marks every
+    image by one placeholder, as a chat template does, or every image by all its tokens, as a Hugging Face processor
+    does. Raises `InvalidRequestError` if the placeholders fit neither form.
     """
     ids = np.array(token_ids, dtype=np.int64)
     if ids.ndim != 1:
@@ -94,7 +93,7 @@ def _expanded(ids: TokenIds, marked: NDArray[np.intp], image_tokens: Sequence[in
 
 
 def _spans_of_runs(marked: NDArray[np.intp], image_tokens: Sequence[int]) -> tuple[Span, ...]:
-    """Cut the placeholders of an expanded prompt into images; an image's tokens must lie side by side."""
+    """Divide the placeholders of an expanded prompt among the images. The tokens of an image must be contiguous."""
     spans, first = [], 0
     for image, tokens in enumerate(image_tokens):
         begin, last = int(marked[first]), int(marked[first + tokens - 1])
@@ -109,7 +108,7 @@ def _spans_of_runs(marked: NDArray[np.intp], image_tokens: Sequence[int]) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows `[row_begin, row_end)` of image number `image`; they fill the chunk's tokens from `offset` on."""
+    """Rows `[row_begin, row_end)` of image number `image`, which fill the chunk's tokens from `offset` on."""
 
     image: int
     row_begin: int
@@ -118,13 +117,13 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """How many rows the window has."""
+        """Number of rows in the window."""
         return self.row_end - self.row_begin
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[begin, end)` of the prompt, prefilled in one forward, and the image rows that lie in them."""
+    """Tokens `[begin, end)` of the prompt, prefilled in one forward, and the windows of image rows among them."""
 
     index: int
     begin: int
@@ -133,20 +132,21 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
-        """Length of the chunk."""
+        """Length of the chunk in tokens."""
         return self.end - self.begin
 
     @property
     def rows(self) -> int:
-        """How many of its tokens are rows of images."""
+        """Number of its tokens that are image rows."""
         return sum(window.rows for window in self.windows)
 
 
 def plan(layout: Layout, chunk_tokens: int, *, begin: int = 0) -> tuple[Chunk, ...]:
-    """Cut the prompt from token `begin` on into chunks of `chunk_tokens`; the KV cache covers what is before.
+    """Cut the prompt from token `begin` on into chunks of `chunk_tokens` tokens; the last one may be shorter.
 
-    Over all chunks every row at or behind `begin` appears exactly once, and a chunk names only images with
-    rows in it.
+    `begin` is the number of tokens that the KV cache already covers. Over all chunks, every row from `begin` on appears
+    exactly once, and a chunk names only images with rows in it. Raises `InvalidRequestError` for chunks of less than
+    one token and for a `begin` outside of the prompt.
     """
     if chunk_tokens < 1:
         raise InvalidRequestError(f"a chunk must have at least one token, got {chunk_tokens}")

@@ -1,4 +1,4 @@
-"""The record of one request: what happened when, at the client and at its servers, as a Chrome or Perfetto trace."""
+"""The trace of one request, at the client and its servers, in the format of Chrome and Perfetto."""
 
 import json
 import time
@@ -12,9 +12,9 @@ from encoder_contract.traceparent import trace_id
 from prefill_client.images import FetchedRows, RowRequest, ServerClock, Submitted
 
 REQUEST = "request"
-KINDS = (REQUEST, "image", "chunk")  # of lanes, in the order in which they are shown
+KINDS = (REQUEST, "image", "chunk")  # kinds of lanes, in display order
 SIDES = {"prefill": 1, "encoder": 2}  # the processes of the trace
-# Spans that may overlap others of their lane: their own tracks in a viewer.
+# Spans that may overlap others of their lane: viewers give them tracks of their own.
 _OVERLAPPING = {"fetch", "hit", "transfer"}
 
 Fetch = Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
@@ -22,7 +22,7 @@ Fetch = Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that took time, in seconds since the request began; `lane` is `request`, `image N` or `chunk N`."""
+    """An interval, in seconds since the request began. `lane` is `request`, `image N` or `chunk N`."""
 
     lane: str
     name: str
@@ -33,7 +33,7 @@ class Span:
 
 
 class Trace:
-    """Collects the spans of one request. Times given to it are on `time.monotonic`'s clock."""
+    """Collects the spans of one request. All times passed in are in seconds of `time.monotonic`."""
 
     def __init__(self, request_id: str, *, traceparent: str = "") -> None:
         self.request_id = request_id
@@ -46,25 +46,25 @@ class Trace:
         self._clocks: dict[str, ServerClock] = {}
 
     def add(self, lane: str, name: str, began_s: float, ended_s: float, **details: Any) -> None:
-        """Note something that this process did."""
+        """Add a span of this process."""
         self.spans.append(
             Span(lane, name, began_s - self.began_s, ended_s - self.began_s, "prefill", details)
         )
 
     @contextmanager
     def span(self, name: str, lane: str = REQUEST) -> Iterator[None]:
-        """Note how long the body takes, if it succeeds."""
+        """Add a span for the duration of the block, if it succeeds."""
         began_s = time.monotonic()
         yield
         self.add(lane, name, began_s, time.monotonic())
 
     def images(self, digests: Sequence[bytes]) -> None:
-        """Give every image its lane; one that comes twice has the lane of the first."""
+        """Give every image a lane. An image that occurs twice has one lane."""
         for number, digest in enumerate(digests):
             self._lanes.setdefault(digest, f"image {number}")
 
     def submitted(self, answers: Mapping[int, Submitted]) -> None:
-        """Note uploads, and which images were held before."""
+        """Add the uploads, and note which images the servers had already."""
         for answer in answers.values():
             if answer.cached:
                 self._held.add(answer.digest)
@@ -72,7 +72,7 @@ class Trace:
                 self.add(self._lane(answer.digest), "upload", *answer.upload_s)
 
     def watch(self, fetch: Fetch) -> Fetch:
-        """Return `fetch`, watched: every image's rows from the question to their arrival."""
+        """Return `fetch` with a span added for every image, from the request to the arrival of its rows."""
 
         @asynccontextmanager
         async def watched(
@@ -110,7 +110,7 @@ class Trace:
             return
         stages = _stages(outcome)
         self.add(lane, "transfer", min(stages[-1][2], arrived_s), arrived_s, chunk=request.chunk)
-        if outcome.digest not in self._encoded:  # every fetch of it is told the same stages
+        if outcome.digest not in self._encoded:  # every fetch of an image reports the same stages
             self._encoded.add(outcome.digest)
             for name, began_s, ended_s in stages:
                 at = (began_s - self.began_s, ended_s - self.began_s)
@@ -120,7 +120,7 @@ class Trace:
         return self._lanes.setdefault(digest, f"image {len(self._lanes)}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as `chrome://tracing` and Perfetto read it: microseconds since the request began."""
+        """Return the trace as `chrome://tracing` and Perfetto read it, in microseconds since the request began."""
         clocks = {
             endpoint: {"offset_ms": clock.offset_s * 1000, "error_ms": clock.error_s * 1000}
             for endpoint, clock in self._clocks.items()
@@ -135,7 +135,7 @@ class Trace:
 
 
 def _stages(outcome: FetchedRows) -> list[tuple[str, float, float]]:
-    """Return name, begin and end of each stage in their order; the rounding of durations overlaps none of them."""
+    """Return name, begin and end of each stage, in order. Rounded durations are cut at the next begin."""
     begins = sorted(outcome.stage_began_s.items(), key=lambda stage: stage[1])
     nexts = [began_s for _, began_s in begins[1:]] + [float("inf")]
     return [
@@ -167,13 +167,13 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 
 def place(lane: str) -> tuple[int, int]:
-    """Return what lanes are sorted by: the request, its images, its chunks. Raises `ValueError` for another lane."""
+    """Return the sort key of a lane: request, images, chunks. Raises `ValueError` for other names."""
     kind, _, number = lane.partition(" ")
     return KINDS.index(kind), int(number or 0)
 
 
 def read_spans(trace: Mapping[str, Any]) -> list[Span]:
-    """Return the spans of a trace in this format; raises `ValueError` when it is none."""
+    """Return the spans of a trace in this format. Raises `ValueError` if it has another format."""
     sides = {pid: side for side, pid in SIDES.items()}
     spans: list[Span] = []
     open_spans: dict[Any, Mapping[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""A fetch over any number of servers: every request gets one outcome, after the retries that can help."""
+"""A fetch from any number of servers: every request gets one outcome, after the retries that can help."""
 
 import asyncio
 from collections import defaultdict
@@ -26,11 +26,10 @@ from prefill_client.transport.row_stream import RowStream
 
 
 class FetchStream:
-    """Iterate it for the outcomes, one per request, in the order in which they become ready.
+    """A running fetch. Iterate it for one `FetchedRows` per request, in the order in which they become ready.
 
-    Rows that came by shared memory are held until `close` (or the end of `async with`), however long after `timeout_s`:
-    that bounds the wait for the outcomes. Those that are lost before are fetched again by whoever reads them with
-    `prefill_client.read`.
+    Shared rows are held until `close` or the end of `async with`; `timeout_s` bounds only the wait for the outcomes.
+    Rows that are lost before, because their server went away, are fetched again by `prefill_client.read`.
     """
 
     def __init__(
@@ -56,16 +55,17 @@ class FetchStream:
         self._producer = producer
         self._kept = kept
         self._submitted_to = {each.routed_by: each.submitted_to for each in requests if each.submitted_to}
-        self._unknown_at: defaultdict[bytes, set[str]] = defaultdict(set)  # servers, by image, in this round
+        # Servers that did not know the image.
+        self._unknown_at: defaultdict[bytes, set[str]] = defaultdict(set)  # by image, in this round
         deadline = monotonic() + timeout_s
         self._attempts = [Attempts(deadline, kept=kept) for _ in requests]
-        # None: closed. An exception: a bug, which the caller must see rather than wait for ever.
+        # None: closed. An exception: the client was closed, or a bug; the caller must not wait for ever.
         self._outcomes: asyncio.Queue[FetchedRows | BaseException | None] = asyncio.Queue()
         self._streams: list[RowStream] = []
         self._tasks: set[asyncio.Future[None]] = set()
 
     def close(self) -> None:
-        """End all calls and release everything that they hold."""
+        """End all calls and release all rows that they hold."""
         self._outcomes.put_nowait(None)
         for task in self._tasks:
             task.cancel()
@@ -94,11 +94,11 @@ class FetchStream:
             return
         names = [self._requests[index].routed_by for index in indexes]
         groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        # Load moves no image to a server that has not got it.
+        # Only the server that has such an image can answer: load does not move it.
         bounded = self._producer is None and not self._kept
         placed = self._pool.router.place(names, self._route, bounded=bounded)
         for index, endpoint in zip(indexes, placed, strict=True):
-            # What we sent ourselves we do not wait for: whoever does not know it has lost it, and is sent it again.
+            # No grace for images that this client sent: a server that does not know one has lost it.
             grace_ms = self._grace_ms if self._sent(index) is None else 0
             groups[endpoint, grace_ms].append(index)
         for (endpoint, grace_ms), group in groups.items():
@@ -107,7 +107,7 @@ class FetchStream:
             task.add_done_callback(partial(self._leave, endpoint, left))
 
     def _sent(self, index: int) -> Image | None:
-        """Return the image that a request's rows could be made of again: none if they were put, or others keep it."""
+        """Return the image to submit again if its rows are lost; None if rows were put, or another client keeps it."""
         return None if self._producer or self._kept else self._recent.image(self._requests[index].digest)
 
     def _route(self, name: bytes) -> str | None:
@@ -116,7 +116,7 @@ class FetchStream:
         return self._turn(name) if self._kept else self._recent.route(name)
 
     def _turn(self, name: bytes) -> str | None:
-        """Return where to ask for a kept image: where it was submitted, then at one server after the other."""
+        """Return where to ask next for a kept image: the server it was submitted to, then each of the others."""
         router, unknown_at = self._pool.router, self._unknown_at[name]
         order = [
             each for each in (self._submitted_to.get(name, ""), *router.order(name)) if router.is_up(each)
@@ -136,15 +136,15 @@ class FetchStream:
 
     def _ended(self, task: "asyncio.Future[None]") -> None:
         self._tasks.discard(task)
-        # Closing this cancels them, which nobody waits for; so does closing the client, for whoever still does.
+        # Tasks are cancelled by closing this, when no one waits, and by closing the client, when someone may.
         gone = UnavailableError("the client was closed")
         if (error := gone if task.cancelled() else task.exception()) is not None:
             self._outcomes.put_nowait(error)
 
     async def _fetch_from(self, endpoint: str, left: dict[int, int], grace_ms: int) -> None:
-        """Make one attempt at images that go to one server; those that fail are tried again or have their outcome.
+        """Make one attempt at the images of one server. Those that fail are tried again or get their outcome.
 
-        `left` says which are under way, by their index in the call.
+        `left` maps the index of an image in the call to its index among the requests, for all without an outcome.
         """
         indexes = list(left.values())
         try:
@@ -179,7 +179,7 @@ class FetchStream:
             self._start(self._again(list(left.values()), late))
 
     async def _fetch_again(self, index: int) -> FetchedRows:
-        """Fetch lost rows again, inline, so that they cannot be lost once more. Raises the error of the image."""
+        """Fetch lost rows again, inline, so that they cannot be lost a second time. Raises the error of the image."""
         request = replace(self._requests[index], needed_in_ms=0)
         stream = FetchStream(
             self._pool,
@@ -199,7 +199,7 @@ class FetchStream:
         return replace(outcome, index=index)
 
     async def _again(self, indexes: list[int], error: EncoderError) -> None:
-        """Retry images that failed with `error`, if that can help; else the error is their outcome."""
+        """Retry images that failed with `error` if that can help; else make it their outcome."""
         again: list[int] = []
         pause_s = 0.0
         for index in indexes:
@@ -219,7 +219,7 @@ class FetchStream:
         self._fetch_all(again)
 
     async def _submit_again(self, indexes: list[int]) -> list[int]:
-        """Submit images that a server does not know; return those worth fetching, the others have their outcome."""
+        """Submit images that a server does not know. Return those to fetch; the others get their outcome."""
         digests = [self._requests[index].digest for index in indexes]
         for digest in digests:
             self._recent.lost(digest)

@@ -1,4 +1,4 @@
-"""The servers a client knows: a connection to each, checked to be of one model, and watched by health checks."""
+"""The servers that a client knows: a connection to each, checked to have one model, and watched by health checks."""
 
 import asyncio
 import logging
@@ -16,25 +16,24 @@ from prefill_client.transport.connection import Connection, Description
 
 log = logging.getLogger(__name__)
 
-# A server that went away is looked for this often: once a second costs nothing and is as fast as a restart.
+# How often a server that went away is tried: once a second costs nothing and is as fast as a restart.
 WATCH_AGAIN_S = 1.0
-# The other servers of a fleet get this long, once the first has answered, before images go past them.
+# How long the other servers of a fleet may take to connect after the first, before images pass them by.
 OTHERS_S = 0.25
-# Once connected to any server, nobody waits longer than this for another, nor at all for one that is not there: a call
-# to a third one is quicker.
+# How long to wait for a connection once the first server has answered: asking a third one is quicker.
 CONNECT_AGAIN_S = 2.0
-# How often names are resolved anew, for fleets that grow and shrink behind a headless Service.
+# How often names are resolved again, for fleets that grow and shrink behind a headless Service.
 RESOLVE_EVERY_S = 5.0
-# What a connection that begins no more calls gives those that it still carries: longer than they take, but for Put
-# calls, which are begun anew, and for rows that are held very long, which are fetched again.
+# How long a retired connection stays open for the calls it carries: longer than they take. Put calls are begun again
+# after that, and rows that are still held are fetched again.
 RETIRE_S = 600.0
 DNS = "dns:"
 
 
 class Pool:
-    """Connections by endpoint. `router` says which to prefer; health watches and failed calls teach it.
+    """Connections by endpoint. `router` decides which to prefer; health checks and failed calls inform it.
 
-    An endpoint is host:port, unix:/path, or dns:host:port, which stands for every address that the name has.
+    An endpoint is host:port, unix:/path, or dns:host:port for every address of the name.
     """
 
     def __init__(
@@ -51,28 +50,28 @@ class Pool:
         self._names = list(dict.fromkeys(endpoints))
         self._expected = {"model": model, "processor": processor}
         self.description: Description
-        """What the first server said of itself: all servers of a pool are of its model. Set by `open`."""
+        """What the first server said about itself; all servers of a pool have its model. Set by `open`."""
         self._timeout_s = connect_timeout_s
         self._wait = wait
         self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._retired: set[asyncio.Task[None]] = set()
         self._resolving: asyncio.Task[None] | None = None
-        self._unresolved: dict[str, OSError] = {}  # names without an address, and why
+        self._unresolved: dict[str, OSError] = {}  # names that do not resolve, and the reason
         self._closed = False
         self.router = Router(name for name in self._names if not name.startswith(DNS))
 
     async def open(self) -> None:
         """Connect to the server that answers first, and watch them all from here on.
 
-        Raises the first error when none of them can be used.
+        Raises the first error if none of them can be used.
         """
         named = any(name.startswith(DNS) for name in self._names)
         attempts: dict[str, asyncio.Task[Connection]] = {}
         errors: list[EncoderError] = []
         first: Connection | None = None
         try:
-            # Attempts end by themselves; the search for addresses does not.
+            # Connecting has its own timeout; waiting for addresses needs this one.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeout_s if named else None):
                     if named:
@@ -92,9 +91,9 @@ class Pool:
     async def _first(
         self, attempts: "dict[str, asyncio.Task[Connection]]", errors: list[EncoderError]
     ) -> Connection | None:
-        """Return the first connection, None when there will be none; note every attempt by endpoint, and its error.
+        """Return the first connection, or None if all attempts failed. Fills `attempts` by endpoint, and `errors`.
 
-        With `wait`, addresses that a name gets meanwhile are tried too: servers that are being started have none.
+        With `wait`, addresses that a name gets later are tried too: servers that are being started have none.
         """
         while True:
             for endpoint in self.router.endpoints:
@@ -118,18 +117,18 @@ class Pool:
         return UnavailableError(f"no server answers at {', '.join(self._names)}{''.join(reasons)}")
 
     async def _pass_by_the_late(self, attempts: "dict[str, asyncio.Task[Connection]]") -> None:
-        """Prefer the servers that are there; the others are preferred as soon as their health says that they serve."""
+        """Mark servers down that have not connected, until their health check says that they serve."""
         await asyncio.wait(attempts.values(), timeout=OTHERS_S)
         for endpoint, attempt in attempts.items():
             if not attempt.done() or attempt.exception() is not None:
                 self.router.mark_down(endpoint)
 
     async def connection(self, endpoint: str) -> Connection:
-        """Return the connection to `endpoint`, made on first use; callers share one attempt.
+        """Return the connection to `endpoint`, made on first use; concurrent callers share one attempt.
 
-        Raises `UnavailableError` when there is none in time, or the pool is closed, and `ModelMismatchError`.
+        Raises `UnavailableError` if there is none in time or the pool is closed, and `ModelMismatchError`.
         """
-        # A call may try again while its client closes: nobody would close a new connection.
+        # A retry may come while the client closes; no one would close its connection.
         if self._closed:
             raise UnavailableError("the client is closed")
         task = self._connections.get(endpoint)
@@ -164,24 +163,24 @@ class Pool:
         self.router.succeeded(endpoint)
 
     async def close(self) -> None:
-        """Close everything; running calls end."""
+        """Close all connections. Running calls end."""
         self._closed = True
         tasks = [*self._watches.values(), *self._retired, *([self._resolving] if self._resolving else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # A copy: attempts that fail meanwhile take themselves out.
+        # A copy: attempts that fail remove themselves.
         for connecting in list(self._connections.values()):
             connecting.cancel()
             with suppress(asyncio.CancelledError, EncoderError):
                 await (await connecting).close()
 
     def _is_outdated(self, task: "asyncio.Task[Connection]") -> bool:
-        """Whether a connection was opened with certificates that have changed since."""
+        """Return whether a connection was opened with certificates that have changed since."""
         return _is_open(task) and task.result().version != self._channels.version
 
     def _retire(self, endpoint: str, connection: Connection) -> None:
-        """Let the calls of a connection end, but begin no more, and watch its server on the next one."""
+        """Close a connection once its calls had time to end, and watch its server on the next connection."""
         closing = asyncio.create_task(connection.close(RETIRE_S), name=f"retire {endpoint}")
         self._retired.add(closing)
         closing.add_done_callback(self._retired.discard)
@@ -203,7 +202,7 @@ class Pool:
                 raise ModelMismatchError(
                     f"{what} fingerprint: expected {expected.hex()}, {endpoint} has {found[what].hex()}"
                 )
-        self._expected = found  # all servers of a pool are of the first one's model
+        self._expected = found  # all servers of a pool have the first one's model
         return connection
 
     def _watch_all(self) -> None:
@@ -214,7 +213,7 @@ class Pool:
             self._watches.pop(endpoint).cancel()
 
     async def _watch(self, endpoint: str) -> None:
-        """Follow the health of a server for as long as it is known; the open stream also keeps the pings going."""
+        """Watch the health of a server while it is known. The open stream also keeps the channel's pings going."""
         while True:
             connection: Connection | None = None
             try:
@@ -226,18 +225,18 @@ class Pool:
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
                         break
                     self.router.mark_up(endpoint)
-                watch.cancel()  # a server that drains would wait for us
+                watch.cancel()  # a draining server would wait for this call
             except (EncoderError, grpc.aio.AioRpcError) as error:
                 log.debug("%s: %s", endpoint, error)
                 if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
-                    return  # it has no health to watch: calls tell how it is
+                    return  # a server without a health service: calls tell whether it is up
             self.router.mark_down(endpoint)
             if connection is not None:
                 self._drop(endpoint, connection)
             await asyncio.sleep(WATCH_AGAIN_S)
 
     def _drop(self, endpoint: str, connection: Connection) -> None:
-        """Let what is under way end: a server that comes back has another segment, and may be of another model."""
+        """Retire the connection of a server that went away: it may return with another segment or another model."""
         task = self._connections.get(endpoint)
         if task is not None and _is_open(task) and task.result() is connection:
             del self._connections[endpoint]
@@ -250,7 +249,7 @@ class Pool:
             self._watch_all()
 
     async def _resolve(self) -> None:
-        """Replace the names by the addresses they have now; a name that does not resolve keeps those it had."""
+        """Resolve the names and update the router. A name that does not resolve keeps its old addresses."""
         found: list[str] = []
         for name in self._names:
             if not name.startswith(DNS):

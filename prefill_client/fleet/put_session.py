@@ -1,4 +1,4 @@
-"""Rows that the caller computes, put into a store that others share: one Put call to each server that images go to."""
+"""Puts rows that the caller computes into the servers' stores: one Put call to each server that images go to."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from prefill_client.transport.put_stream import PutStream
 
 
 class PutSession:
-    """Use it with `async with`, for as long as anything is put: the leases it has end with it.
+    """Puts rows of any number of images. Use it with `async with`: its leases end with it.
 
-    Nothing is retried: a caller that cannot put still has its rows. A server that goes away fails the images that
-    were under way there; the next names go to another, or to it again.
+    Nothing is retried, because a caller that cannot put still has its rows. If a server goes away, its images that are
+    under way fail; later names go to another server, or to the same one once it is back.
     """
 
     def __init__(
         self, pool: Pool, producer: Producer, caller: pb.Caller, *, shared: bool, timeout_s: float
     ) -> None:
-        """`shared`: rows may go through shared memory."""
+        """`shared`: rows may go through shared memory. `timeout_s` bounds each step."""
         self._pool = pool
         self._producer = producer
         self._caller = caller
@@ -42,7 +42,7 @@ class PutSession:
         await self.close()
 
     async def close(self) -> None:
-        """End the calls; leases are released, and rows that are not complete are dropped."""
+        """End the calls. Leases are released, and incomplete rows are dropped."""
         streams, self._streams = list(self._streams.values()), {}
         for opening in streams:
             opening.cancel()
@@ -51,11 +51,11 @@ class PutSession:
                 opened.close()
 
     async def name(self, images: Sequence[PutImage]) -> list[PutAnswer]:
-        """Name images together; return the answer to each, in order, which may be its error.
+        """Name images together; return the answer to each, in order.
 
-        `yours`: compute the rows and `put` them, or `abandon` the image, within `lease_s`. `wait`: fetch them with a
-        grace of `lease_s`, and name the image again after `UnknownImageError`. `held`: fetch them. A caller that is
-        cancelled meanwhile gives them up.
+        `yours`: compute the rows and `put` them within `lease_s`, or `abandon` the image. `wait`: fetch the rows with a
+        grace of `lease_s`, and name the image again after `UnknownImageError`. `held`: fetch the rows. `failed`: the
+        answer has the error. If the caller is cancelled, leases in the answers are given back.
         """
         try:
             with self._pool.router.placed([image.routed_by for image in images], bounded=False) as groups:
@@ -70,9 +70,9 @@ class PutSession:
         return [answers[position] for position in range(len(images))]
 
     async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
-        """Send the rows [tokens, width] of an image that is `yours`; return its last answer: `held`, or its error.
+        """Send the rows [tokens, width] of an image that is `yours`; return its last answer, `held` or `failed`.
 
-        bfloat16 comes as its bits, uint16. The rows are read until this returns, or raises that it was cancelled.
+        bfloat16 rows are passed as uint16 bit patterns. Do not change the rows before this returns or raises.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -87,12 +87,12 @@ class PutSession:
             return replace(answer, state="failed", error=error)
 
     async def abandon(self, answer: PutAnswer) -> None:
-        """Give up an image that is `yours`: another caller may compute it."""
+        """Give up the lease of an image that is `yours`, so that another caller can compute it."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await (await self._opened(answer)).abandon(answer)
         except (TimeoutError, EncoderError):
-            pass  # its lease ends by itself
+            pass  # the lease expires at the server
 
     async def _name_all(
         self, images: Sequence[PutImage], groups: dict[str, list[int]]
@@ -119,7 +119,7 @@ class PutSession:
             return [PutAnswer(image, "failed", error=error, endpoint=endpoint) for image in images]
 
     def _give_up(self, naming: "asyncio.Task[list[PutAnswer]]") -> None:
-        """Abandon what one server has answered to a caller that has left before the others had."""
+        """Give back the leases that one server has answered to a caller that was cancelled."""
         if naming.cancelled() or naming.exception() is not None:
             return
         for answer in naming.result():
@@ -129,7 +129,7 @@ class PutSession:
                 task.add_done_callback(self._giving_up.discard)
 
     async def _opened(self, answer: PutAnswer) -> PutStream:
-        """Return the call in which an image was named. Raises `UnavailableError` if that has ended."""
+        """Return the call in which an image was named. Raises `UnavailableError` if the call has ended."""
         opening = self._streams.get(answer.endpoint)
         if opening is not None:
             stream = await asyncio.shield(opening)
@@ -138,7 +138,7 @@ class PutSession:
         raise UnavailableError(f"{answer.endpoint}: the Put call and its leases have ended")
 
     async def _stream(self, endpoint: str) -> PutStream:
-        """Return the open call to a server, begun now if there is none; callers share one attempt."""
+        """Return the open call to a server; begin one if there is none. Concurrent callers share one attempt."""
         opening = self._streams.get(endpoint)
         if opening is not None and opening.done() and not _is_open(opening):
             opening = None

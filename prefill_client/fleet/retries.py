@@ -1,4 +1,4 @@
-"""When and where to try again: what each error means for the next attempt at an image."""
+"""When to try again: what each error means for the next attempt at an image."""
 
 import random
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from encoder_contract.errors import (
     UnknownImageError,
 )
 
-# Attempts that may fail for reasons other than a full queue: enough to go around a fleet that loses a replica while
-# it is being restarted, few enough to give up within seconds on one that is broken.
+# Attempts that may fail for reasons other than a full queue: enough for a fleet that loses a replica during a restart,
+# and few enough to give up within seconds if it is broken.
 MAX_FAILURES = 6
 MAX_INTERNAL = 2
-PAUSE_S = 0.1  # after a server was found gone: the others may be finding out just now
-# A server that has refused several times goes on refusing for a while, whatever its hint: the pause doubles up to this.
+PAUSE_S = 0.1  # after a failure, so that other clients and servers notice it too
+# The pause doubles with every refusal up to this: a server that refused several times is likely to refuse again.
 MAX_REFUSED_PAUSE_S = 2.0
 
 
 @dataclass(slots=True)
 class Attempts:
-    """The attempts at one image so far. `deadline` is on the monotonic clock.
+    """The attempts at one image so far. `deadline` is in seconds of `time.monotonic`.
 
-    One that is `kept`, by who submits it again wherever it is lost, is tried for as long as the deadline allows.
+    An image that is `kept` submitted by some client is tried until the deadline.
     """
 
     deadline: float
@@ -39,7 +39,7 @@ class Attempts:
     refusal: OverloadedError | None = None
 
     def pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
-        """Return how long to wait before the next attempt, or None when `error` is the outcome."""
+        """Return the seconds to wait before the next attempt; None if `error` is the outcome."""
         pause = self._pause_s(error, can_resubmit=can_resubmit)
         return pause if pause is not None and monotonic() + pause < self.deadline else None
 
@@ -48,7 +48,7 @@ class Attempts:
             self.refusal = error
             self.refused += 1
             backed_off_s = min(PAUSE_S * 2.0 ** min(self.refused - 1, 10), MAX_REFUSED_PAUSE_S)
-            # As often as the deadline allows. Spread, so that those refused together do not return together.
+            # As often as the deadline allows, and spread, so that refused callers do not return together.
             return max(error.retry_after_ms / 1000, backed_off_s) * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
         if self.kept and isinstance(error, (UnavailableError, UnknownImageError)):
             self.failures += 1
@@ -65,9 +65,9 @@ class Attempts:
         return None
 
     def outcome(self, error: EncoderError) -> EncoderError:
-        """Return what to tell the caller: if its time ran out while queues were full, the refusal, not the deadline."""
+        """Return the error for the caller: the last refusal instead of the deadline, if queues were full until then."""
         return self.refusal if isinstance(error, DeadlineError) and self.refusal is not None else error
 
     def left_s(self) -> float:
-        """Return the time that is left, at least a moment."""
+        """Return the seconds until the deadline, at least one millisecond."""
         return max(self.deadline - monotonic(), 0.001)

@@ -1,4 +1,4 @@
-"""Routing: which server an image goes to, so that it meets its cache, and which one next when that fails."""
+"""Routing: which server an image goes to, so that repeated images meet its cache, and which one is tried next."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,13 +11,13 @@ from xxhash import xxh3_64_intdigest
 
 from encoder_contract.errors import UnavailableError
 
-# A server may have a quarter more than its even share of what is under way: at 1.25 an image still meets its first
-# choice nearly always, and one hot image cannot pile up on one server (Mirrokni et al., Consistent Hashing with Bounded
-# Loads, arXiv 1608.01350).
+# A server may have a quarter more than its even share of the images under way: images still go to their first choice
+# nearly always, and a hot image cannot overload one server (Mirrokni et al., Consistent Hashing with Bounded Loads,
+# arXiv 1608.01350).
 LOAD_FACTOR = 1.25
-# With little under way an even share means nothing: below this many images a server is not hot.
+# A server with fewer images than this is never over its share.
 IDLE_IMAGES = 16
-# A restart takes a second or so; a server that stays away is tried every half minute at the price of one call.
+# A restart takes about a second. A server that stays away costs one call every half minute.
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
 
@@ -34,10 +34,10 @@ class _Endpoint:
 
 
 class Router:
-    """Rendezvous hashing over the live endpoints, with a bound on how much more than others one may have.
+    """Rendezvous hashing over the live endpoints, with a bound on the load of each.
 
-    Every process that knows the same endpoints prefers the same one for the same image, whatever their order; when
-    one of them goes, only its own images move, evenly, and they move back when it returns. No I/O, one thread.
+    Every process that knows the same endpoints, in any order, prefers the same one for an image. When an endpoint goes
+    away, only its own images move, evenly to the others, and they move back when it returns. No I/O; for one thread.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Router:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Every endpoint known, up or down."""
+        """All known endpoints, up or down."""
         return tuple(self._endpoints)
 
     def set_endpoints(self, endpoints: Iterable[str]) -> None:
-        """Replace the endpoints (a new answer of DNS); those that stay keep their load and their state."""
+        """Replace the endpoints, after a new DNS answer. Those that stay keep their load and state."""
         before = self._endpoints
         self._endpoints = {name: before.get(name) or _Endpoint(_hash(name.encode(), 0)) for name in endpoints}
 
     def order(self, digest: bytes) -> list[str]:
         """Return all endpoints in the order in which to try them for the image with this content digest.
 
-        First those that are up and below the bound, then those up and above it, each by preference; last those that
-        are down, the soonest to be tried again first: a caller with no other choice may as well try.
+        First come those that are up and below the bound, then those up and above it, each by preference. Last come
+        those that are down, by the time at which they are tried again.
         """
         return self._order(digest, self.bound())
 
@@ -79,11 +79,12 @@ class Router:
         *,
         bounded: bool = True,
     ) -> list[str]:
-        """Return where each image of one call goes, and count it as under way there until `end`.
+        """Return the endpoint of each image of one call, and count each as under way there until `end`.
 
-        An image goes where `sent_to` says, if that is up and below the bound, else to the first in its order; one that
-        comes twice, where it went before. The bound is that of all of them together; without one, load moves no image:
-        rows that callers put are only where they were put. Raises `UnavailableError` when no endpoint is known.
+        An image goes where `sent_to` says if that endpoint is up and below the bound, else to the first in its order.
+        An image that occurs twice goes to one endpoint. The bound counts all images of the call. Without a bound, load
+        does not move images: rows that were put are only at the server where they were put. Raises `UnavailableError`
+        if no endpoint is known.
         """
         if not self._endpoints:
             raise UnavailableError("no encoder endpoint is known")
@@ -116,7 +117,7 @@ class Router:
                 self.end(endpoint)
 
     def bound(self, more: int = 1) -> int:
-        """Return how many images one endpoint may have under way, with `more` to come, before others are preferred."""
+        """Return how many images an endpoint may have under way, with `more` to come, before others are preferred."""
         now = self._clock()
         up = [endpoint for endpoint in self._endpoints.values() if endpoint.down_until <= now]
         under_way = sum(endpoint.images for endpoint in up)
@@ -128,12 +129,12 @@ class Router:
             known.images += images
 
     def end(self, endpoint: str, images: int = 1) -> None:
-        """Undo `begin`; an endpoint that is gone meanwhile is no error."""
+        """Undo `begin`. An endpoint that is no longer known is ignored."""
         if known := self._endpoints.get(endpoint):
             known.images = max(0, known.images - images)
 
     def mark_down(self, endpoint: str) -> None:
-        """Prefer others for a while: longer with every failure in a row; failures of the same outage count once."""
+        """Prefer other endpoints for a while, longer with every outage in a row. One outage counts once."""
         known, now = self._endpoints.get(endpoint), self._clock()
         if known is None or known.down_until > now:
             return
@@ -142,20 +143,20 @@ class Router:
         known.said_to_serve = False
 
     def failed(self, endpoint: str) -> None:
-        """Note that a call found the server gone."""
+        """Note that a call found the server unavailable."""
         if (known := self._endpoints.get(endpoint)) and known.said_to_serve:
             known.relapses += 1
         self.mark_down(endpoint)
 
     def mark_up(self, endpoint: str) -> None:
-        """Note that its health check reports serving: it is tried at once, until calls failed twice although it did."""
+        """Note that the health check reports serving. It is tried at once, unless calls failed twice despite that."""
         if known := self._endpoints.get(endpoint):
             known.failures, known.said_to_serve = 0, True
             wait_s = _backoff_s(known.relapses - 2) if known.relapses > 1 else 0.0
             known.down_until = known.failed_at + wait_s
 
     def succeeded(self, endpoint: str) -> None:
-        """Note that a call succeeded: earlier failures no longer count."""
+        """Note that a call succeeded, and forget earlier failures."""
         if known := self._endpoints.get(endpoint):
             known.failures, known.relapses, known.said_to_serve = 0, 0, True
             known.down_until = float("-inf")
@@ -172,7 +173,7 @@ class Router:
         return below + above + [name for name, _ in sorted(down, key=lambda item: item[1].down_until)]
 
     def is_up(self, endpoint: str) -> bool:
-        """Return whether the endpoint is tried in its own place; one whose backoff is over is."""
+        """Return whether the endpoint is known and not down; one whose backoff is over is up."""
         known = self._endpoints.get(endpoint)
         return known is not None and known.down_until <= self._clock()
 
@@ -182,5 +183,5 @@ def _backoff_s(failures: int) -> float:
 
 
 def _hash(data: bytes, seed: int) -> int:
-    # Content digests are BLAKE3 already: nothing is to be defended here, only spread.
+    # Content digests are BLAKE3 already: this only has to spread them, not to resist attacks.
     return xxh3_64_intdigest(data, seed)

@@ -1,1 +1,1 @@
-"""Images by URL: fetched once, from where the operator allows, and never from inside the operator's own network."""
+"""Images by URL: loaded once, from hosts that the operator allows, and from inside its network only if it says so."""

@@ -10,13 +10,16 @@ from encoder_contract.errors import ForbiddenError, InvalidImageError
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_CHARACTERS = 8192
-# What may stand in a request line; everything else is sent percent-encoded.
+# Characters that a request line may contain; all others are percent-encoded.
 _TARGET_CHARACTERS = "/?:@!$&'()*+,;=-._~%[]"
 
 
 @dataclass(frozen=True, slots=True)
 class ImageUrl:
-    """Scheme, host and port are normal forms; `target` is path and query as the request line has them."""
+    """An http or https URL in normal form. `target` is path and query, as in the request line.
+
+    URLs that two parsers could read in two ways are refused.
+    """
 
     scheme: str
     host: str  # lower-case, international names in their ASCII form, no final dot, IPv6 without brackets
@@ -25,14 +28,14 @@ class ImageUrl:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a URL. Raises `InvalidImageError` if it is not one, `ForbiddenError` for a user or password in it."""
+        """Parse a URL. Raises `InvalidImageError` if it is invalid, `ForbiddenError` if it has a user or password."""
         if len(text) > MAX_CHARACTERS:
             raise InvalidImageError(f"an image URL may have at most {MAX_CHARACTERS} characters")
         if any(character <= " " or character in "\\\x7f" for character in text):
             raise InvalidImageError("not a URL: it contains a space, a control character or a backslash")
         try:
             return cls._of(urlsplit(text))
-        except ValueError as error:  # UnicodeError, of names that have no ASCII form, is one
+        except ValueError as error:  # also UnicodeError, for names that have no ASCII form
             raise InvalidImageError(f"not a URL: {error}") from error
 
     @classmethod
@@ -50,7 +53,7 @@ class ImageUrl:
         )
 
     def joined(self, location: str) -> "ImageUrl":
-        """Return the URL that a redirect from here names. Raises as `parse` does."""
+        """Return the URL that a redirect from this one leads to. Raises the errors of `parse`."""
         try:
             return ImageUrl.parse(urljoin(str(self), location))
         except ValueError as error:
@@ -58,7 +61,7 @@ class ImageUrl:
 
     @property
     def authority(self) -> str:
-        """Host and port as the Host header has them."""
+        """Host and port as in the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -67,9 +70,9 @@ class ImageUrl:
 
 
 def host_name(text: str) -> str:
-    """Return the normal form of a host. Raises `ValueError` for what is no host."""
+    """Return the normal form of a host name or address. Raises `ValueError` if it is neither."""
     if ":" in text:
-        return str(ipaddress.IPv6Address(text))  # a zone is refused: it names an interface of ours
+        return str(ipaddress.IPv6Address(text))  # refuses zones, which name interfaces of this host
     name = text.lower().encode("idna").decode().removesuffix(".")
     if not name or "%" in name:
         raise ValueError("it names no host")
@@ -81,36 +84,36 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 PUBLIC = "public"
 
-# Global by their number, and yet a way in: addresses that hold or are translated to others, and services of a cloud
-# that answer inside it.
+# Addresses that Python calls global and that lead inside all the same: those that contain or translate to others, and
+# services that clouds offer to their own machines.
 _NOT_PUBLIC = [
     ipaddress.ip_network(network)
     for network in (
-        "168.63.129.16/32",  # Azure's own
-        "192.0.0.0/24",  # of protocols; Oracle's metadata
-        "192.88.99.0/24",  # relays of 6to4
-        "::/96",  # IPv4, in old notation
+        "168.63.129.16/32",  # Azure's platform
+        "192.0.0.0/24",  # protocol assignments; Oracle's metadata service
+        "192.88.99.0/24",  # 6to4 relays
+        "::/96",  # IPv4-compatible
         "::ffff:0:0/96",  # IPv4-mapped
         "::ffff:0:0:0/96",  # IPv4-translated
         "64:ff9b::/96",  # NAT64
         "64:ff9b:1::/48",
         "2001::/32",  # Teredo
         "2002::/16",  # 6to4
-        "fec0::/10",  # what link-local once was for a site
+        "fec0::/10",  # site-local, deprecated
     )
 ]
 
 
 class Destinations:
-    """The rules of an operator. A URL passes if its host is allowed, and then each of its addresses has to."""
+    """The operator's rules: which hosts a URL may name, and which addresses these may have."""
 
     def __init__(self, rules: Collection[str]) -> None:
-        """Take rules; none allows no URL. Raises `ValueError` for what is no rule.
+        """Read the rules. Without a rule no URL is allowed. Raises `ValueError` for an invalid rule.
 
-        A host (`cdn.example.org`) at every port, or at one (`cdn.example.org:8443`), or all below a name
-        (`*.example.org`), at public addresses; `public`: every host, at public addresses and the ports of http
-        and https; an address (`10.1.2.3:8000`, `[fd00::1]`), whether or not it is public; a network (`10.1.0.0/16`):
-        hosts that are allowed may have its addresses.
+        `cdn.example.org` allows a host at every port, `cdn.example.org:8443` at one port, and `*.example.org` all hosts
+        below a name; each at public addresses. `public` allows every host, at public addresses and the default ports of
+        http and https. An address (`10.1.2.3:8000`, `[fd00::1]`) need not be public. A network (`10.1.0.0/16`) allows
+        no host; hosts that are allowed may have its addresses.
         """
         self._public = False
         self._hosts: set[tuple[str, int | None]] = set()
@@ -130,7 +133,7 @@ class Destinations:
         raise ForbiddenError(f"images from {url.authority} are not allowed here")
 
     def permitted(self, addresses: Iterable[str]) -> list[str]:
-        """Return those of a host's addresses that may be connected to."""
+        """Return the addresses, of those that a host has, to which connections are allowed."""
         return [address for address in addresses if self._permits(ipaddress.ip_address(address))]
 
     def _permits(self, address: Address) -> bool:
@@ -152,11 +155,11 @@ class Destinations:
         try:
             self._networks.append(ipaddress.ip_network(name))
         except ValueError:
-            return  # a name: its addresses are public, or of a network that is named too
+            return  # a name; its addresses must be public or in an allowed network
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address can only be that of a host on the Internet."""
+    """Return whether an address can only belong to a host on the public Internet."""
     if not address.is_global or address.is_multicast:
         return False
     return not any(address in network for network in _NOT_PUBLIC)

@@ -18,39 +18,39 @@ from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.version import __version__
 from prefill_client.media.destinations import ImageUrl
 
-# A lookup blocks its thread for as long as the system's resolver likes: 10 s by default for a name server that is down.
+# A lookup blocks its thread until the system's resolver gives up: after 10 s by default if the name server is down.
 THREADS = 32
-# A server that says "for ever" may still have been wrong.
+# Servers that allow longer may be misconfigured.
 MAX_FRESH_S = 7 * 24 * 3600.0
-# Read at a time: small enough for all headers in one to be parsed in a few milliseconds.
+# Bytes per read: few enough to parse in a few milliseconds, even if all of them are headers.
 _PIECE_BYTES = 16 << 10
-# Parsed at a time, before the event loop has its turn: some 0.3 ms of an event loop that other requests share.
+# Events parsed before the event loop runs other tasks: about 0.3 ms.
 _EVENTS_AT_A_TIME = 16
-# What a host may send for one image: these, and one more for so many bytes of it. A network's packet is larger.
+# A host may send this many events for one image, and one more for each so many bytes. A network packet is larger.
 _EVENTS, _BYTES_OF_AN_EVENT = 1000, 256
 _INTERIM_ANSWERS = 8
 OK, NOT_MODIFIED = 200, 304
-# Some hosts refuse callers that do not say what they are.
+# Some hosts refuse requests without a user agent.
 USER_AGENT = f"encoder-service/{__version__}"
 
 
 @dataclass(eq=False, slots=True)
 class _Lookup:
-    """A lookup that waits for a thread or has one, and how many wait for it."""
+    """A lookup that waits for a thread or runs, and the number of callers that wait for it."""
 
     future: "Future[list[Any]]"
     waiting: int = 0
 
 
 class Resolver:
-    """Looks names up. Belongs to one event loop."""
+    """Resolves host names, each once at a time, in a bounded number of threads. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="resolve")
         self._lookups: dict[tuple[str, int], _Lookup] = {}
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Return the addresses of a host, as text; those of an address at once. Raises `OSError`."""
+        """Return the addresses of a host as text. An address is returned as it is. Raises `OSError`."""
         if _is_address(host):
             return [host]
         lookup = self._lookups.get((host, port)) or self._begin(host, port)
@@ -89,9 +89,9 @@ def _is_address(host: str) -> bool:
 
 
 def fresh_s(headers: Mapping[str, str], unsaid_s: float) -> float | None:
-    """Return for how many seconds, from now, a response is fresh; None: it must not be kept at all.
+    """Return for how many seconds a response may be reused (RFC 9111, shared cache); None if it must not be kept.
 
-    `headers` has lower-case names. `unsaid_s` is for responses that say nothing of it.
+    `headers` has lower-case names. `unsaid_s` is returned for responses that do not say.
     """
     control = _directives(headers.get("cache-control", ""))
     if control.keys() & {"no-store", "private"} or headers.get("vary", "").strip() == "*":
@@ -112,7 +112,7 @@ def _directives(header: str) -> dict[str, str]:
 
 
 def _seconds(text: str) -> float:
-    """Return a count of seconds; 0, which is stale, for what is none."""
+    """Return the seconds that a directive gives; 0, which means stale, if it is invalid."""
     text = text.strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0.0
 
@@ -121,7 +121,7 @@ def _until(expires: str, date: str | None) -> float:
     try:
         now = parsedate_to_datetime(date) if date else datetime.now(UTC)
         return (parsedate_to_datetime(expires) - now).total_seconds()
-    except (ValueError, TypeError):  # no date; one without a time zone beside one with
+    except (ValueError, TypeError):  # an invalid date, or only one of the two with a time zone
         return 0.0
 
 
@@ -130,12 +130,12 @@ def _bounded(seconds: float) -> float:
 
 
 class ImageHostError(InvalidImageError):
-    """The host of an image URL cannot be reached, is too slow, or answers something else than an image."""
+    """The host of an image URL cannot be reached, is too slow, or does not answer with an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a server answered: its headers by lower-case name, and the body of a 200."""
+    """A response: status, headers by lower-case name, and the body if the status is 200."""
 
     status: int
     headers: Mapping[str, str]
@@ -150,11 +150,13 @@ async def get(
     tls: ssl.SSLContext,
     headers: Sequence[tuple[str, str]] = (),
 ) -> Response:
-    """GET a URL from the first of its addresses that answers; the body only of a 200.
+    """GET a URL from the first of its addresses that answers. The body is read only if the status is 200.
 
-    Raises `ImageLimitError` for a body over `max_bytes`, `ImageHostError` for a compressed one and one in tiny pieces,
-    `OSError` when no address answers, `h11.RemoteProtocolError` for what is no HTTP. It has no time limit of its own,
-    and never holds the event loop for more than a few milliseconds, whatever the host sends.
+    It uses no proxy, follows no redirect and reuses no connection. It has no time limit of its own, and it never blocks
+    the event loop for more than a few milliseconds.
+
+    Raises `ImageLimitError` for a body over `max_bytes`, `ImageHostError` for a compressed body or one in tiny pieces,
+    `OSError` if no address answers, and `h11.RemoteProtocolError` for invalid HTTP.
     """
     http = h11.Connection(h11.CLIENT)
     ours = [("Host", url.authority), ("User-Agent", USER_AGENT), ("Accept", "image/*")]
@@ -178,7 +180,7 @@ async def get(
 async def _events(
     url: ImageUrl, http: h11.Connection, reader: asyncio.StreamReader
 ) -> AsyncIterator[h11.Response | h11.Data]:
-    """Yield what a host answers, in a bounded number of pieces, with a pass of the event loop after every few."""
+    """Yield the events of a response, bounded in number, and let the event loop run other tasks after every few."""
     events = size = interim = 0
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
         events += 1
@@ -187,7 +189,7 @@ async def _events(
                 f"{url}: its host sends pieces of less than {_BYTES_OF_AN_EVENT} bytes on average"
             )
         if events % _EVENTS_AT_A_TIME == 0:
-            await asyncio.sleep(0)  # `read` returns at once for as long as something has been received
+            await asyncio.sleep(0)  # `read` does not yield while data is buffered
         if event is h11.NEED_DATA:
             http.receive_data(await reader.read(_PIECE_BYTES))
         elif isinstance(event, h11.InformationalResponse):
@@ -218,7 +220,7 @@ def _too_large(url: ImageUrl, max_bytes: int) -> ImageLimitError:
 async def _connection(
     url: ImageUrl, addresses: Sequence[str], tls: ssl.SSLContext
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect to the first address that answers; the connection ends at once with the block."""
+    """Connect to the first address that answers. The connection is aborted when the block ends."""
     failure = OSError("the name has no address")
     for address in addresses:
         try:

@@ -1,4 +1,4 @@
-"""Image URLs to bytes: data URLs always, http and https URLs from allowed destinations, each fetched once."""
+"""Loads the bytes behind image URLs: data URLs, and http and https URLs of allowed destinations."""
 
 import asyncio
 import base64
@@ -37,16 +37,16 @@ from prefill_client.media.download import (
 
 log = logging.getLogger(__name__)
 
-# At once from one host: more would only share its bandwidth, and a host that is slow delays only its own images.
+# Concurrent downloads from one host: more would only share its bandwidth, and a slow host delays only its own images.
 _DOWNLOADS_OF_A_HOST = 16
-# At once in all: this many images may lie in memory, half received.
+# Concurrent downloads in all: this bounds the memory of images that are partly received.
 _DOWNLOADS = 64
-# At once for one request: names that resolve slowly hold up their own request before they hold up others.
+# Concurrent lookups of one request, so that names that resolve slowly delay their own request before others.
 _LOOKUPS_OF_A_REQUEST = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 3
 
-# Host and port to addresses, as text. May raise `OSError`.
+# Resolves a host and port to addresses, as text. May raise `OSError`.
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 Result = TypeVar("Result")
@@ -54,20 +54,20 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False, slots=True)
 class _Flight(Generic[Result]):
-    """One that is under way, and how many wait for it."""
+    """A running task and the number of callers that wait for it."""
 
     task: "asyncio.Task[Result]"
     waiting: int = 0
 
 
 class SingleFlight(Generic[Result]):
-    """One task for each key; it ends when nobody waits any more. One event loop's."""
+    """Runs one task per key, shared by all callers; it is cancelled once none waits. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._flights: dict[Hashable, _Flight[Result]] = {}
 
     async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Do the work, or wait for who is at it. Raises what the work raises."""
+        """Run the work, or wait for the task that already does. Raises what the work raises."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.create_task(work()))
@@ -84,19 +84,21 @@ class SingleFlight(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An image, and how to ask whether it has changed: which URL answered with it, and the headers that ask it."""
+    """An image, the URL that answered with it, and the headers that ask that URL whether the image has changed."""
 
     data: bytes
     answered_by: str
     asks: tuple[tuple[str, str], ...]
-    fresh_until: float | None  # on `monotonic`'s clock, until when it needs no asking; None: not to be kept
+    fresh_until: (
+        float | None
+    )  # seconds of `monotonic` until when it may be used unasked; None: must not be kept
 
 
 class ImageLoader:
-    """Loads the bytes behind image URLs; one download of a URL serves all who ask meanwhile. Belongs to one event loop.
+    """Loads the bytes behind image URLs. Concurrent callers of one URL share a download. Belongs to one event loop.
 
-    What a server allows to be kept is kept, in `cache_bytes` of memory, for as long as it says or, if it says nothing,
-    for `unsaid_fresh_s`; after that the server is asked whether it has changed. No credentials are ever sent.
+    Images are cached in `cache_bytes` of memory for as long as their host allows, or `unsaid_fresh_s` seconds if it
+    does not say; after that the host is asked whether the image has changed. No credentials are sent.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class ImageLoader:
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Bound an image by `max_bytes`, and its download, redirects and waiting for its turn, by `timeout_s`."""
+        """`max_bytes` bounds an image. `timeout_s` bounds its download with redirects and the wait for a free slot."""
         self._destinations = destinations
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -123,9 +125,9 @@ class ImageLoader:
         self._downloads: SingleFlight[_Loaded] = SingleFlight()
 
     async def load_all(self, urls: Sequence[str]) -> list[bytes]:
-        """Return the bytes of a request's images, in order.
+        """Return the bytes of all images of a request, in order.
 
-        Raises as `load` does, for the first that fails, with its number; the others are then loaded no further.
+        Raises the error of the first that fails, as `load` does, with the image's number; the others are cancelled.
         """
         lookups = asyncio.Semaphore(_LOOKUPS_OF_A_REQUEST)
 
@@ -139,16 +141,16 @@ class ImageLoader:
         loading = [asyncio.ensure_future(load(index, url)) for index, url in enumerate(urls)]
         try:
             return await asyncio.gather(*loading)
-        finally:  # when one fails, `gather` leaves the others running, for nobody
+        finally:  # `gather` leaves the others running when one fails
             for each in loading:
                 each.cancel()
 
     async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:
-        """Return the bytes of an image; `lookups` are the turns in which the names of its request are looked up.
+        """Return the bytes of an image. `lookups` bounds the concurrent name lookups of its request.
 
-        Raises `InvalidImageError` for a URL that holds or names no image, and `ImageHostError`, which is one, when its
-        host fails; `ImageLimitError` over the limit, `ForbiddenError` for a destination that is not allowed,
-        `UnavailableError` when too many other images are being loaded.
+        Raises `InvalidImageError` for an invalid URL, its subclass `ImageHostError` if the host fails,
+        `ImageLimitError` for more than `max_bytes`, `ForbiddenError` for a destination that is not allowed, and
+        `UnavailableError` if too many other images are being loaded.
         """
         if url[:5].lower() == "data:":
             return await asyncio.to_thread(self._decode, url)
@@ -160,9 +162,9 @@ class ImageLoader:
         return kept.data
 
     async def _download(self, url: ImageUrl, lookups: asyncio.Semaphore) -> _Loaded:
-        """Look up the host, each request for itself, then download, once for all requests.
+        """Resolve the host for this request, then share the download with other requests.
 
-        In this order, so that no request waits for the lookups of another that names the same image.
+        Requests do not share lookups: one that resolves slowly would delay others that name the same image.
         """
         until = asyncio.get_running_loop().time() + self._timeout_s
         try:
@@ -177,7 +179,7 @@ class ImageLoader:
     async def _follow(
         self, url: ImageUrl, addresses: list[str], lookups: asyncio.Semaphore, until: float
     ) -> _Loaded:
-        """Download a URL, at the addresses of its host, and keep it if that may be."""
+        """Download a URL from `addresses`, follow redirects, and cache the image if its host allows it."""
         first, before, fresh, may_be_kept = str(url), self._kept.get(str(url)), MAX_FRESH_S, True
         for hop in range(1 + MAX_REDIRECTS):
             if hop:
@@ -212,9 +214,9 @@ class ImageLoader:
         return following
 
     async def _addresses(self, url: ImageUrl, lookups: asyncio.Semaphore, until: float) -> list[str]:
-        """Return the addresses of a URL's host that are allowed: those alone are connected to, and no name.
+        """Return the allowed addresses of a URL's host. Connections go to these addresses, not to the name.
 
-        So a name that changes its mind gains nothing. No turn to download is held here.
+        So a name that resolves differently the second time changes nothing. No download slot is held here.
         """
         late = ImageHostError(f"{url}: its host name was not resolved within {self._timeout_s:g} s")
         async with _until(until, late), lookups:
@@ -231,7 +233,7 @@ class ImageLoader:
     async def _get(
         self, url: ImageUrl, addresses: list[str], headers: Sequence[tuple[str, str]], until: float
     ) -> Response:
-        """GET a URL when it is its turn."""
+        """GET a URL once a download slot is free."""
         turns = self._host_turns.get(url.authority) or asyncio.Semaphore(_DOWNLOADS_OF_A_HOST)
         self._host_turns[url.authority] = turns
         slow = ImageHostError(f"{url} took more than {self._timeout_s:g} s")
@@ -266,7 +268,7 @@ def _validators(response: Response) -> tuple[tuple[str, str], ...]:
 
 @asynccontextmanager
 async def _until(until: float, late: EncoderError) -> AsyncIterator[None]:
-    """Bound the block by a moment on the event loop's clock; over it, raise `late`."""
+    """Raise `late` if the block runs past `until`, a time of the event loop's clock."""
     try:
         async with asyncio.timeout_at(until):
             yield

@@ -1,7 +1,7 @@
-"""One server at a time: its connection, its row streams, and one `Receiver` for each transport of the contract.
+"""One server: its connection, its running calls, and one `Receiver` for each transport of the contract.
 
-A new transport is a value of the enum `Transport`, a receiver here, a sender in `encoder_service/transport/`, and a
-line in the table of each.
+A new transport needs a value of the enum `Transport`, a receiver with its line in `RECEIVERS`, and a sender with its
+line in `SENDERS` (`encoder_service/transport.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from prefill_client.transport.device import DeviceReceiver
 from prefill_client.transport.receiver import InlineReceiver, Receiver
 from prefill_client.transport.shared_memory import SharedMemoryReceiver
 
-# Best first; inline last, as it takes what no other does.
+# Best first. Inline is last: it takes what no other does.
 RECEIVERS: Mapping[pb.Transport.ValueType, type[Receiver]] = {
     receiver.transport: receiver for receiver in (DeviceReceiver, SharedMemoryReceiver, InlineReceiver)
 }
@@ -22,24 +22,24 @@ INLINE = TRANSPORT_NAMES[pb.TRANSPORT_INLINE]
 SHM = TRANSPORT_NAMES[pb.TRANSPORT_SHM]
 DEVICE = TRANSPORT_NAMES[pb.TRANSPORT_DEVICE]
 BY_DEFAULT = tuple(TRANSPORT_NAMES[transport] for transport, each in RECEIVERS.items() if each.by_default)
-"""Names of those by which rows come to who does not say how."""
+"""Names of the transports that are used unless a caller names others."""
 
 
 def receivers(endpoint: str, description: pb.DescribeResponse) -> dict[str, Receiver]:
-    """Return what receives rows from that server, by name, best first."""
+    """Return the receivers that this process can use with a server, by name, best first."""
     found = (receiver.from_server(endpoint, description) for receiver in RECEIVERS.values())
     return {TRANSPORT_NAMES[receiver.transport]: receiver for receiver in found if receiver is not None}
 
 
 def transport_of(ready: pb.ImageReady) -> str:
-    """Return the name of the transport by which the rows come that this message announces."""
+    """Return the name of the transport of the rows that this message announces."""
     return next(TRANSPORT_NAMES[t] for t, receiver in RECEIVERS.items() if receiver.announced(ready))
 
 
 def asked(transports: Sequence[str], usable: Mapping[str, Receiver]) -> dict[str, Receiver]:
-    """Return what may receive rows, by name, best first, for a caller who names `transports`.
+    """Return the receivers for a caller that names `transports`, by name, best first.
 
-    Inline always may; and with a device, shared memory, by which rows come that are not there.
+    Inline is always among them. With "device" so is shared memory, for rows that are not on the device.
     """
     also = [SHM] if DEVICE in transports else []
     return {name: usable[name] for name in (*transports, *also, INLINE) if name in usable}

@@ -16,8 +16,8 @@ from encoder_contract.errors import (
 )
 from encoder_contract.v1 import encoder_pb2 as pb
 
-# A silent peer is noticed within about two seconds: without ping_timeout_ms, keepalive_timeout_ms has no effect
-# and it takes a minute.
+# With these, a silent peer is noticed within about two seconds. Without ping_timeout_ms, keepalive_timeout_ms has no
+# effect, and it takes a minute.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
@@ -25,21 +25,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 8 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the longest that an attempt to connect may take: twenty seconds unless told otherwise.
+    # Also bounds an attempt to connect, which may take twenty seconds by default.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
-# What grpc says, as if the server had, when it could not hand an operation to a call that was just ending.
+# The status that grpc makes up itself, as if from the server, if a call ends during an operation.
 LOCAL_FAILURE = "Internal error from Core"
-# How its prose begins when there is no connection; the reason is behind its last colon.
+# How grpc's text begins if there is no connection; the reason follows its last colon.
 UNCONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 
 
 class Channels:
-    """Opens channels with the credentials of one client."""
+    """Opens channels with one client's credentials: plain, or over TLS with certificates that are reread on change."""
 
     def __init__(self, credentials: Credentials) -> None:
-        """Read the credentials' files. Raises `ValueError`, which names what is wrong."""
+        """Read the credentials' files. Raises `ValueError` if one is invalid."""
         self._certificates = credentials.certificates()
         self._token = credentials.token()
         name = credentials.server_name
@@ -47,13 +47,13 @@ class Channels:
 
     @property
     def version(self) -> int:
-        """Differs when certificates have changed, so that channels opened before should be replaced."""
+        """A number that changes with the certificates: channels opened with another one should be replaced."""
         return self._certificates.pem.version if self._certificates else 0
 
     def metadata(self, endpoint: str) -> tuple[tuple[str, str], ...]:
-        """Return what identifies us in a call to `endpoint`: our token, if we have one.
+        """Return the metadata with the client's token, if it has one, for a call to `endpoint`.
 
-        Raises `UnauthenticatedError` if it cannot be read, or if others could read it on the way.
+        Raises `UnauthenticatedError` if the token cannot be read, or would be sent over the network without TLS.
         """
         try:
             shown = self._token.metadata()
@@ -64,8 +64,8 @@ class Channels:
         return shown
 
     def open(self, endpoint: str) -> grpc.aio.Channel:
-        """Return a channel to `endpoint`; it connects when it is first used."""
-        # No proxy between us and a server on this host: it is trusted with what others are not.
+        """Return a channel to `endpoint`, which connects on first use."""
+        # No proxy to a server on this host: a proxy must not see the token or the proof of shared memory.
         direct = (("grpc.enable_http_proxy", 0),) if is_local(endpoint) else ()
         if self._certificates is None:
             return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS + direct)
@@ -78,12 +78,12 @@ def _credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def from_message(error: pb.ImageError) -> EncoderError:
-    """Return the error of an image as the server sent it."""
+    """Return the error that the server sent for one image."""
     return from_status(error.code, error.message, retry_after_ms=error.retry_after_ms)
 
 
 def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
-    """Return the error of a whole call, naming the endpoint it came from."""
+    """Return the error of a whole call, with the endpoint in its message."""
     if (cut := _cut(error.code(), error.details(), endpoint)) is not None:
         return cut
     metadata = error.trailing_metadata() or ()
@@ -95,7 +95,7 @@ def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
 
 
 async def ended_early(call: Any, endpoint: str) -> EncoderError:
-    """Return why a server ended a call before every image had its outcome."""
+    """Return the error of a call that the server ended before every image had an outcome."""
     code: grpc.StatusCode = await call.code()
     if code is grpc.StatusCode.OK:
         return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
@@ -104,10 +104,10 @@ async def ended_early(call: Any, endpoint: str) -> EncoderError:
 
 
 def _cut(code: grpc.StatusCode, details: str | None, endpoint: str) -> UnavailableError | None:
-    """Return the error of a call that was cut off, None if it ended otherwise."""
+    """Return the error of a call that was cut off; None if it ended in another way."""
     if details == LOCAL_FAILURE:
         return UnavailableError(f"{endpoint}: the connection failed during a write")
-    # Not by us, who then ask for no reason: gRPC cancels the calls that reach a server while it stops.
+    # Not cancelled by this client, which would not ask for the reason. A server that stops cancels calls that reach it.
     if code is grpc.StatusCode.CANCELLED:
         return UnavailableError(f"{endpoint}: the server stopped before it accepted the call")
     return None

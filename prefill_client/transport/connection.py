@@ -1,4 +1,4 @@
-"""One server: its channel, its description, and single attempts at Submit and Fetch."""
+"""One server: its channel, its description, and single attempts at Submit, Fetch and Put."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,21 @@ from prefill_client.transport.row_stream import RowStream
 from prefill_client.transport.submit_stream import SubmitStream
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
-# Two disciplined clocks part by less than 0.1 ms in this time.
+# How long an estimate of the server's clock is used: two synchronized clocks drift by less than 0.1 ms in this time.
 CLOCK_S = 60.0
 
-# The W3C trace context that goes out with every call of this task, for servers to log; empty: none.
+# The W3C trace context that this task's calls carry, for servers to log; empty for none.
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a server says about itself; `geometry` lets the client lay out prompts by itself."""
+    """What a server says about itself: model, fingerprints, geometry, limits.
+
+    A row has `width` elements of type `dtype`: `hidden` for the language model's input, and as many again for each of
+    `deepstack_levels`. `geometry` gives an image's grid and tokens from its size, so that the client lays out prompts
+    without asking. Limits are in bytes, pixels, images and milliseconds.
+    """
 
     version: str
     model_type: str
@@ -56,7 +61,7 @@ class Description:
 
     @classmethod
     def from_message(cls, message: pb.DescribeResponse) -> Self:
-        """Return the description that `Describe` answered."""
+        """Return the description in a `DescribeResponse`."""
         geometry = message.geometry
         return cls(
             version=message.version,
@@ -81,7 +86,7 @@ class Description:
 
 
 class Connection:
-    """A channel to one server. Every method makes one attempt; retrying is the client's business."""
+    """A channel to one server. Every method makes one attempt; `fleet` retries."""
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class Connection:
         version: int,
         shm_segment: str,
     ) -> None:
-        """`version` is what `channels` had when this one was opened."""
+        """`version` is `channels.version` at the time when `channel` was opened."""
         self.endpoint = endpoint
         self.version = version
         self._channels = channels
@@ -115,9 +120,9 @@ class Connection:
     async def open(
         cls, endpoint: str, channels: Channels, timeout_s: float = 10.0, *, wait: bool = True
     ) -> Self:
-        """Connect, and ask the server to describe itself. Raises `UnavailableError` when it cannot be reached.
+        """Connect, and ask the server to describe itself. Raises `UnavailableError` if it cannot be reached.
 
-        With `wait`, for a server that is starting, a refused connection is tried again until `timeout_s`.
+        With `wait`, a refused connection is tried again until `timeout_s`: the server may be starting.
         """
         version, shown = channels.version, channels.metadata(endpoint)
         channel = channels.open(endpoint)
@@ -125,14 +130,14 @@ class Connection:
             message = await EncoderServiceStub(channel).Describe(
                 pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait, metadata=shown
             )
-            # The first answer waited for the connection: it says nothing about how long an answer takes.
+            # A second call: the first one included the time to connect.
             clock = await _clock_of(channel, timeout_s, shown)
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
             raise from_rpc(error, endpoint) from error
-        except BaseException:  # cancelled too: nobody else knows of the channel
+        except BaseException:  # also when cancelled: no one else can close the channel
             await channel.close()
             raise
         description = Description.from_message(message)
@@ -148,18 +153,21 @@ class Connection:
         )
 
     async def close(self, after_s: float = 0.0) -> None:
-        """Close the channel after `after_s`, or when this is cancelled; calls that still run end then."""
+        """Close the channel after `after_s`, or at once if cancelled. Calls that still run then end."""
         if self._clock_task is not None:
             self._clock_task.cancel()
         try:
-            await asyncio.sleep(after_s)  # gRPC's own grace would refuse new calls at once
+            await asyncio.sleep(after_s)  # gRPC's own grace period would refuse new calls
         finally:
             await self.channel.close()
 
     async def submit(
         self, images: Sequence[Image], caller: pb.Caller, timeout_s: float | None = None
     ) -> list[Submitted]:
-        """Name the images, send the bytes of those the server lacks, and return its answer to each, in order."""
+        """Name the images, send those that the server lacks, and return its answer to each, in order.
+
+        Raises the error of the call, and `DeadlineError` after `timeout_s`.
+        """
         stream = self.submit_stream(images, caller)
         try:
             async with asyncio.timeout(timeout_s):
@@ -172,7 +180,7 @@ class Connection:
         return answers
 
     def submit_stream(self, images: Sequence[Image], caller: pb.Caller) -> SubmitStream:
-        """Begin a Submit call: whoever keeps images leaves it open."""
+        """Begin a Submit call that the caller ends: to keep images, leave it open."""
         call = self._stub.Submit(metadata=self.metadata())
         return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes)
 
@@ -186,9 +194,9 @@ class Connection:
         timeout_s: float | None = None,
         producer: Producer | None = None,
     ) -> RowStream:
-        """Start a Fetch call; rows come by the first of `transports` that both sides can use, or inline.
+        """Begin a Fetch call. Rows come by the first of `transports` that both sides can use, else inline.
 
-        `timeout_s` bounds the wait for the last outcome; the call itself has no deadline, because it may hold rows.
+        `timeout_s` bounds the wait for the last outcome. The call itself has no deadline, because it may hold rows.
         """
         receivers = asked(transports, self.receivers)
         message = pb.FetchRequest(
@@ -205,9 +213,9 @@ class Connection:
         return RowStream(call, requests, receivers, self.endpoint, self.clock, timeout_s)
 
     async def put(self, producer: Producer, caller: pb.Caller, *, shared: bool) -> PutStream:
-        """Begin a Put call; with `shared`, rows go through shared memory if the server is on this host.
+        """Begin a Put call. With `shared`, rows go through shared memory if the server is on this host.
 
-        Raises the error with which the server refuses the call.
+        Raises the error of the call if the server refuses it.
         """
         return await PutStream.open(
             self.channel,
@@ -221,7 +229,7 @@ class Connection:
         )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what goes out with every call: our token, and the trace that the call belongs to."""
+        """Return the metadata of a call: the client's token, and the trace that the call belongs to."""
         shown, given = self._channels.metadata(self.endpoint), traceparent.get()
         return (*shown, (TRACEPARENT, given)) if given else shown
 

@@ -1,4 +1,4 @@
-"""Device memory: rows of a server's GPU, copied to a GPU of this process without passing through the host."""
+"""Rows in device memory: copied from a server's GPU to a GPU of this process, not through the host."""
 
 import importlib.util
 import warnings
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class DeviceRows(SharedRows):
-    """Rows of a handle into device memory. Copied there at 1 TB/s and more, they are never lent in place.
+    """The rows of a handle into device memory. They are always copied, at 1 TB/s and more, never lent in place.
 
-    Copies are made on the current GPU of the thread that asks, on its current stream, and are complete, and found to be
-    of the handle's rows, when they are returned.
+    A copy is made on the current GPU and stream of the calling thread. It is complete, and checked to be the handle's
+    rows, when it is returned.
     """
 
     on_device = True
 
     def tensor(self, dtype: str) -> "torch.Tensor":
-        """Return a copy on the GPU, [rows, width]. Raises `StaleHandleError`."""
+        """Return a copy on the GPU, [rows, width] of type `dtype`. Raises `StaleHandleError`."""
         with self._checked():
             return self._copied(dtype)
 
@@ -52,7 +52,7 @@ class DeviceRows(SharedRows):
 
 
 class OwnDeviceRows(Rows):
-    """Rows in memory of this process, on its GPU."""
+    """Rows in memory of this process on a GPU."""
 
     def __init__(self, tensor: "torch.Tensor") -> None:
         self._tensor = tensor
@@ -82,25 +82,25 @@ class OwnDeviceRows(Rows):
 
 
 class DeviceReceiver(SharedMemoryReceiver):
-    """Receives handles into the memory of a server's GPU, from a server of this host and user."""
+    """Receives handles into the GPU memory of a server of this host whose segment this process can read."""
 
     transport = pb.TRANSPORT_DEVICE
     by_default = False
 
     @classmethod
     def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
-        """Return a receiver if the server has rows on a GPU, its segment can be read, and torch is here."""
+        """Return a receiver if the server has rows on a GPU, its segment can be read, and torch is installed."""
         if cls.transport not in description.transports or importlib.util.find_spec("torch") is None:
             return None
         return super().from_server(endpoint, description)
 
     @staticmethod
     def announced(ready: pb.ImageReady) -> bool:
-        """Whether the message has a handle into the memory of a device."""
+        """Return whether the message has a handle into the memory of a device."""
         return bool(ready.handle.memory)
 
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
-        """Return the rows, which are there already."""
+        """Return the arrival of the rows, which is complete."""
         return _DeviceArrival(ready, is_open)
 
 
@@ -117,9 +117,9 @@ class _DeviceArrival(Arrival):
 def device_copy(
     memory: DeviceMemory, extents: Sequence[tuple[int, int]], width: int, dtype: str
 ) -> "torch.Tensor":
-    """Return a copy of rows that lie in device memory, [rows, width] of `dtype`, when it is complete.
+    """Copy rows out of device memory, on this thread's current GPU and stream, and return the finished copy.
 
-    On the current GPU of this thread and its current stream; of memory that stands in for a GPU's, on the CPU.
+    It is [rows, width] of type `dtype`. Memory that stands in for a GPU's in tests is copied on the CPU.
     """
     import torch
 
@@ -141,7 +141,7 @@ def device_copy(
 
 
 def current_gpu() -> int:
-    """Return the number of this thread's current GPU; 0 where there is none."""
+    """Return the number of this thread's current GPU; 0 without a GPU."""
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""A running Put call to one server: names and their answers, and the rows that are being sent."""
+"""A running Put call to one server: names and their answers, and rows, inline or through shared memory."""
 
 import asyncio
 import itertools
@@ -29,9 +29,9 @@ from prefill_client.images import PutAnswer, PutImage
 from prefill_client.transport.channels import from_message
 from prefill_client.transport.exchange import Exchange
 
-# What is copied at a time: it is still in the processor's cache when its checksum is taken.
+# Bytes copied at a time: few enough to be in the processor's cache when their checksum is computed.
 _COPY_BYTES = 512 << 10
-# A piece of rows in shared memory: each costs a message, and the last one is copied by the server alone.
+# Bytes of rows per message through shared memory. The server copies a piece while the next one is written.
 SHARED_BYTES = 4 << 20
 PUT = "/encoder_contract.v1.EncoderService/Put"
 _numbers = itertools.count()
@@ -42,10 +42,11 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class OutgoingSegment:
-    """Belongs to one Put call. It grows to the largest image, and its memory is used again for the next.
+    """A file in shared memory through which one Put call sends rows, one image at a time.
 
-    It has a name only until the server has opened it, and no memory before: a process that is killed leaves at worst an
-    empty file, which the next caller or server of this user and folder removes.
+    It grows to the size of the largest image and is reused for the next. It has a name only until the server has opened
+    it, and no memory before that: a killed process leaves at worst an empty file, which the next caller or server of
+    this user and folder removes.
     """
 
     def __init__(self, path: str, file: int) -> None:
@@ -55,9 +56,9 @@ class OutgoingSegment:
 
     @classmethod
     def beside(cls, segment: str) -> Self | None:
-        """Return an empty one in the folder of a server's segment; None if we cannot write there.
+        """Return an empty segment in the folder of a server's; None if this process cannot write there.
 
-        Those of callers that were killed before they had removed the name are swept away.
+        Removes the files that killed callers have left in the folder.
         """
         folder = Path(segment).parent
         remove_ownerless(folder, CALLERS_PREFIX)
@@ -68,24 +69,24 @@ class OutgoingSegment:
         return cls(str(path), file)
 
     def unlink(self) -> None:
-        """Remove its name: who has opened it keeps it."""
+        """Remove the file's name. Processes that have opened it keep it."""
         Path(self.path).unlink(missing_ok=True)
 
     def reserve(self, size: int) -> bool:
-        """Make room for an image of `size` bytes; False if shared memory is full. For a worker thread."""
+        """Make room for an image of `size` bytes. Return False if shared memory is full. For a worker thread."""
         if self._map is None or len(self._map) < size:
             try:
-                os.posix_fallocate(self._file, 0, size)  # a hole could be a SIGBUS at a later write
+                os.posix_fallocate(self._file, 0, size)  # writing to a hole could raise SIGBUS
                 self._map = mmap.mmap(self._file, size)
             except OSError:
                 return False
         return True
 
     def write(self, data: memoryview, begin: int, end: int, checksum: Checksum) -> pb.Extent:
-        """Copy bytes [begin, end) of an image's rows to the same place here, and go on with their checksum.
+        """Copy bytes [begin, end) of an image's rows to the same offset, add them to `checksum`, and return the extent.
 
-        Returns where they are, for the server. There must be room for the image: `reserve` it first. For a worker
-        thread: it takes 0.2 ms per MB, and more in fresh memory. Raises `UnavailableError` once it is closed.
+        Call `reserve` for the whole image first. For a worker thread: it takes 0.2 ms per MB, more in fresh memory.
+        Raises `UnavailableError` once the segment is closed.
         """
         if (mapped := self._map) is None:
             raise UnavailableError("the Put call was closed")
@@ -97,7 +98,7 @@ class OutgoingSegment:
         return pb.Extent(offset=begin, length=end - begin)
 
     def close(self) -> None:
-        """Give its memory back; not while a thread reserves or writes."""
+        """Release the memory. Not while a thread runs `reserve` or `write`."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -105,22 +106,22 @@ class OutgoingSegment:
 
 
 async def whole(work: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-    """Do work on a thread. A caller that is cancelled leaves when the thread has: others write to the same place."""
+    """Run work in a thread. A cancelled caller waits for the thread: the next one writes to the same memory."""
     working = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         while not working.done():
-            with suppress(asyncio.CancelledError):  # once more: it leaves with the first one
+            with suppress(asyncio.CancelledError):  # a second cancel; the first is raised below
                 await asyncio.wait([working])
-        working.exception()  # nobody is left to hear it, and asyncio would log it
+        working.exception()  # retrieved, or asyncio would log it
         raise
 
 
 class PutStream(Exchange):
-    """One call; any number of names, any number of images at a time. Leases end with it: keep it open meanwhile.
+    """A running Put call, for any number of names and of concurrent images. Its leases end with it.
 
-    Every method raises the error of the call once that has ended.
+    Every method raises the error of the call once the call has ended.
     """
 
     def __init__(self, call: Any, endpoint: str, max_images: int) -> None:
@@ -149,7 +150,10 @@ class PutStream(Exchange):
         proof: bytes = b"",
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> Self:
-        """Begin a call. With the path of the server's `segment` and its `proof`, rows go through shared memory."""
+        """Begin a call. With the path of the server's `segment` and a `proof`, rows go through shared memory.
+
+        Raises the error of the call if the server refuses it.
+        """
         call = channel.stream_stream(
             PUT, request_serializer=_serialized, response_deserializer=pb.PutResponse.FromString
         )(metadata=metadata)
@@ -160,13 +164,13 @@ class PutStream(Exchange):
             if ours is not None:
                 opening.segment, opening.shm_proof = ours.path, proof
             await stream._begin(opening, ours)
-        except BaseException:  # cancelled too: nobody else knows of the call
+        except BaseException:  # also when cancelled: no one else can end the call
             call.cancel()
             raise
         finally:
             if ours is not None:
                 ours.unlink()
-                if stream._segment is None:  # refused, or the call was
+                if stream._segment is None:  # the server refused the segment or the call
                     ours.close()
         return stream
 
@@ -176,14 +180,14 @@ class PutStream(Exchange):
         return self._segment is not None
 
     def close(self) -> None:
-        """End the call; its leases are released."""
-        super().close()  # and with it what reads, and what is going on
+        """End the call. The server releases its leases."""
+        super().close()  # ends the reading task and all pending writes too
         self._end(UnavailableError("the Put call was closed"))
 
     async def name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
         """Name images together and return the answer to each, in order. Raises `OverloadedError` for too many.
 
-        A caller that is cancelled meanwhile gives them up.
+        If the caller is cancelled, leases in the answers are given back.
         """
         asking = self._begin_whole(self._name(images, width, dtype))
         try:
@@ -193,9 +197,10 @@ class PutStream(Exchange):
             raise
 
     async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
-        """Send the rows of an image that is `yours`, and return its last answer: `held`, or its error.
+        """Send the rows of an image that is `yours`; return its last answer, `held` or `failed`.
 
-        A caller that is cancelled meanwhile gives the image up, and leaves once no thread reads the rows any more.
+        If the caller is cancelled, the lease is given back, and the cancellation is raised once no thread reads the
+        rows.
         """
         self._check_yours(answer)
         data = memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(-1))  # type: ignore[arg-type]
@@ -205,12 +210,12 @@ class PutStream(Exchange):
                 await asyncio.shield(self._begin_whole(self._send(answer.index, data, waiting)))
             return self._answer(answer.image, answer.index, await waiting)
         except asyncio.CancelledError:
-            waiting.cancel()  # no more of the rows is sent
+            waiting.cancel()  # stops sending
             self._begin_whole(self._abandon(answer))
             raise
 
     async def abandon(self, answer: PutAnswer) -> None:
-        """Tell the server that no rows will come for an image that is `yours`; it hears that in any case."""
+        """Give back the lease of an image that is `yours`. The server is told even if the caller is cancelled."""
         await asyncio.shield(self._begin_whole(self._abandon(answer)))
 
     async def _abandon(self, answer: PutAnswer) -> None:
@@ -220,7 +225,7 @@ class PutStream(Exchange):
         self._answer(answer.image, answer.index, await waiting)
 
     def _check_yours(self, answer: PutAnswer) -> None:
-        """Raise `InvalidRequestError` unless the image is still this caller's: its index may be another's by now."""
+        """Raise `InvalidRequestError` unless the call still holds the lease: the index may be reused by now."""
         ours = answer.call == self.number and self._yours.get(answer.index) is answer.image
         if not ours:
             raise InvalidRequestError(
@@ -241,7 +246,7 @@ class PutStream(Exchange):
         return [self._answer(*pair, state) for pair, state in zip(pairs, states, strict=True)]
 
     async def _send(self, index: int, data: memoryview, waiting: Waiting) -> None:
-        """Send rows inline; those of an image that has failed meanwhile, or is given up, no further. Not cancelled."""
+        """Send rows inline; stop if the image fails or is given up. Must not be cancelled."""
         checksum = Checksum()
         for begin in range(0, len(data), self._piece_bytes):
             if waiting.done():
@@ -253,11 +258,11 @@ class PutStream(Exchange):
             await self._write_whole(pb.PutRequest(end=pb.PutEnd(index=index, checksum=checksum.value)))
 
     async def _share(self, index: int, data: memoryview, waiting: Waiting) -> bool:
-        """Send rows through shared memory and wait for their answer; False if there is none, or no room in it."""
+        """Send rows through shared memory and wait for their answer. Return False without a segment or room in it."""
         if (segment := self._segment) is None:
             return False
         try:
-            async with self._sharing:  # until the server has answered: the segment holds one image
+            async with self._sharing:  # until the server answers: the segment holds one image
                 if not await whole(segment.reserve, len(data)):
                     return False
                 await self._copy(segment, index, data, waiting)
@@ -267,7 +272,7 @@ class PutStream(Exchange):
             self._close_segment()
 
     async def _copy(self, segment: OutgoingSegment, index: int, data: memoryview, waiting: Waiting) -> None:
-        """While we copy a piece into the segment, the server copies the one before out of it."""
+        """Copy an image into the segment in pieces. The server copies a piece out while the next one is written."""
         checksum = Checksum()
         for begin in range(0, len(data), SHARED_BYTES):
             if waiting.done():
@@ -284,7 +289,7 @@ class PutStream(Exchange):
                     self._begin_whole(self._abandon(answer))
 
     def _begin_whole(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
-        """Begin what is done to its end though its caller is cancelled; the end of the call ends it too."""
+        """Start work that goes on if its caller is cancelled. The end of the call ends it."""
         task = asyncio.create_task(work)
         self._going_on.add(task)
         task.add_done_callback(self._heard)
@@ -293,7 +298,7 @@ class PutStream(Exchange):
     def _heard(self, task: "asyncio.Task[Any]") -> None:
         self._going_on.discard(task)
         if not task.cancelled():
-            task.exception()  # its caller may have left, and asyncio would log it
+            task.exception()  # retrieved, or asyncio would log it if the caller has left
 
     async def _begin(self, opening: pb.PutOpen, segment: OutgoingSegment | None) -> None:
         await self._write(pb.PutRequest(open=opening))
@@ -310,13 +315,13 @@ class PutStream(Exchange):
         try:
             while True:
                 state = (await self._read()).state
-                # Kept, if nobody awaits it yet: its lease has ended.
+                # Kept for the next caller if no one awaits it: the lease has ended.
                 waiting = self._await(state.index)
                 if not waiting.done():
                     waiting.set_result(state)
         except EncoderError as caught:
             error = caught
-        finally:  # whatever it was: gRPC tells of a call that was cancelled as if this task had been
+        finally:  # also for CancelledError, which gRPC raises here if the call was cancelled
             self._end(error)
 
     def _await(self, index: int) -> Waiting:
@@ -341,27 +346,27 @@ class PutStream(Exchange):
         return PutAnswer(image, holding, state.address, lease_s, error, *place)  # type: ignore[arg-type]
 
     async def _say(self, message: pb.PutRequest | bytes) -> None:
-        """Write a message whole though the caller is cancelled: gRPC would end the call with a write that is."""
+        """Write a message, to its end even if the caller is cancelled: cancelling a write would end the call."""
         await asyncio.shield(self._begin_whole(self._write_whole(message)))
 
     async def _write_whole(self, message: pb.PutRequest | bytes) -> None:
         try:
             await self._write(message)
-        except asyncio.CancelledError as error:  # not of this task, but of the call
+        except asyncio.CancelledError as error:  # the call was cancelled, not this task
             raise UnavailableError(f"{self._endpoint}: the Put call was cancelled") from error
 
     def _end(self, error: EncoderError) -> None:
-        """Fail everyone who waits for an answer: the call has ended."""
+        """Fail all callers that wait for an answer: the call has ended."""
         self._error = self._error or error
         self._close_segment()
         for waiting in self._awaited.values():
             if not waiting.done():
                 waiting.set_exception(self._error)
-                waiting.exception()  # whoever has left need not hear it
+                waiting.exception()  # retrieved, or asyncio would log it if the caller has left
         self._awaited.clear()
 
     def _close_segment(self) -> None:
-        """Give the segment back once the call has ended; while a thread may write to it, that is for its sender."""
+        """Close the segment once the call has ended. While a thread may write to it, its sender does that later."""
         if self._segment is not None and self._error is not None and not self._sharing.locked():
             self._segment.close()
 

@@ -1,4 +1,4 @@
-"""A running Fetch call: its outcomes as they arrive, and the hold on rows that stay at the server."""
+"""A running Fetch call: outcomes as they arrive, and the hold on rows that stay at the server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -26,7 +26,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """An image that was announced."""
+    """An image that the server has announced."""
 
     ready: pb.ImageReady
     transport: str
@@ -34,10 +34,10 @@ class _Arriving:
 
 
 class RowStream(Exchange):
-    """Iterate it for the outcomes, one per request, in the order in which they become ready.
+    """A running Fetch call. Iterate it for one outcome per request, in the order in which they become ready.
 
-    Rows that stay at the server are there until `close` (or the end of `async with`): the open call is what keeps
-    them in place. It may have no deadline of its own, therefore: `timeout_s` bounds the wait for outcomes, here.
+    The open call keeps shared rows in place, until `close` or the end of `async with`. Therefore the call has no
+    deadline; `timeout_s` bounds the wait for outcomes.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RowStream(Exchange):
         left_s = self._deadline - monotonic()
         reading: Awaitable[Any] = self._read()
         if self._holds:
-            # A read that is cancelled ends the call, and with it the hold on what has come.
+            # Cancelling a read would end the call, and with it the hold on rows that have come.
             reading = asyncio.ensure_future(reading)
             reading.add_done_callback(_forget)
             reading = asyncio.shield(reading)
@@ -88,7 +88,7 @@ class RowStream(Exchange):
             raise DeadlineError(f"{self._endpoint}: the deadline passed") from None
 
     def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
-        """Return the outcome that `message` completes, if it does."""
+        """Return the outcome that `message` completes; None if it completes none."""
         if isinstance(message, tuple):
             index, data = message
             self._arriving[index].arrival.add(data)
@@ -130,6 +130,6 @@ class RowStream(Exchange):
 
 
 def _forget(reading: "asyncio.Future[Any]") -> None:
-    """Retrieve the outcome of a read that nobody waits for any more, so that asyncio does not report it."""
+    """Retrieve the outcome of a read that no one waits for, so that asyncio does not log it."""
     if not reading.cancelled():
         reading.exception()

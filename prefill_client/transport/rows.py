@@ -14,7 +14,7 @@ from encoder_contract.handle import Handle
 if TYPE_CHECKING:
     import torch
 
-# bfloat16 has no numpy type: its bits travel as uint16.
+# numpy has no bfloat16: its bits are carried as uint16.
 _NUMPY_TYPES: "dict[str, np.dtype[Any]]" = {
     "bfloat16": np.dtype(np.uint16),
     "float16": np.dtype(np.float16),
@@ -23,14 +23,14 @@ _NUMPY_TYPES: "dict[str, np.dtype[Any]]" = {
 
 
 def element_type(dtype: str) -> "np.dtype[Any]":
-    """Return the numpy type that carries elements of `dtype`."""
+    """Return the numpy type that carries elements of type `dtype`."""
     return _NUMPY_TYPES[dtype]
 
 
 def tensor_view(array: NDArray[np.generic], dtype: str) -> "torch.Tensor":
-    """Return a torch tensor over the same memory, of type `dtype` (bfloat16 comes as uint16).
+    """Return a torch tensor of type `dtype` over the memory of `array` (uint16 bit patterns for bfloat16).
 
-    A tensor has no read-only flag: writing to one that lies in a segment kills the process.
+    Tensors have no read-only flag: writing to one over a mapped segment kills the process.
     """
     import torch
 
@@ -41,7 +41,7 @@ def tensor_view(array: NDArray[np.generic], dtype: str) -> "torch.Tensor":
 
 
 def array_view(tensor: "torch.Tensor") -> NDArray[np.generic]:
-    """Return a tensor's elements as numpy carries them: over the same memory, or of a GPU a copy."""
+    """Return a tensor's elements as numpy carries them: over the same memory, or a copy if it is on a GPU."""
     import torch
 
     on_host = tensor.cpu()
@@ -49,39 +49,45 @@ def array_view(tensor: "torch.Tensor") -> NDArray[np.generic]:
 
 
 class Rows(ABC):
-    """Rows of one image, [rows, width]; bfloat16 as its bits, uint16."""
+    """Rows of one image. `shape` is (rows, width); arrays carry bfloat16 as uint16 bit patterns."""
 
     shape: tuple[int, ...]
     handle: Handle | None = None
-    """Names the rows to other processes of this host, if they are shared."""
+    """Other processes of this host read the rows by it; None if they are not shared."""
 
     @property
     def lost(self) -> bool:
-        """Whether the rows can no longer be read."""
+        """Whether the rows are gone: reading them raises `StaleHandleError`."""
         return False
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[NDArray[np.generic]]:
-        """Lend the rows where they are, read-only; what was read counts once the block is left.
+        """Lend the rows in place, read-only. Use what was read only after the block has ended without an error.
 
-        Raises `StaleHandleError` on entering and on leaving.
+        Raises `StaleHandleError` on entry, or on exit if the rows were replaced during the block.
         """
 
     @abstractmethod
     def copy(self) -> NDArray[np.generic]:
-        """Return the rows to keep, however long the Fetch lasts, on the host. Raises `StaleHandleError`."""
+        """Return the rows on the host, valid after the Fetch call. Raises `StaleHandleError`."""
 
     def tensor(self, dtype: str) -> "torch.Tensor":
-        """Return the rows to keep, as a tensor: on the GPU if they come from one. Raises `StaleHandleError`."""
+        """Return the rows as a tensor, valid after the Fetch call; on the GPU that they come from.
+
+        Raises `StaleHandleError`.
+        """
         return tensor_view(self.copy(), dtype)
 
     @abstractmethod
     def lent(self) -> "AbstractContextManager[Rows]":
-        """Lend the rows as rows that nobody can take away, as `reading` does."""
+        """Lend the rows as `Rows` that cannot be lost, with the checks of `reading`."""
 
     @abstractmethod
     def own(self) -> "Rows":
-        """Return the rows to keep, on the GPU if they come from one. Raises `StaleHandleError`."""
+        """Return the rows as `Rows` valid after the Fetch call; on the GPU that they come from.
+
+        Raises `StaleHandleError`.
+        """
 
 
 class OwnRows(Rows):
@@ -97,7 +103,7 @@ class OwnRows(Rows):
         yield self._array
 
     def copy(self) -> NDArray[np.generic]:
-        """Return the rows themselves: nobody else writes to them."""
+        """Return the rows themselves: no other code writes to them."""
         return self._array
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Shared memory: a server's segment mapped read-only into this process, once, and rows viewed in place."""
+"""Rows in shared memory: a server's segment is mapped once, read-only, and rows are read in place."""
 
 import mmap
 import os
@@ -21,13 +21,14 @@ from prefill_client.transport.receiver import Arrival, Receiver
 from prefill_client.transport.rows import OwnRows, Rows, element_type
 
 _MAPPED_SEGMENTS = 16
-"""Replicas on one host that a process reads from; one more and the least recently used is unmapped."""
+"""Segments that are mapped at once; of more, the least recently used is unmapped."""
 
 
 class SharedRows(Rows):
-    """Rows of a handle, where they lie. Holds the mapping, not the rows: the open Fetch stream does that.
+    """The rows of a handle, read in place. This keeps the segment mapped; the open Fetch call holds the rows.
 
-    There are two ways to them, and both check that they are still the handle's rows after they were read.
+    Every read checks, before and after, that the memory still has the handle's rows. `handle`, `width` and `dtype` are
+    enough to read the rows in another process of this host.
     """
 
     handle: Handle
@@ -37,10 +38,10 @@ class SharedRows(Rows):
     def __init__(
         self, handle: Handle, width: int, dtype: str, *, is_held: Callable[[], bool] = lambda: True
     ) -> None:
-        """Map the handle's segment unless it is mapped. `width`, `dtype`: a row, as in `ImageReady`.
+        """Map the handle's segment unless it is mapped. A row has `width` elements of type `dtype`.
 
-        `is_held` says whether the stream is known to be open. Raises `StaleHandleError` when the segment or the rows
-        are gone, `InternalError` for a senseless handle.
+        `is_held` tells whether the Fetch call is known to be open. Raises `StaleHandleError` if the segment or the rows
+        are gone, and `InternalError` for an invalid handle.
         """
         if bool(handle.memory) != self.on_device:
             raise InternalError(f"the rows of a handle into {handle.segment} lie in other memory")
@@ -54,14 +55,15 @@ class SharedRows(Rows):
 
     @property
     def lost(self) -> bool:
-        """Whether the rows can no longer be read: their stream has ended, or others lie there."""
+        """Whether the rows are gone: the Fetch call has ended, or the memory has other rows."""
         return not self._is_held() or not self._segment.holds(self.handle)
 
     @contextmanager
     def reading(self) -> Iterator[NDArray[np.generic]]:
-        """Lend the rows: in place when they lie in one extent, else a copy.
+        """Lend the rows [rows, width], read-only: in place if they are one extent, else a copy.
 
-        Raises `StaleHandleError` on entering, and on leaving: then what was read, and any error over it, is void.
+        Raises `StaleHandleError` on entry, or on exit if the rows were replaced: then discard what was read. That error
+        also replaces an error of the block.
         """
         with self._checked():
             yield self._array()
@@ -73,17 +75,17 @@ class SharedRows(Rows):
             yield OwnRows(array)
 
     def own(self) -> Rows:
-        """Return a copy, as `copy` does."""
+        """Return a copy that outlives the Fetch call. Raises `StaleHandleError`."""
         return OwnRows(self.copy())
 
     def copy(self) -> NDArray[np.generic]:
-        """Return a copy [rows, width] that outlives the Fetch stream. Raises `StaleHandleError`."""
+        """Return a copy [rows, width] that outlives the Fetch call. Raises `StaleHandleError`."""
         with self.reading() as array:
             return array if array.flags.writeable else array.copy()
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
-        """Make sure before and after that these are the handle's rows; if they are not, any error over them is void."""
+        """Check before and after the block that the memory has the handle's rows. Raises `StaleHandleError`."""
         if not self._is_held():
             raise StaleHandleError("the call that held the rows has ended")
         self._segment.check(self.handle)
@@ -101,13 +103,13 @@ class SharedRows(Rows):
 
 
 class SharedMemoryReceiver(Receiver):
-    """Receives handles from a server of this host and user, whose segment we can read."""
+    """Receives handles from a server of this host whose segment this process can read."""
 
     transport = pb.TRANSPORT_SHM
     holds = True
 
     def __init__(self, proof: bytes) -> None:
-        """`proof` is the first bytes of the segment."""
+        """`proof` has the first bytes of the segment, which show the server that this process can read it."""
         self._proof = proof
 
     @classmethod
@@ -118,16 +120,16 @@ class SharedMemoryReceiver(Receiver):
 
     @staticmethod
     def announced(ready: pb.ImageReady) -> bool:
-        """Whether the message has a handle into the segment."""
+        """Return whether the message has a handle into the segment."""
         return ready.HasField("handle") and not ready.handle.memory
 
     def ask(self, request: pb.FetchRequest) -> None:
-        """Add the transport, and the proof."""
+        """Add the transport and the proof."""
         super().ask(request)
         request.shm_proof = self._proof
 
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
-        """Return the rows, which are there already."""
+        """Return the arrival of the rows, which is complete."""
         return _SharedArrival(ready, is_open)
 
 
@@ -147,7 +149,7 @@ class _MappedSegment:
     segment_id: bytes
     content: NDArray[np.uint8]
     memories: dict[tuple[bytes, int], DeviceMemory] = field(default_factory=dict)
-    """Device memory that was opened for a handle into it, by name and GPU; closed with the segment."""
+    """Device memory that was opened to read a handle, by name and GPU; closed with the segment."""
 
     def memory(self, handle: Handle, gpu: int) -> DeviceMemory:
         with _segments_lock:
@@ -176,7 +178,7 @@ _segments_lock = threading.Lock()
 
 
 def _mapped(handle: Handle) -> _MappedSegment:
-    """Return the mapping of the handle's segment, made on first use, after checking the handle against it."""
+    """Return the mapping of the handle's segment, made on first use. Raises `InternalError` for an invalid handle."""
     with _segments_lock:
         segment = _segments.get(handle.segment)
         if segment is None or segment.segment_id != handle.segment_id:
@@ -188,7 +190,7 @@ def _mapped(handle: Handle) -> _MappedSegment:
 
 
 def _unmap_dead() -> None:
-    """Unmap segments whose server has gone, as a mapping keeps their memory allocated. Views in use stay valid."""
+    """Unmap segments whose server is gone, to free their memory. Views in use stay valid."""
     for path in [path for path in _segments if not os.path.exists(path)]:
         del _segments[path]
 
@@ -199,7 +201,7 @@ def _map(handle: Handle) -> _MappedSegment:
     except OSError as error:
         raise StaleHandleError(f"the segment {handle.segment} cannot be opened: {error.strerror}") from error
     try:
-        # A mapping beyond the end of its file is a SIGBUS at some later read.
+        # Reading a mapping beyond the end of its file raises SIGBUS.
         if not 0 < handle.segment_bytes <= os.fstat(file).st_size:
             raise InternalError(f"{handle.segment} is not a segment of {handle.segment_bytes} bytes")
         content = np.frombuffer(
@@ -217,7 +219,7 @@ def _map(handle: Handle) -> _MappedSegment:
 
 def _check_bounds(handle: Handle, segment_bytes: int) -> None:
     if not handle.generation:
-        # 0 is what free pages have.
+        # Free pages have generation 0.
         raise InternalError(f"a handle into {handle.segment} names no generation")
     slot = (handle.generation_offset, GENERATION_BYTES)
     whole = (0, handle.memory_bytes) if handle.memory else (SEGMENT_ID_BYTES, segment_bytes)

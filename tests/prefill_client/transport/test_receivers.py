@@ -52,7 +52,7 @@ async def test_the_first_transport_of_the_caller_that_both_can_use_is_used(clien
 async def test_a_transport_that_is_not_known_is_an_error_that_names_those_that_are(
     client: EncoderClient,
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="device, shm, inline; not pigeon"):
+    with pytest.raises(InvalidRequestError, match="unknown transports pigeon: use device, shm, inline"):
         client.fetch([RowRequest(b"\0" * 32)], transports=["pigeon"])
 
 

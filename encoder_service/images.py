@@ -135,10 +135,12 @@ UPLOAD_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SubmittedImage:
-    """An image of a Submit call, the grid its caller computed, and the call's claim on it."""
+    """An image of a Submit call: the caller's index, grid and size (0: not said) of it, and the call's claim on it."""
 
+    index: int
     key: ImageKey
     claimed_grid: Grid | None
+    size_bytes: int
     claim: Claim
 
 
@@ -425,8 +427,9 @@ MAX_FOLLOWED = 4096
 
 @dataclass(frozen=True, slots=True)
 class PutImage:
-    """An image that a caller of Put names, and the grid its rows are of."""
+    """An image that a caller of Put names: the caller's index of it, and the grid its rows are of."""
 
+    index: int
     key: ImageKey
     grid: Grid
 

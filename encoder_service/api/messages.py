@@ -137,7 +137,7 @@ def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -
 
 def put_image(by: Producer, salt: bytes, name: pb.PutName) -> PutImage:
     """Return an image that a caller of Put names. Raises `InvalidRequestError`."""
-    return PutImage(put_image_key(by, name, salt), Grid(name.grid.t, name.grid.h, name.grid.w))
+    return PutImage(name.index, put_image_key(by, name, salt), Grid(name.grid.t, name.grid.h, name.grid.w))
 
 
 def grid_message(grid: tuple[int, int, int]) -> pb.Grid:

@@ -1,10 +1,11 @@
-"""One Put call: names are answered at once; rows are accepted only for images whose lease this call holds."""
+"""The images of one Put call: named, and stored when their rows have come, if this call holds their lease."""
 
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from encoder_contract.errors import (
@@ -19,11 +20,11 @@ from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
+from encoder_service.api.exchange import Exchange
 from encoder_service.api.fetch import RowFormat
 from encoder_service.api.inbound import Requests
-from encoder_service.images import Lease, PutAnswer, PutImage, PutLeases
-from encoder_service.limits import TURN_BYTES, Caller, Hold, Turns, name_turns
-from encoder_service.logs import known_error
+from encoder_service.images import Lease, PutImage, PutLeases
+from encoder_service.limits import TURN_BYTES, Caller, Hold, Turns
 from encoder_service.store import Incoming, Store
 
 # Separate threads: reading from a caller's file does not delay hashing or sending for others.
@@ -52,7 +53,7 @@ class PutRoom:
 
 
 @dataclass(eq=False, slots=True)
-class _Expected:
+class _Wanted:
     """An image for which this call holds the lease, and how much of it has arrived."""
 
     lease: Lease
@@ -62,14 +63,18 @@ class _Expected:
     held_bytes: int = 0
 
 
-class PutCall:
-    """The state of one Put call. Iterate over `answers` once; `close` it in any case."""
+class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse]):
+    """The images of one Put call: wanted while the call holds their lease, until their rows are in the store.
+
+    An index may be used again once its image has had its last answer.
+    """
 
     def __init__(
         self,
         room: PutRoom,
-        caller: Caller,
         call: Call,
+        requests: Requests[PutMessage],
+        caller: Caller,
         *,
         under_way: Hold,
         new_image: Callable[[pb.PutName], PutImage],
@@ -80,225 +85,168 @@ class PutCall:
     ) -> None:
         """`under_way` is what the call holds of the bytes of rows that are not complete, of all callers together.
 
-        `segment` is the open file through which rows may come; the call closes it.
-
-        `check_caller` raises when the caller may no longer put; it is asked before each list of names.
+        `segment` is the open file through which rows may come; the call closes it. For the rest see `Exchange`.
         """
+        super().__init__(requests, caller, room.turns, check_caller)
         self._room = room
-        self._caller = caller
         self._call = call
         self._under_way = under_way
         self._new_image = new_image
         self._tokens = tokens
         self._max_images = max_images
         self._segment = segment
-        self._check_caller = check_caller
-        self._expected: dict[int, _Expected] = {}
-        self._late: set[int] = set()  # they have their last answer, but more of their rows may be on the way
 
-    async def answers(self, requests: Requests[PutMessage]) -> AsyncIterator[pb.PutResponse]:
-        """Yield an answer for every name, and one more for every image whose rows arrived, or will not arrive."""
+    def opened(self) -> pb.PutResponse:
+        """Return the answer to the call's first message."""
         opened = pb.PutOpened(
             lease_ms=round(self._room.leases.lease_s * 1000),
             shm=self._segment is not None,
             max_message_bytes=messages.PUT_PIECE_BYTES,
         )
-        yield pb.PutResponse(opened=opened)
-        while True:
-            for answer in self._ended():
-                yield answer
-            if self._room.is_draining() and not self._expected:
-                raise UnavailableError("the server is draining: use another server")
-            try:
-                request = await requests.within(self._patience_s())
-            except TimeoutError:
-                continue
-            except StopAsyncIteration:
-                return
-            for answer in await self._answers_to(request, requests):
-                yield answer
+        return pb.PutResponse(opened=opened)
 
     def close(self) -> None:
         """Drop images that are not complete, and release their leases."""
-        for index in tuple(self._expected):
-            self._drop(index)
+        super().close()
         if self._segment is not None:
             os.close(self._segment)
 
-    async def _answers_to(self, request: PutMessage, requests: Requests[PutMessage]) -> list[pb.PutResponse]:
+    def _due(self) -> list[pb.PutResponse]:
+        ended = [index for index, wanted in self._wanted.items() if not wanted.lease.open]
+        answers = [self._fail(index, DeadlineError(LATE)) for index in ended]
+        if self._room.is_draining() and not self._wanted and not answers:
+            raise UnavailableError("the server is draining: use another server")
+        return answers
+
+    async def _next(self) -> PutMessage:
+        """Wait until the next lease ends, or until it is time to look whether the server drains."""
+        now = asyncio.get_running_loop().time()
+        left_s = [max(wanted.lease.ends_at - now, 0) for wanted in self._wanted.values()]
+        return await self._requests.within(min(left_s, default=LOOK_S))
+
+    async def _answers_to(self, request: PutMessage) -> AsyncIterator[pb.PutResponse]:
         if isinstance(request, tuple):
             index, data = request
-            await self._room.turns.take(self._caller.holder, 1 + len(data) // TURN_BYTES)
-            await requests.begin_next()  # not before our turn: a call that waits for it has one message here
-            return await self._piece(index, data)
-        kind = request.WhichOneof("message")
-        if kind == "names":
-            self._check_caller()
-            return await self._names(request.names.names)
-        if kind == "shared":
-            return await self._piece(request.shared.index, request.shared.extent)
-        if kind == "end":
-            return await self._end(request.end)
-        raise InvalidRequestError(
-            "after `open`, a Put call may send only `names`, `rows`, `shared` and `end`"
-        )
+            await self._turns.take(self._caller.holder, 1 + len(data) // TURN_BYTES)
+            # Not before our turn: a call that waits for it has one message here.
+            await self._requests.begin_next()
+            answers = await self._piece(index, partial(self._rows, data))
+        elif (kind := request.WhichOneof("message")) == "names":
+            async for answer in self._names(request.names.names):
+                yield answer
+            return
+        elif kind == "shared":
+            answers = await self._piece(request.shared.index, partial(self._rows, request.shared.extent))
+        elif kind == "end":
+            answers = await self._piece(request.end.index, partial(self._end, request.end))
+        else:
+            raise InvalidRequestError(
+                "after `open`, a Put call may send only `names`, `rows`, `shared` and `end`"
+            )
+        for answer in answers:
+            yield answer
 
-    def _patience_s(self) -> float:
-        """Return how long until there may be something to answer: the next lease ends, or the server drains."""
-        now = asyncio.get_running_loop().time()
-        return min((max(each.lease.ends_at - now, 0) for each in self._expected.values()), default=LOOK_S)
-
-    def _ended(self) -> list[pb.PutResponse]:
-        """Answer images whose lease has ended."""
-        ended = [index for index, each in self._expected.items() if not each.lease.open]
-        return [self._fail(index, DeadlineError(LATE)) for index in ended]
-
-    async def _names(self, names: Sequence[pb.PutName]) -> list[pb.PutResponse]:
-        answers: list[pb.PutResponse] = []
-        named: set[int] = set()
-        for some, pieces in name_turns(names):
-            await self._room.turns.take(self._caller.holder, pieces)
-            answers += await self._answers_to_names(some, named)
-        return answers
-
-    async def _answers_to_names(self, names: Sequence[pb.PutName], named: set[int]) -> list[pb.PutResponse]:
-        answers: list[pb.PutResponse] = []
-        images: dict[int, PutImage] = {}
-        for name in names:
-            self._check_index(name.index, named)
-            try:
-                self._check_row(name)
-                images[name.index] = self._new_image(name)
-            except InvalidRequestError as error:
-                answers.append(self._refused(name.index, error))
-        known = await self._room.leases.ask(list(images.values()), self._caller)
-        for (index, image), answer in zip(images.items(), known, strict=True):
-            answers.append(self._answer_name(index, image, answer))
-        return answers
-
-    def _check_index(self, index: int, named: set[int]) -> None:
-        if index in self._expected or index in named:
+    def _take_index(self, index: int) -> None:
+        if index in self._wanted:
             raise InvalidRequestError(f"index {index} is in use: wait for the last answer for its image")
         if index >= self._max_images:
             raise InvalidRequestError(f"index {index} must be below max_images_per_call = {self._max_images}")
-        named.add(index)
-        self._late.discard(index)
+        self._over.discard(index)
 
-    def _check_row(self, name: pb.PutName) -> None:
+    def _image(self, name: pb.PutName) -> PutImage:
         rows = self._room.rows
         if (name.width, name.dtype) != (rows.width, rows.dtype):
             raise InvalidRequestError(
                 f"this server's row has {rows.width} {rows.dtype} elements, got {name.width} {name.dtype[:16]!r}"
             )
+        return self._new_image(name)
 
-    def _answer_name(self, index: int, image: PutImage, answer: PutAnswer | EncoderError) -> pb.PutResponse:
-        if isinstance(answer, EncoderError):
-            return self._refused(index, answer)
-        wait_s = answer.wait_s
-        if answer.lease is not None:
-            self._expected[index] = _Expected(answer.lease, self._tokens(image.grid))
-            wait_s = self._room.leases.lease_s
-        self._call.put(answer.holding)
-        return self._state(index, answer.holding, image.key.address, round(wait_s * 1000))
+    async def _look_up(self, images: Sequence[PutImage]) -> list[pb.PutResponse]:
+        answers = []
+        for image, answer in zip(images, await self._room.leases.ask(images, self._caller), strict=True):
+            if isinstance(answer, EncoderError):
+                answers.append(self._failure(image.index, answer))
+                continue
+            wait_s = answer.wait_s
+            if answer.lease is not None:
+                self._wanted[image.index] = _Wanted(answer.lease, self._tokens(image.grid))
+                wait_s = self._room.leases.lease_s
+            self._call.put(answer.holding)
+            answers.append(self._state(image, answer.holding, round(wait_s * 1000)))
+        return answers
 
-    async def _piece(self, index: int, piece: memoryview | pb.Extent) -> list[pb.PutResponse]:
-        if (expected := self._expected_at(index)) is None:
-            return []
-        try:
-            if (incoming := self._begun(expected)) is None:
-                return [self._complete(index, expected)]
-            if isinstance(piece, memoryview):
-                incoming.add(piece)
-            else:
-                await self._read(expected, incoming, piece)
-        except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
-            return [self._fail(index, error)]
-        return []
+    async def _rows(self, piece: memoryview | pb.Extent, wanted: _Wanted) -> pb.PutResponse | None:
+        if (incoming := self._begun(wanted)) is None:
+            return self._complete(wanted)
+        if isinstance(piece, memoryview):
+            incoming.add(piece)
+        else:
+            await self._read(wanted, incoming, piece)
+        return None
 
-    async def _end(self, end: pb.PutEnd) -> list[pb.PutResponse]:
-        if (expected := self._expected_at(end.index)) is None:
-            return []
+    async def _end(self, end: pb.PutEnd, wanted: _Wanted) -> pb.PutResponse:
         if end.abandoned:
-            return [self._fail(end.index, AbandonedError("the caller abandoned the image"))]
-        try:
-            if (incoming := self._begun(expected)) is not None:
-                _require_open(expected.lease)
-                incoming.check(end.checksum)
-                expected.working = asyncio.get_running_loop().run_in_executor(_checks, incoming.check_finite)
-                await asyncio.shield(expected.working)
-                _require_open(expected.lease)
-                incoming.complete(end.checksum).release()
-        except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
-            return [self._fail(end.index, error)]
-        return [self._complete(end.index, expected)]
+            raise AbandonedError("the caller abandoned the image")
+        if (incoming := self._begun(wanted)) is not None:
+            _require_open(wanted.lease)
+            incoming.check(end.checksum)
+            wanted.working = asyncio.get_running_loop().run_in_executor(_checks, incoming.check_finite)
+            await asyncio.shield(wanted.working)
+            _require_open(wanted.lease)
+            incoming.complete(end.checksum).release()
+        return self._complete(wanted)
 
-    def _expected_at(self, index: int) -> _Expected | None:
-        """Return the image that the rows belong to; None if it has had its last answer, and they were on their way."""
-        if index not in self._expected and index not in self._late:
-            raise InvalidRequestError(f"image {index}: this call holds no lease")
-        return self._expected.get(index)
-
-    def _begun(self, expected: _Expected) -> Incoming | None:
+    def _begun(self, wanted: _Wanted) -> Incoming | None:
         """Return where the rows go, once space is reserved for them; None if the store has got them otherwise.
 
         Raises `OverloadedError`, and `ImageLimitError` for rows that can never fit.
         """
-        if expected.incoming is None:
-            size = expected.tokens * self._room.rows.row_bytes
+        if wanted.incoming is None:
+            size = wanted.tokens * self._room.rows.row_bytes
             if size > self._under_way.most:
                 raise ImageLimitError(
                     f"its rows have {size} bytes, but at most {self._under_way.most} may be on their way "
                     "into the store (half of --store-host-gib)"
                 )
             self._under_way.resize(self._under_way.amount + size)
-            expected.held_bytes = size
-            key, grid = expected.lease.image.key, expected.lease.image.grid
-            expected.incoming = self._room.store.receive(
-                key.address, expected.tokens, grid, self._caller.holder
-            )
-        return expected.incoming
+            wanted.held_bytes = size
+            key, grid = wanted.lease.image.key, wanted.lease.image.grid
+            wanted.incoming = self._room.store.receive(key.address, wanted.tokens, grid, self._caller.holder)
+        return wanted.incoming
 
-    async def _read(self, expected: _Expected, incoming: Incoming, extent: pb.Extent) -> None:
+    async def _read(self, wanted: _Wanted, incoming: Incoming, extent: pb.Extent) -> None:
         """Copy a piece of rows out of the caller's file."""
         if self._segment is None or extent.offset > MAX_OFFSET:
             raise InvalidRequestError("the call opened no segment that holds rows at this offset")
-        expected.working = asyncio.get_running_loop().run_in_executor(
+        wanted.working = asyncio.get_running_loop().run_in_executor(
             _copies, _read_and_close, incoming, os.dup(self._segment), extent.offset, extent.length
         )
-        await asyncio.shield(expected.working)
+        await asyncio.shield(wanted.working)
 
-    def _complete(self, index: int, expected: _Expected) -> pb.PutResponse:
+    def _complete(self, wanted: _Wanted) -> pb.PutResponse:
         """Answer an image whose rows are in the store."""
-        del self._expected[index]
-        self._late.add(index)
-        self._under_way.resize(self._under_way.amount - expected.held_bytes)
-        self._room.leases.kept(expected.lease)
-        self._call.put("kept", expected.held_bytes)
-        return self._state(index, "held", expected.lease.image.key.address)
+        self._under_way.resize(self._under_way.amount - wanted.held_bytes)
+        self._room.leases.kept(wanted.lease)
+        self._call.put("kept", wanted.held_bytes)
+        return self._state(wanted.lease.image, "held")
 
-    def _fail(self, index: int, error: Exception) -> pb.PutResponse:
-        """Drop an image; more of its rows may be on their way."""
-        self._drop(index)
-        self._late.add(index)
-        return self._refused(index, known_error(error))
+    def _dropped(self, wanted: _Wanted) -> None:
+        if wanted.incoming is not None:
+            _drop_unused(wanted.incoming, wanted.working)
+        self._under_way.resize(self._under_way.amount - wanted.held_bytes)
+        self._room.leases.give_up(wanted.lease)
 
-    def _refused(self, index: int, error: EncoderError) -> pb.PutResponse:
+    def _failure(self, index: int, error: EncoderError) -> pb.PutResponse:
         self._call.put("failed", error=error)
         message = messages.error_message(index, error)
         state = pb.PutState(index=index, holding=pb.HOLDING_FAILED, error=message)
         return pb.PutResponse(state=state)
 
-    def _drop(self, index: int) -> None:
-        expected = self._expected.pop(index)
-        if expected.incoming is not None:
-            _drop_unused(expected.incoming, expected.working)
-        self._under_way.resize(self._under_way.amount - expected.held_bytes)
-        self._room.leases.give_up(expected.lease)
-
     def _state(
-        self, index: int, holding: Literal["held", "yours", "wait"], address: bytes, lease_ms: int = 0
+        self, image: PutImage, holding: Literal["held", "yours", "wait"], lease_ms: int = 0
     ) -> pb.PutResponse:
-        state = pb.PutState(index=index, holding=_HOLDINGS[holding], address=address, lease_ms=lease_ms)
+        address = image.key.address
+        state = pb.PutState(index=image.index, holding=_HOLDINGS[holding], address=address, lease_ms=lease_ms)
         return pb.PutResponse(state=state)
 
 

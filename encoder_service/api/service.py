@@ -78,8 +78,9 @@ class EncoderService:
             )
         submitting = self._submitting(caller, call, inbound)
         inbound.held.callback(submitting.close)
-        async for answer in submitting.answers(inbound.requests):
+        async for answer in submitting.answers():
             yield answer
+        submitting.check_end()
         # The requests of a cancelled call end just as those of a complete one, a moment before the cancellation
         # arrives. Sending one more message tells them apart: it fails if the caller has left.
         yield pb.SubmitResponse()
@@ -112,7 +113,8 @@ class EncoderService:
         caller = self._admitted("put", inbound.caller, first.open.caller, call)
         putting = self._putting(caller, first.open, call, inbound)
         inbound.held.callback(putting.close)
-        async for answer in putting.answers(inbound.requests):
+        yield putting.opened()
+        async for answer in putting.answers():
             yield answer
         call.complete = True
 
@@ -154,8 +156,9 @@ class EncoderService:
         producer = Producer.from_message(opened.producer)
         return PutCall(
             self._put_room,
-            caller,
             call,
+            inbound.requests,
+            caller,
             under_way=inbound.held.enter_context(self._budgets.put_bytes.hold(caller, 0)),
             new_image=partial(messages.put_image, producer, caller.salt),
             tokens=self._info.geometry.tokens,
@@ -171,6 +174,7 @@ class EncoderService:
             self._encoder,
             Uploads(room, max_image_bytes=limits.max_image_bytes, idle_s=self._info.upload_idle_s),
             call,
+            inbound.requests,
             caller,
             turns=self._turns,
             new_claim=partial(_claim, caller, uuid4().hex),

@@ -50,7 +50,7 @@ from encoder_service.engine.model import MemoryPlan, Model, decode_threads
 from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
 from encoder_service.image.sources import SourceCache, Validator
-from encoder_service.images import Encoder, PutLeases, RowFinder, SubmitWaiters
+from encoder_service.images import Images, PutLeases
 from encoder_service.limits import Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
@@ -96,7 +96,10 @@ class Server:
         self.jobs = self._build_jobs()
         self.engine = self._build_engine()
         self.cluster = self._build_cluster()
-        self._waiters = SubmitWaiters(self.cluster, self.budgets.awaited_images)
+        self.images = self._build_images()
+        self.leases = PutLeases(
+            self.images, self.cluster, lease_s=config.put_lease_s, budget=self.budgets.put_leases
+        )
         self._description = describe(config, model, self.replica_id)
         self.service = self._build_service()
 
@@ -170,7 +173,7 @@ class Server:
     async def _refuse_new_calls(self) -> None:
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
-        self._waiters.end_keeping(UnavailableError("the server is draining: use another server"))
+        self.images.waiters.end_keeping(UnavailableError("the server is draining: use another server"))
 
     # Construction
 
@@ -249,24 +252,27 @@ class Server:
         )
         return Coordinator(index, peers, self.store, self._fleet_key)
 
-    def _build_service(self) -> EncoderService:
-        config, model = self._config, self._model
+    def _build_images(self) -> Images:
+        config = self._config
         validator = Validator(
-            model.processor.geometry,
+            self._model.processor.geometry,
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             formats=config.accepted_formats,
             on_hash=partial(self.metrics.stage, "hash"),
         )
-        self.leases = PutLeases(
+        return Images(
             validator,
+            self._sources,
+            self.jobs,
             self.store,
             self.cluster,
-            self._waiters,
-            lease_s=config.put_lease_s,
-            budget=self.budgets.put_leases,
+            self.budgets.awaited_images,
+            encodes=not config.stores_only,
         )
-        parts = validator, self._sources, self.jobs, self.store, self.cluster, self._waiters
+
+    def _build_service(self) -> EncoderService:
+        config, model = self._config, self._model
         width = model.tower.spec.width
         info = ServerInfo(
             description=self._description,
@@ -280,10 +286,7 @@ class Server:
             identity=self._identity,
             fleet_key=self._fleet_key,
         )
-        finder = RowFinder(*parts, encodes=not config.stores_only)
-        return EncoderService(
-            Encoder(*parts), finder, self.leases, self.store, info, self.metrics, self.budgets
-        )
+        return EncoderService(self.images, self.leases, self.store, info, self.metrics, self.budgets)
 
     async def _join_cluster(self) -> None:
         recipe = self._model.recipe
@@ -334,7 +337,7 @@ class Server:
 
     def _abort(self, why: UnavailableError) -> None:
         self._aborted = True
-        self._waiters.end(why)
+        self.images.waiters.end(why)
         self.service.draining = True
         self._stop.set()
 

@@ -1,8 +1,8 @@
 """What happens to an image on the event loop: it is looked up, received and queued, and its rows are found.
 
-A Submit names images. `Encoder` answers from what this replica knows, or else by the cluster. If this replica is to
-encode an image, it asks for the bytes, checks them and queues the image. The engine goes on from there: decode, ViT,
-store. A Fetch gets rows from `RowFinder`: held here, encoded here, or fetched from a peer. `SubmitWaiters` has the
+A Submit names images. `Images.lookup` answers from what this replica knows, or else by the cluster. If this replica is
+to encode an image, the call asks for the bytes; `receive` checks them and queues the image. The engine goes on from
+there: decode, ViT, store. A Fetch gets `rows`: held here, encoded here, or fetched from a peer. `Waiters` has the
 Fetches whose image nobody has submitted or put yet. A Put asks `PutLeases` which images its caller is to compute.
 
 Nothing here touches a pixel.
@@ -37,7 +37,7 @@ class Keeper:
         """Why they are to be submitted elsewhere."""
 
 
-class SubmitWaiters:
+class Waiters:
     """Those who wait for images that are not submitted yet, and those who keep images. One event loop's."""
 
     def __init__(self, cluster: Cluster, awaited_images: Budget) -> None:
@@ -131,6 +131,7 @@ class SubmitWaiters:
 # If requested bytes have not arrived after this time, the lease is released, so that a caller that stalls delays no
 # other replica. If they arrive later, the lease is acquired again.
 UPLOAD_WAIT_S = 5.0
+LEASE_WAIT_S = 1.0  # to wait for another replica before looking again: its lease ends by itself if it dies
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,18 @@ class LookupResult:
     cached: bool = False
 
 
-class Encoder:
-    """Answers the names of images and receives their bytes. Belongs to one event loop."""
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """Pinned rows, and where they were found; if they were waited for, how long each stage took and when it began."""
+
+    pin: Pin
+    source: Literal["device", "host", "peer", "encoded"]
+    stage_ms: Mapping[str, float] = field(default_factory=dict)
+    stage_began_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class Images:
+    """Looks images up, receives their bytes, and finds or makes their rows. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -162,16 +173,22 @@ class Encoder:
         jobs: JobQueue,
         store: Store,
         cluster: Cluster,
-        waiters: SubmitWaiters,
+        awaited_images: Budget,
+        *,
+        encodes: bool = True,
     ) -> None:
+        """Without a tower, `encodes` is False: rows are held, come from peers, or are put."""
         self._validator = validator
         self._sources = sources
         self._jobs = jobs
         self._store = store
         self._cluster = cluster
-        self._waiters = waiters
+        self._encodes = encodes
+        self.waiters = Waiters(cluster, awaited_images)
 
-    async def name(self, images: Sequence[SubmittedImage]) -> list[LookupResult | EncoderError]:
+    # What a Submit needs
+
+    async def lookup(self, images: Sequence[SubmittedImage]) -> list[LookupResult | EncoderError]:
         """Answer each submitted name: cached, queued, an error, or (grid None) bytes needed.
 
         Asks the cluster about everything that is not known here in one step.
@@ -179,7 +196,10 @@ class Encoder:
         answers = [self._known_here(image) for image in images]
         unknown = [image for image, answer in zip(images, answers, strict=True) if answer is None]
         acquired = await self._cluster.acquire([image.key.address for image in unknown])
-        return [answer or self._asked(image, acquired) for image, answer in zip(images, answers, strict=True)]
+        return [
+            answer or self._known_there(image, acquired)
+            for image, answer in zip(images, answers, strict=True)
+        ]
 
     async def receive(self, image: SubmittedImage, data: bytes) -> LookupResult:
         """Check the bytes of an image against its name and the limits, and queue it.
@@ -194,10 +214,10 @@ class Encoder:
             acquired = await self._cluster.acquire([key.address])
             if key.address not in acquired.granted:  # a peer holds it or encodes it
                 self._sources.put(source, image.claim.holder)
-                self._waiters.wake(key.address)
+                self.waiters.wake(key.address)
                 self._cluster.share_source(key, data)
                 return LookupResult(grid, cached=key.address in acquired.located)
-        queued = self._queue(image, source, grid)
+        queued = self._queue(key, source, grid, image.claim)
         self._sources.put(source, image.claim.holder)  # not before: a refused file pushes out no other
         self._cluster.share_source(key, data)
         return LookupResult(grid, cached=not queued)
@@ -206,117 +226,12 @@ class Encoder:
         """Give up a claim; an image without claims is dropped unless its batch has started."""
         self._jobs.withdraw(claim)
 
-    def keep(self, address: bytes, keeper: Keeper) -> None:
-        """Note that `keeper` can send the file of an image again, should a Fetch wait for it."""
-        self._waiters.keep(address, keeper)
-
-    def keep_no_more(self, address: bytes, keeper: Keeper) -> None:
-        """Undo `keep`."""
-        self._waiters.keep_no_more(address, keeper)
-
     def forget(self, key: ImageKey) -> None:
-        """Release the lease of an image whose requested bytes will not come."""
+        """Release the lease of an image that is not queued: its requested bytes will not come, or were refused."""
         if key not in self._jobs:
             self._cluster.release(key.address)
 
-    def _known_here(self, image: SubmittedImage) -> LookupResult | EncoderError | None:
-        try:
-            self._validator.check_name(image.key, image.claimed_grid)
-            if (pin := self._store.pin(image.key.address)) is not None:
-                with pin:
-                    return LookupResult(confirm(Grid(*pin.grid), image.claimed_grid), cached=True)
-            if (job := self._jobs.join(image.key, image.claim)) is not None:
-                return LookupResult(confirm(job.grid, image.claimed_grid))
-        except EncoderError as error:
-            return error
-        return None
-
-    def _asked(self, image: SubmittedImage, acquired: Acquired) -> LookupResult | EncoderError:
-        """Answer a name by what the cluster said: this replica is to encode the image, or peers hold or encode it.
-
-        Bytes that are here already are not asked for again: if that peer dies, a Fetch encodes the image here.
-        """
-        if image.key.address in acquired.granted:
-            return self._granted(image)
-        locations = acquired.located.get(image.key.address, ())
-        grid = self._validator.agreed((location.grid for location in locations), image.claimed_grid)
-        try:
-            if grid is None and (source := self._sources.get(image.key.source_key)) is not None:
-                grid = self._validator.grid(image.key, source, image.claimed_grid)
-        except EncoderError as error:
-            return error
-        return LookupResult(grid, cached=bool(locations))
-
-    def _granted(self, image: SubmittedImage) -> LookupResult | EncoderError:
-        """Answer a name that this replica is to encode, unless it has been queued or encoded here since."""
-        if (known := self._known_here(image)) is None:
-            return self._begun(image)
-        self.forget(image.key)
-        return known
-
-    def _begun(self, image: SubmittedImage) -> LookupResult | EncoderError:
-        """Queue an image whose bytes are here; otherwise ask for them."""
-        try:
-            if (source := self._sources.get(image.key.source_key)) is not None:
-                grid = self._validator.grid(image.key, source, image.claimed_grid)
-                self._queue(image, source, grid)
-                return LookupResult(grid)
-            if image.claimed_grid is not None:  # a full queue refuses before bytes are sent
-                self._jobs.check_room(image.claim.holder, image.claimed_grid.patches)
-        except EncoderError as error:
-            self._cluster.release(image.key.address)
-            return error
-        asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, image.key)
-        return LookupResult(None)
-
-    def _queue(self, image: SubmittedImage, source: Source, grid: Grid) -> bool:
-        """Queue an image; return False if its rows are held by now: they came while the cluster was asked."""
-        job = self._jobs.submit(image.key, source, grid, image.claim)
-        if job is None:
-            self._cluster.release(image.key.address)
-        self._waiters.wake(image.key.address)
-        return job is not None
-
-
-LEASE_WAIT_S = 1.0  # to wait for another replica before looking again: its lease ends by itself if it dies
-
-
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """Pinned rows, and where they were found; if they were waited for, how long each stage took and when it began."""
-
-    pin: Pin
-    source: Literal["device", "host", "peer", "encoded"]
-    stage_ms: Mapping[str, float] = field(default_factory=dict)
-    stage_began_s: Mapping[str, float] = field(default_factory=dict)
-
-
-class RowFinder:
-    """Waits for rows that are being encoded, starts encoding, or fetches from peers. Belongs to one event loop."""
-
-    def __init__(
-        self,
-        validator: Validator,
-        sources: SourceCache,
-        jobs: JobQueue,
-        store: Store,
-        cluster: Cluster,
-        waiters: SubmitWaiters,
-        *,
-        encodes: bool = True,
-    ) -> None:
-        """Without a tower, `encodes` is False: rows are held, come from peers, or are put."""
-        self._validator = validator
-        self._sources = sources
-        self._jobs = jobs
-        self._store = store
-        self._cluster = cluster
-        self._waiters = waiters
-        self._encodes = encodes
-
-    def known_error(self, error: Exception) -> EncoderError:
-        """Return what to tell who awaits rows of an error on their way; a lost device ends everything."""
-        return self._jobs.known_error(error)
+    # What a Fetch needs
 
     async def locate(self, images: Sequence[ImageKey]) -> dict[bytes, Locations]:
         """Return where peers hold those of the images that are not known here; as `Cluster.find`."""
@@ -339,7 +254,7 @@ class RowFinder:
         claim: Claim,
         caller: Caller,
         grace_s: float,
-        located: dict[bytes, Locations],
+        located: Mapping[bytes, Locations],
     ) -> FetchResult:
         """Return the rows of an image, pinned: held here, encoded here, or fetched from a peer.
 
@@ -369,24 +284,96 @@ class RowFinder:
             elif self._jobs.knows(key):
                 elsewhere = ()  # it came while the cluster was asked
             else:
-                elsewhere = await self._waiters.wait(key, caller, deadline)
+                elsewhere = await self.waiters.wait(key, caller, deadline)
+
+    def known_error(self, error: Exception) -> EncoderError:
+        """Return what to tell who awaits rows of an error on their way; a lost device ends everything."""
+        return self._jobs.known_error(error)
+
+    # What a Put needs
+
+    def holds(self, key: ImageKey) -> bool:
+        """Whether the rows of an image are held here."""
+        return self._store.contains(key.address)
+
+    def held_grid(self, key: ImageKey, claimed: Grid | None) -> Grid | None:
+        """Return the grid of an image whose rows are held here, else None.
+
+        Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid or one that cannot be.
+        """
+        self._validator.check_name(key, claimed)
+        if (pin := self._store.pin(key.address)) is None:
+            return None
+        with pin:
+            return confirm(Grid(*pin.grid), claimed)
+
+    # Inside
+
+    def _known_here(self, image: SubmittedImage) -> LookupResult | EncoderError | None:
+        try:
+            if (grid := self.held_grid(image.key, image.claimed_grid)) is not None:
+                return LookupResult(grid, cached=True)
+            if (job := self._jobs.join(image.key, image.claim)) is not None:
+                return LookupResult(confirm(job.grid, image.claimed_grid))
+        except EncoderError as error:
+            return error
+        return None
+
+    def _known_there(self, image: SubmittedImage, acquired: Acquired) -> LookupResult | EncoderError:
+        """Answer a name by what the cluster said: this replica is to encode the image, or peers hold or encode it.
+
+        Bytes that are here already are not asked for again: if that peer dies, a Fetch encodes the image here.
+        """
+        if image.key.address in acquired.granted:
+            return self._granted(image)
+        locations = acquired.located.get(image.key.address, ())
+        grid = self._validator.agreed((location.grid for location in locations), image.claimed_grid)
+        try:
+            if grid is None and (source := self._sources.get(image.key.source_key)) is not None:
+                grid = self._validator.grid(image.key, source, image.claimed_grid)
+        except EncoderError as error:
+            return error
+        return LookupResult(grid, cached=bool(locations))
+
+    def _granted(self, image: SubmittedImage) -> LookupResult | EncoderError:
+        """Answer a name whose lease this replica has: queue the image if its bytes are here, else ask for them."""
+        if (known := self._known_here(image)) is not None:  # it came while the cluster was asked
+            self.forget(image.key)
+            return known
+        try:
+            if (source := self._sources.get(image.key.source_key)) is not None:
+                grid = self._validator.grid(image.key, source, image.claimed_grid)
+                self._queue(image.key, source, grid, image.claim)
+                return LookupResult(grid)
+            if image.claimed_grid is not None:  # a full queue refuses before bytes are sent
+                self._jobs.check_room(image.claim.holder, image.claimed_grid.patches)
+        except EncoderError as error:
+            self.forget(image.key)
+            return error
+        asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, image.key)
+        return LookupResult(None)
 
     async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
         """Start encoding, or wait for the replica that does, unless it `failed`; return where the image is then."""
+        grid = self._validator.grid(key, source)
         acquired = await self._cluster.acquire([key.address], failed)
         if key.address not in acquired.granted:
             located = acquired.located.get(key.address)
             return located or await self._cluster.wait_published(key.address, LEASE_WAIT_S, failed)
         try:
-            begun = self._jobs.submit(key, source, self._validator.grid(key, source), claim)
+            self._queue(key, source, grid, claim)
         except EncoderError:
-            if key not in self._jobs:
-                self._cluster.release(key.address)
+            self.forget(key)
             raise
-        if begun is None:
-            self._cluster.release(key.address)
-        self._waiters.wake(key.address)
         return ()
+
+    def _queue(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> bool:
+        """Queue an image whose lease this replica has; return False if its rows came while the cluster was asked."""
+        job = self._jobs.submit(key, source, grid, claim)
+        if job is None:
+            self._cluster.release(key.address)
+        self.waiters.wake(key.address)
+        return job is not None
 
     def _begun_as_cheaper(self, key: ImageKey, claim: Claim) -> bool:
         """Encode bytes that are here, without a lease, if that should be faster than a transfer; return whether."""
@@ -400,7 +387,7 @@ class RowFinder:
             self._jobs.submit(key, source, grid, claim)
         except OverloadedError:
             return False  # nothing is faster in a queue that is full
-        self._waiters.wake(key.address)
+        self.waiters.wake(key.address)
         return True
 
     async def _source_of(self, key: ImageKey, claim: Claim, *, is_elsewhere: bool) -> Source | None:
@@ -459,19 +446,16 @@ class PutLeases:
 
     def __init__(
         self,
-        validator: Validator,
-        store: Store,
+        images: Images,
         cluster: Cluster,
-        waiters: SubmitWaiters,
         *,
         lease_s: float,
         budget: Budget,
     ) -> None:
         self.lease_s = lease_s
-        self._validator = validator
-        self._store = store
+        self._images = images
         self._cluster = cluster
-        self._waiters = waiters
+        self._waiters = images.waiters
         self._budget = budget
         self._leases: dict[bytes, Lease] = {}
         self._following: dict[bytes, asyncio.Task[None]] = {}
@@ -529,10 +513,7 @@ class PutLeases:
 
     def _known_here(self, image: PutImage) -> PutAnswer | EncoderError | None:
         try:
-            self._validator.check_name(image.key, image.grid)
-            if (pin := self._store.pin(image.key.address)) is not None:
-                with pin:
-                    confirm(Grid(*pin.grid), image.grid)
+            if self._images.held_grid(image.key, image.grid) is not None:
                 return PutAnswer("held")
         except EncoderError as error:
             return error
@@ -560,7 +541,7 @@ class PutLeases:
                 self._cluster.release(key.address)
             return PutAnswer("wait")
         if key.address in acquired.granted:
-            if not self._store.contains(key.address):
+            if not self._images.holds(key):
                 return PutAnswer("yours", lease)
             self.settle(lease)  # it was brought over while the cluster was asked
             self._cluster.release(key.address)

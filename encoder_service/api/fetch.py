@@ -15,7 +15,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
-from encoder_service.images import FetchResult, RowFinder
+from encoder_service.images import FetchResult, Images
 from encoder_service.keys import ImageKey
 from encoder_service.limits import TURN_BYTES, Budget, Caller, Turns, name_turns
 from encoder_service.scheduler import Claim
@@ -180,18 +180,18 @@ async def row_requests(
 
 
 async def rows_anywhere(
-    finder: RowFinder, images: Sequence[RowRequest], caller: Caller, grace_s: float
+    images: Images, requests: Sequence[RowRequest], caller: Caller, grace_s: float
 ) -> RowsOf:
     """Return what finds rows here or elsewhere; asks at once, for all images together, who else holds them."""
-    located = await finder.locate([wanted.key for wanted in images])
-    return lambda wanted: finder.rows(wanted.key, wanted.claim, caller, grace_s, located)
+    located = await images.locate([wanted.key for wanted in requests])
+    return lambda wanted: images.rows(wanted.key, wanted.claim, caller, grace_s, located)
 
 
-def rows_of_this_replica(finder: RowFinder) -> RowsOf:
+def rows_of_this_replica(images: Images) -> RowsOf:
     """Return what finds rows that are held or being made here; anything else is unknown."""
 
     async def rows_of(wanted: RowRequest) -> FetchResult:
-        found = await finder.rows_here(wanted.key, wanted.claim)
+        found = await images.rows_here(wanted.key, wanted.claim)
         if found is None:
             raise UnknownImageError(f"this replica does not hold {wanted.key.named}")
         return found
@@ -205,9 +205,9 @@ class FetchCall:
     def __init__(
         self,
         rows_of: RowsOf,
-        images: Sequence[RowRequest],
+        wanted: Sequence[RowRequest],
         call: Call,
-        finder: RowFinder,
+        images: Images,
         *,
         caller: Caller,
         sender: Sender,
@@ -221,15 +221,15 @@ class FetchCall:
         With `fleet_key`, the caller is a peer, and the rows are signed.
         """
         self._rows_of = rows_of
-        self._images = images
+        self._wanted = wanted
         self._call = call
-        self._finder = finder
+        self._images = images
         self._sender = sender
         self._rows = rows
         self._turns = turns
         self._fleet_key = fleet_key
         self._holder = caller.holder
-        places = len(images) if sender.holds else PINNED_AHEAD
+        places = len(wanted) if sender.holds else PINNED_AHEAD
         self._holds = Holds(pinned_bytes, caller, places, rows.row_bytes)
 
     async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
@@ -241,7 +241,7 @@ class FetchCall:
         """
         tasks: set[asyncio.Task[_Outcome]] = set()
         try:
-            for some, pieces in name_turns(self._images):
+            for some, pieces in name_turns(self._wanted):
                 await self._turns.take(self._holder, pieces)
                 tasks |= {asyncio.create_task(self._resolve(wanted)) for wanted in some}
             for resolved in asyncio.as_completed(tasks):
@@ -277,7 +277,7 @@ class FetchCall:
             wait_s = monotonic() - began
             pin, hold = await self._holds.keep(found.pin, again)
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
-            return _Outcome(wanted, self._finder.known_error(error), monotonic() - began)
+            return _Outcome(wanted, self._images.known_error(error), monotonic() - began)
         return _Outcome(wanted, replace(found, pin=pin), wait_s, hold)
 
     async def _messages(

@@ -23,7 +23,7 @@ from encoder_service.api.fetch import (
 from encoder_service.api.inbound import Entrance, Inbound, Methods
 from encoder_service.api.put import PutCall, PutMessage, PutRoom
 from encoder_service.api.submit import SubmitCall, Uploads
-from encoder_service.images import Encoder, PutLeases, RowFinder
+from encoder_service.images import Images, PutLeases
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budgets, Caller, Turns
 from encoder_service.metrics import Metrics
@@ -38,16 +38,14 @@ class EncoderService:
 
     def __init__(
         self,
-        encoder: Encoder,
-        finder: RowFinder,
+        images: Images,
         leases: PutLeases,
         store: Store,
         info: ServerInfo,
         metrics: Metrics,
         budgets: Budgets,
     ) -> None:
-        self._encoder = encoder
-        self._finder = finder
+        self._images = images
         self._info = info
         self._metrics = metrics
         self._budgets = budgets
@@ -171,7 +169,7 @@ class EncoderService:
         limits = self._info.description.limits
         room = inbound.held.enter_context(self._budgets.upload_bytes.hold(caller, 0))
         return SubmitCall(
-            self._encoder,
+            self._images,
             Uploads(room, max_image_bytes=limits.max_image_bytes, idle_s=self._info.upload_idle_s),
             call,
             inbound.requests,
@@ -189,15 +187,15 @@ class EncoderService:
     ) -> FetchCall:
         grace_ms = min(request.grace_ms, self._info.description.limits.max_grace_ms)
         rows_of = (
-            rows_of_this_replica(self._finder)
+            rows_of_this_replica(self._images)
             if request.local_only
-            else await rows_anywhere(self._finder, wanted, caller, grace_ms / 1000)
+            else await rows_anywhere(self._images, wanted, caller, grace_ms / 1000)
         )
         return FetchCall(
             rows_of,
             wanted,
             call,
-            self._finder,
+            self._images,
             caller=caller,
             sender=self._info.transports.choose(request, is_local=caller.is_local),
             rows=self._info.rows,

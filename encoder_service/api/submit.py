@@ -15,7 +15,7 @@ from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.exchange import Exchange
 from encoder_service.api.inbound import Requests
-from encoder_service.images import Encoder, Keeper, LookupResult, SubmittedImage
+from encoder_service.images import Images, Keeper, LookupResult, SubmittedImage
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Caller, Hold, Turns
 from encoder_service.scheduler import Claim
@@ -110,7 +110,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
 
     def __init__(
         self,
-        encoder: Encoder,
+        images: Images,
         uploads: Uploads,
         call: Call,
         requests: Requests[pb.SubmitRequest],
@@ -125,7 +125,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
     ) -> None:
         """For `requests`, `caller`, `turns` and `check_caller` see `Exchange`."""
         super().__init__(requests, caller, turns, check_caller)
-        self._encoder = encoder
+        self._images = images
         self._uploads = uploads
         self._call = call
         self._new_claim = new_claim
@@ -149,10 +149,10 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         keeps = bool(self._kept) and not self._wanted
         super().close()
         for address in self._kept:
-            self._encoder.keep_no_more(address, self._keeper)
+            self._images.waiters.keep_no_more(address, self._keeper)
         if not self._call.complete:
             for claim in self._claims.values():
-                self._encoder.withdraw(claim)
+                self._images.withdraw(claim)
             # A caller that ends a call of kept images no longer wants them: that is no failure.
             self._call.complete = keeps
 
@@ -220,20 +220,20 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
     def _claim(self, index: int) -> Claim:
         """Return a new claim on an image, which replaces the one that ended with its rows or its failure."""
         if (before := self._claims.get(index)) is not None:
-            self._encoder.withdraw(before)
+            self._images.withdraw(before)
         claim = self._claims[index] = self._new_claim()
         return claim
 
     async def _look_up(self, images: Sequence[SubmittedImage]) -> list[pb.SubmitResponse]:
         answers = []
-        for image, known in zip(images, await self._encoder.name(images), strict=True):
+        for image, known in zip(images, await self._images.lookup(images), strict=True):
             if isinstance(known, EncoderError):
                 answers.append(self._failure(image.index, known))
                 continue
             answers.append(self._answer(image, known))
             if self._keeps_names:
                 self._kept[image.key.address] = image
-                self._encoder.keep(image.key.address, self._keeper)
+                self._images.waiters.keep(image.key.address, self._keeper)
         return answers
 
     def _answer(self, image: SubmittedImage, known: LookupResult) -> pb.SubmitResponse:
@@ -244,7 +244,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         try:
             self._uploads.expect(image.index, image.size_bytes)
         except EncoderError as error:
-            self._encoder.forget(image.key)
+            self._images.forget(image.key)
             return self._failure(image.index, error)
         self._wanted[image.index] = image
         return messages.state_message(image.index, image.key.address, known, 0)
@@ -254,13 +254,13 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         if not piece.last:
             return None
         self._call.uploaded(upload.size, upload.seconds)
-        known = await self._encoder.receive(image, upload.joined())
+        known = await self._images.receive(image, upload.joined())
         self._uploads.drop(piece.index)
         return self._answer(image, known)
 
     def _dropped(self, wanted: SubmittedImage) -> None:
         self._uploads.drop(wanted.index)
-        self._encoder.forget(wanted.key)
+        self._images.forget(wanted.key)
 
     def _failure(self, index: int, error: EncoderError) -> pb.SubmitResponse:
         self._call.submitted("failed", error)

@@ -13,7 +13,7 @@ from encoder_service.app import Server
 from encoder_service.cluster.cluster import Solo
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.images import Keeper, SubmitWaiters
+from encoder_service.images import Keeper, Waiters
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget
 from encoder_service.scheduler import Claim
@@ -133,7 +133,7 @@ async def test_calls_that_keep_images_leave_room_for_fetches(config: Config, mod
 
 
 async def test_when_the_keeper_that_was_asked_leaves_another_is_asked() -> None:
-    waiters, key = SubmitWaiters(Solo(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
+    waiters, key = Waiters(Solo(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
     first, second, other = Keeper(), Keeper(), Keeper()
     waiters.keep(key.address, first)
     waiters.keep(key.address, second)

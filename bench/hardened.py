@@ -98,11 +98,10 @@ WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
 DRAIN_S, HEARD_S = 3, 10.0
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.05,
-    "store_prefault": "no",
     "source_gib": 0.1,
     "max_queued_gib": 0.0625,
     "max_queued_images": 256,
-    "torch_threads": HALF_THE_CORES,
+    "threads": HALF_THE_CORES,
     "drain_s": DRAIN_S,
     "log_level": "error",
 }

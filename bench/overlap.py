@@ -228,7 +228,7 @@ def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
 def image_at_a_time(model: Path, log: Path) -> AbstractContextManager[ServerProcess]:
     """Run a server whose batches are one image: prefill goes on with the first while the next is encoded."""
     batch = (SIDE // 16) ** 2
-    return running(model, log=log, store_host_gib=0.5, torch_threads=HALF_THE_CORES, batch_patches=batch)
+    return running(model, log=log, store_host_gib=0.5, threads=HALF_THE_CORES, batch_patches=batch)
 
 
 async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:

@@ -253,7 +253,7 @@ async def measure(folder: Path, rounds: int, images: int, overload_s: float, bud
     figures: Figures = {}
     settings: dict[str, Any] = {
         "store_host_gib": 1,
-        "torch_threads": THREADS,
+        "threads": THREADS,
         "batch_patches": BATCH * (SIDE // 16) ** 2,
     }
     with running(path, **settings) as server:

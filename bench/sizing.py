@@ -15,7 +15,7 @@ from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.tower_spec import TowerSpec, spec_of
 from encoder_service.config import Config
-from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL
+from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL, DECODE_PIXELS
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import flops
@@ -102,7 +102,7 @@ def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_bi
     print("both at the same utilisation, prompts of images only (text and cache hits lower it):")
     for c in costs:
         print(f"{c.size:>6} {c.tflop / prefill_tflop(c.tokens, llm_billions):>7.2f}")
-    decoding_gib = decoding_bytes(Config.decode_pixels, Config.max_image_pixels) / GIB
+    decoding_gib = decoding_bytes(DECODE_PIXELS, Config.max_image_pixels) / GIB
     print(f"\ndecoding, as the server is set unless told otherwise: at most {decoding_gib:.1f} GiB")
 
 

@@ -27,7 +27,7 @@ def run(replicas: int, model: Path | None, folder: Path) -> int:
     codes: list[int] = []
     with redis_server() as redis, ExitStack() as stack:
         print(f"redis      {redis.url}", flush=True)
-        settings = {"index": redis.url, "torch_threads": max(1, (os.cpu_count() or 2) // replicas)}
+        settings = {"index": redis.url, "threads": max(1, (os.cpu_count() or 2) // replicas)}
         logs = [folder / f"replica-{number}.log" for number in range(1, replicas + 1)]
         servers = [stack.enter_context(_replica(checkpoint, log, codes, **settings)) for log in logs]
         for number, server in enumerate(servers, 1):

@@ -78,7 +78,7 @@ def conversation(
         model,
         log=folder / "server.log",
         store_host_gib=0.5,  # the demo uses a tenth of it
-        torch_threads=HALF_THE_CORES,
+        threads=HALF_THE_CORES,
         # Batches of about one photo: prefill goes on with the first while the next is encoded.
         batch_patches=MAX_PIXELS // 16**2,
     ) as server:

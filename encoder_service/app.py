@@ -49,6 +49,7 @@ from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads
 from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
+from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.sources import SourceCache, Validator
 from encoder_service.images import Images, PutLeases
 from encoder_service.limits import Budgets
@@ -70,8 +71,12 @@ MIN_BATCH_AHEAD = 16384  # patches: 25 MB
 class Server:
     """One serving process. Construct it on the event loop that is to serve."""
 
-    def __init__(self, config: Config, model: Model, *, patience: float = 1.0) -> None:
+    def __init__(
+        self, config: Config, model: Model, *, budgets: Budgets | None = None, patience: float = 1.0
+    ) -> None:
         """Construct the components. Raises `ConfigError` if the memory for the store is unavailable.
+
+        `budgets` are those of `config` unless others are given.
 
         Redis, and other replicas, may be silent for `patience` times as long as in production before they are taken to
         have failed: several servers in one process of a busy machine must not take its stalls for failures.
@@ -92,7 +97,7 @@ class Server:
         self._memory_plan.check()
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
-        self.budgets = Budgets.of(config)
+        self.budgets = budgets or Budgets.of(config)
         self.jobs = self._build_jobs()
         self.engine = self._build_engine()
         self.cluster = self._build_cluster()
@@ -100,7 +105,7 @@ class Server:
         self.leases = PutLeases(
             self.images, self.cluster, lease_s=config.put_lease_s, budget=self.budgets.put_leases
         )
-        self._description = describe(config, model, self.replica_id)
+        self._description = describe(config, model, self.budgets, self.replica_id)
         self.service = self._build_service()
 
     async def serve(self) -> int:
@@ -132,7 +137,6 @@ class Server:
                 budgets=self.budgets,
                 max_images=self._config.max_images_per_call,
                 piece_bytes=PUT_PIECE_BYTES if self._config.accept_put == "yes" else PIECE_BYTES,
-                reader_idle_s=self._config.reader_idle_s,
             )
             self.endpoint = self._listener.endpoint
             self.watch = Watch(
@@ -188,7 +192,7 @@ class Server:
                 dtype=self._model.tower.dtype,
                 segment_dir=str(config.store_segment_dir),
                 on_evict=self._on_evict,
-                prefault=config.store_prefault == "yes",
+                prefault=True,
             )
         except StoreSizeError as error:
             raise ConfigError(str(error)) from error
@@ -201,7 +205,7 @@ class Server:
                 self.budgets.queue,
                 max_ahead_patches=max_ahead,
                 max_ahead_images=MAX_AHEAD_IMAGES,
-                large_pixels=self._config.decode_pixels,
+                large_pixels=DECODE_PIXELS,
             ),
             self._model.decoder,
             self.store,
@@ -220,7 +224,6 @@ class Server:
             self.metrics,
             batch_patches=self._model.tower.batch_patches,
             decode_threads=decode_threads(self._config, self._model.device),
-            decode_pixels=self._config.decode_pixels,
         )
 
     def _build_cluster(self) -> Cluster:
@@ -280,7 +283,6 @@ class Server:
             geometry=model.processor.geometry,
             rows=RowFormat(width, model.recipe.dtype, width * model.tower.dtype.itemsize),
             transports=Transports(self.store),
-            upload_idle_s=config.upload_idle_s,
             accepts_put=config.accept_put == "yes",
             encodes=not config.stores_only,
             identity=self._identity,
@@ -297,12 +299,6 @@ class Server:
             await self.cluster.join(replica)
         except ModelMismatchError as error:
             raise ConfigError(f"{flag('index')} {self._config.index_for_people}: {error}") from error
-        if self.cluster.status.state is not IndexState.JOINED and self._config.index_at_start == "require":
-            await self.cluster.close()
-            raise ConfigError(
-                f"{flag('index')} {self._config.index_for_people} is unavailable; {flag('index_at_start')} alone "
-                "starts without it and joins once it is available"
-            )
 
     # Callbacks of components, and what monitoring reads
 
@@ -361,7 +357,12 @@ class Server:
 
     def banner(self) -> str:
         """Return the settings in effect, for standard output; the last line says where the server listens."""
-        return banner(self._settings(), self.watch.url, self.endpoint)
+        settings = self._settings()
+        if self._config.index != "memory":
+            is_joined = self.cluster.status.state is IndexState.JOINED
+            alone = "" if is_joined else ": unavailable; this server encodes alone until it has joined"
+            settings["index"] = f"{self._config.index_for_people}{alone}"
+        return banner(settings, self.watch.url, self.endpoint)
 
     def _facts(self) -> dict[str, str]:
         return {**self._settings(), "listening": self.endpoint}

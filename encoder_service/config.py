@@ -24,7 +24,21 @@ class Config(Settings):
 
     environment_prefix = "ENCSVC_"
     removed: ClassVar = {
+        "decode_pixels": "leave it out; 50 million source pixels are decoded at the same time, and --max-image-pixels "
+        "bounds each image",
+        "index_at_start": "leave it out; a server whose index is unavailable at start encodes alone and joins later",
+        "max_client_share": "leave it out; one client may fill three quarters of the encoding queue; "
+        "--max-queued-images enlarges the queue",
+        "max_grace_ms": "leave it out; a Fetch call may wait 30 s for an image to be submitted",
+        "max_pinned_share": "leave it out; open Fetch calls may pin nine tenths of the host tier; --store-host-gib "
+        "enlarges it",
+        "max_queued_patches": "leave it out; --max-queued-images, --max-queued-gib and --max-queue-s bound the queue",
+        "max_waiting_images": "leave it out; Fetch calls may wait for 4096 images that are not submitted yet",
+        "reader_idle_s": "leave it out; a call whose client reads nothing for 30 s is ended",
         "share_urls": "leave it out; each language server downloads image URLs itself and keeps them in its own cache",
+        "store_prefault": "leave it out; the store's memory is always touched in the background at start",
+        "torch_threads": "set OMP_NUM_THREADS, the number of CPU threads of one torch operation",
+        "upload_idle_s": "leave it out; an upload that stalls for 10 s is ended",
     }
 
     model: Path = knob(
@@ -75,11 +89,6 @@ class Config(Settings):
     )
     index_prefix: str = knob("encoder", help="prefix of every key in Redis")
     index_timeout_ms: int = knob(100, help="timeout of one call to the index, milliseconds")
-    index_at_start: Literal["require", "alone"] = knob(
-        "require",
-        help="what to do if the index is unavailable at start: require exits with an error; alone starts without the "
-        "index and joins later",
-    )
     metrics_listen: str = knob(
         "",
         help="host:port for Prometheus metrics, probes and a status page; port 0 picks a free port; empty: off",
@@ -124,12 +133,6 @@ class Config(Settings):
         zero=True,
         help="threads that decode and preprocess single images; DALI's pool has as many; 0: 8 with a GPU, 2 without",
     )
-    decode_pixels: int = knob(
-        50_000_000,
-        help="source pixels decoded at the same time, counted separately for DALI's batch and for single images; one "
-        "larger image may be decoded in addition",
-    )
-    torch_threads: int = knob(0, zero=True, help="CPU threads of one torch operation; 0: torch's default")
     batch_patches: int = knob(
         0,
         zero=True,
@@ -139,10 +142,6 @@ class Config(Settings):
     store_host_gib: float = knob(2.0, help="size of the store's host tier, GiB of shared memory")
     store_device_gib: float = knob(
         0.0, zero=True, help="size of the store's device tier, GiB of GPU memory; 0: no device tier"
-    )
-    store_prefault: Literal["yes", "no"] = knob(
-        "yes",
-        help="touch the store's memory in the background at start, which avoids page faults later",
     )
     store_segment_dir: Path = knob(Path("/dev/shm"), help="folder for the store's shared-memory segment")  # noqa: S108
     accept_put: Literal["no", "yes"] = knob(
@@ -186,44 +185,13 @@ class Config(Settings):
     max_queued_images: int = knob(
         4096, help="most images in the encoding queue; further ones are refused with RESOURCE_EXHAUSTED"
     )
-    max_queued_patches: int = knob(
-        16_000_000,
-        help="most patches in the encoding queue; further images are refused with RESOURCE_EXHAUSTED",
-    )
     max_queued_gib: float = knob(
         1.0,
         help="most image bytes in the encoding queue, GiB; further images are refused with RESOURCE_EXHAUSTED",
     )
-    upload_idle_s: float = knob(
-        10.0, help="seconds after which a stalled or very slow upload is ended with DEADLINE_EXCEEDED"
-    )
-    reader_idle_s: float = knob(
-        30.0,
-        help="seconds after which a call whose client does not read is ended with DEADLINE_EXCEEDED and its pins are "
-        "released",
-    )
     max_queue_s: float = knob(
         30.0,
         help="longest encoding queue, seconds at the measured rate; further images are refused with RESOURCE_EXHAUSTED",
-    )
-    max_client_share: float = knob(
-        0.75, below=1, help="share of the encoding queue that one client may fill, 0 to 1"
-    )
-    max_waiting_images: int = knob(
-        4096,
-        help="most images that Fetch calls wait for before they are submitted; one client may hold three quarters of "
-        "them; further ones are refused with RESOURCE_EXHAUSTED",
-    )
-    max_pinned_share: float = knob(
-        0.9,
-        below=1,
-        help="share of the host tier that open Fetch calls may pin, 0 to 1; one client may pin three quarters of it; "
-        "further images are refused with RESOURCE_EXHAUSTED",
-    )
-    max_grace_ms: int = knob(
-        30_000,
-        zero=True,
-        help="longest time a Fetch call may wait for an image to be submitted, milliseconds",
     )
     drain_s: float = knob(30.0, zero=True, help="seconds that open calls have to finish after SIGTERM")
     hand_over_s: float = knob(

@@ -169,6 +169,11 @@ class Hold:
 
 # Claims per image that may be queued. They cost memory but no device time, so up to here joining is free.
 CLAIMS_PER_IMAGE = 16
+# Of 3,900 images of 1024×1024 pixels. A number of images alone would admit any amount of work.
+QUEUED_PATCHES = 16_000_000
+AWAITED_IMAGES = 4096
+# Of the host store, what readers may pin; the rest is room to encode into.
+PINNED_SHARE = 0.9
 # Of the host store, what rows that callers put may take before they are complete.
 PUT_SHARE = 0.5
 # Calls of all clients' channels, and of probes.
@@ -178,6 +183,8 @@ HEALTH_CALLS = 512
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """All that callers may hold of a server: how much there is of each, what messages call it, whom it counts against.
+
+    And for how long they may stall: an upload, a reader of answers, and a Fetch of an image that is not submitted yet.
 
     The queue counts what it holds itself (`scheduler.admission`), by the same rule.
     """
@@ -192,6 +199,9 @@ class Budgets:
     pinned_bytes: Budget
     put_leases: Budget
     put_bytes: Budget
+    upload_idle_s: float = 10.0
+    reader_idle_s: float = 30.0
+    max_grace_ms: int = 30_000
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -202,10 +212,10 @@ class Budgets:
         return cls(
             queue=Limits(
                 images=config.max_queued_images,
-                patches=config.max_queued_patches,
+                patches=QUEUED_PATCHES,
                 source_bytes=upload_bytes,
                 claims=claims,
-                client_share=config.max_client_share,
+                client_share=SHARE,
                 seconds=config.max_queue_s,
             ),
             # Calls count before anything of them is read: against their host.
@@ -215,9 +225,9 @@ class Budgets:
             health_calls=Budget(HEALTH_CALLS, "open health calls"),
             # A Fetch over this is refused as a whole and first of all: refusing must be cheaper than asking again.
             fetched_images=Budget(claims, "images in Fetch calls"),
-            awaited_images=Budget(config.max_waiting_images, "images that are not submitted yet"),
+            awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
             upload_bytes=Budget(upload_bytes, "upload bytes", per_host=True),
-            pinned_bytes=Budget(int(host_bytes * config.max_pinned_share), "pinned bytes"),
+            pinned_bytes=Budget(int(host_bytes * PINNED_SHARE), "pinned bytes"),
             put_leases=Budget(config.max_queued_images, "Put leases", per_host=True),
             put_bytes=Budget(int(host_bytes * PUT_SHARE), "bytes of rows being put", per_host=True),
         )

@@ -13,12 +13,11 @@ from testing.server_process import ServerProcess
 # Small machines run all replicas of a fleet: one thread each keeps them from fighting over cores. A busy machine is no
 # fault of the index either.
 SETTINGS = {
-    "torch_threads": 1,
+    "threads": 1,
     "decode_threads": 1,
     "index_timeout_ms": 500,
     "drain_s": 15,
     "store_host_gib": 0.25,
-    "store_prefault": "no",
 }
 
 

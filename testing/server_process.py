@@ -29,7 +29,8 @@ class ServerProcess:
     """A server, started. `settings` are fields of its `Config`; all it says is in `log`.
 
     `endpoint` and `metrics_url` are where it listens, known once `wait_until_it_listens` has returned.
-    `executable` is the command of another environment than ours.
+    `executable` is the command of another environment than ours. `threads` are those of one torch operation; 0: torch's
+    own choice.
     In a session of its own it does not see the Ctrl-C of our terminal; else what ends our session ends it too.
     """
 
@@ -40,6 +41,7 @@ class ServerProcess:
         log: Path | None = None,
         own_session: bool = False,
         executable: Path | None = None,
+        threads: int = 0,
         **settings: Any,
     ) -> None:
         if log is None:
@@ -53,13 +55,16 @@ class ServerProcess:
         free = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         for name, value in {"model": model, **free, **settings}.items():
             command += [flag(name), str(value)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ENCSVC_")}
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
         with self.log.open("w") as stream:
             self.process = subprocess.Popen(
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=own_session,
-                env={name: value for name, value in os.environ.items() if not name.startswith("ENCSVC_")},
+                env=environment,
             )
         self.endpoint = self.metrics_url = ""
 

@@ -80,7 +80,6 @@ async def trace_image(folder: Path) -> list[str]:
         listen="127.0.0.1:0",
         device="cpu",
         store_host_gib=0.25,
-        store_prefault="no",
     )
     trace = Trace()
     model = load_model(config)

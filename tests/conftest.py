@@ -124,7 +124,6 @@ def config(checkpoint: Path) -> Config:
         metrics_listen="127.0.0.1:0",
         device="cpu",
         store_host_gib=STORE_GIB,
-        store_prefault="no",
         device_peak_tflops=1.5,
         drain_s=5,
     )

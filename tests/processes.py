@@ -15,7 +15,7 @@ SCRIPTS = Path(sys.executable).parent
 
 def running(model: Path, **settings: Any) -> AbstractContextManager[ServerProcess]:
     """Run a server for the length of a `with` block."""
-    return server_process.running(model, **{"store_host_gib": STORE_GIB, "store_prefault": "no", **settings})
+    return server_process.running(model, **{"store_host_gib": STORE_GIB, **settings})
 
 
 def run(*command: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """A server of this process, with settings of its own, for as long as a test or a fixture needs it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -8,12 +8,21 @@ from typing import Any
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.limits import Budgets
+
+NONE: Mapping[str, Any] = {}
 
 
 @asynccontextmanager
-async def server_of(config: Config, model: Model, **settings: Any) -> AsyncIterator[Server]:
-    """Give a server of `config`, some settings of which are others; it is drained, however the body ends."""
-    server = Server(replace(config, **settings), model)
+async def server_of(
+    config: Config, model: Model, *, limits: Mapping[str, Any] = NONE, **settings: Any
+) -> AsyncIterator[Server]:
+    """Give a server of `config`, some settings of which are others; it is drained, however the body ends.
+
+    `limits` are fields of its `Budgets` that no setting changes.
+    """
+    config = replace(config, **settings)
+    server = Server(config, model, budgets=replace(Budgets.of(config), **limits))
     await server.start()
     try:
         yield server

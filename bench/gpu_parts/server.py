@@ -45,8 +45,8 @@ def run(probe: Probe) -> None:
 
 def _settings(probe: Probe) -> dict[str, Any]:
     """On the CPU too images are decoded in the server's process, as on a GPU."""
-    sized = {"store_host_gib": 0.1, "torch_threads": 1} if probe.dry else {"store_host_gib": 4.0}
-    return {**sized, "device": probe.device.type, "store_prefault": "no", "decoder_process": "no"}
+    sized = {"store_host_gib": 0.1, "threads": 1} if probe.dry else {"store_host_gib": 4.0}
+    return {**sized, "device": probe.device.type, "decoder_process": "no"}
 
 
 def _server(probe: Probe, model: Path, device_gib: float, label: dict[str, Any]) -> dict[str, Any]:

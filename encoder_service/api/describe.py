@@ -15,6 +15,7 @@ from encoder_service.api.fetch import RowFormat
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.keys import Recipe
+from encoder_service.limits import Budgets
 from encoder_service.transport import Transports
 
 
@@ -27,7 +28,6 @@ class ServerInfo:
     geometry: Geometry
     rows: RowFormat
     transports: Transports
-    upload_idle_s: float
     accepts_put: bool
     encodes: bool
     identity: Identity
@@ -45,7 +45,7 @@ class ServerInfo:
                 )
 
 
-def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeResponse:
+def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) -> pb.DescribeResponse:
     """Return the Describe response."""
     spec, geometry = model.tower.spec, model.processor.geometry
     return pb.DescribeResponse(
@@ -69,7 +69,7 @@ def describe(config: Config, model: Model, replica_id: str) -> pb.DescribeRespon
             max_image_pixels=config.max_image_pixels,
             max_images_per_call=config.max_images_per_call,
             max_message_bytes=messages.PIECE_BYTES,
-            max_grace_ms=config.max_grace_ms,
+            max_grace_ms=budgets.max_grace_ms,
         ),
         replica_id=replica_id,
     )

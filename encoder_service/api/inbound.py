@@ -162,9 +162,7 @@ class Entrance:
                 await context.write(answer)
         except TimeoutError as error:
             self._serve_no_more(context)  # the status is queued behind the unread answer
-            raise DeadlineError(
-                f"the caller read nothing for {self._reader_idle_s:g} s (--reader-idle-s)"
-            ) from error
+            raise DeadlineError(f"the caller read nothing for {self._reader_idle_s:g} s") from error
         except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
             raise asyncio.CancelledError from error
 

@@ -66,21 +66,19 @@ class Listener:
         budgets: Budgets,
         max_images: int,
         piece_bytes: int,
-        reader_idle_s: float,
     ) -> None:
         """Bind the port, for TLS with `certificates`. Raises `ConfigError` if it is unavailable.
 
         How many calls may be open is in `budgets`; those of Submit and of health have places of their own. Each names
-        at most `max_images`, sends pieces of at most `piece_bytes`, and ends if its caller reads nothing for
-        `reader_idle_s`.
+        at most `max_images` and sends pieces of at most `piece_bytes`.
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most_connections = min(MAX_CONNECTIONS, files // 2)
         connections = ("grpc.max_allowed_incoming_connections", self._most_connections)
         self._server = grpc.aio.server(options=(*OPTIONS, largest, connections))
-        self._entrance = Entrance(budgets.calls, reader_idle_s)
-        self._submits = Entrance(budgets.submits, reader_idle_s)
+        self._entrance = Entrance(budgets.calls, budgets.reader_idle_s)
+        self._submits = Entrance(budgets.submits, budgets.reader_idle_s)
         self._health = Health(("", service.SERVICE), budgets.health_calls)
         self._offer(service.SERVICE, service.methods(calls, self._entrance, self._submits, max_images))
         self._offer(admin.SERVICE, admin.methods(operator, self._entrance))

@@ -170,7 +170,7 @@ class EncoderService:
         room = inbound.held.enter_context(self._budgets.upload_bytes.hold(caller, 0))
         return SubmitCall(
             self._images,
-            Uploads(room, max_image_bytes=limits.max_image_bytes, idle_s=self._info.upload_idle_s),
+            Uploads(room, max_image_bytes=limits.max_image_bytes, idle_s=self._budgets.upload_idle_s),
             call,
             inbound.requests,
             caller,

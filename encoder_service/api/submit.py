@@ -176,9 +176,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
     def _stalled(self) -> list[pb.SubmitResponse]:
         if self._uploads.patience_s > 0:
             return []
-        late = DeadlineError(
-            "the upload of the image stalled or is too slow (--upload-idle-s): send it again"
-        )
+        late = DeadlineError("the upload of the image stalled or is too slow: send it again")
         return [self._fail(index, late) for index in tuple(self._wanted)]
 
     async def _next(self) -> pb.SubmitRequest:

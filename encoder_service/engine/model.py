@@ -14,7 +14,7 @@ from encoder_contract.checkpoint import configuration_fingerprint, model_fingerp
 from encoder_contract.tower_spec import TowerSpec
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.decoder import DECODE_PIXELS, Decoder
 from encoder_service.image.decoder_pool import DecoderStartError, IsolatedDecoder
 from encoder_service.image.pillow import missing
 from encoder_service.image.processor import ProcessorSettings, read_processor
@@ -47,8 +47,6 @@ def load_model(config: Config) -> Model:
     A server that only stores needs neither weights nor a device: of its folder only the configuration is read.
     """
     processor = read_processor(config.model)
-    if config.torch_threads:
-        torch.set_num_threads(config.torch_threads)
     device = "cpu" if config.stores_only else _device(config.device)
     if lacking := missing(config.accepted_formats):
         raise ConfigError(
@@ -86,7 +84,6 @@ def _decoder(config: Config, device: str) -> Decoder:
         threads=threads,
         backend=config.decoder,
         max_image_pixels=config.max_image_pixels,
-        decode_pixels=config.decode_pixels,
         cpu_s=config.decode_limit_s,
     )
 
@@ -153,8 +150,8 @@ class MemoryPlan:
         geometry, tower = model.processor.geometry, model.tower
         patches = max(tower.batch_patches, geometry.max_pixels // geometry.patch_size**2)
         # A batch, single images and one that is larger than those may be are decoded at the same time.
-        larger = config.max_image_pixels if config.max_image_pixels > config.decode_pixels else 0
-        pixels = 2 * config.decode_pixels + larger
+        larger = config.max_image_pixels if config.max_image_pixels > DECODE_PIXELS else 0
+        pixels = 2 * DECODE_PIXELS + larger
         return cls(
             total=memory.total,
             loaded=memory.total - memory.free,

@@ -20,6 +20,7 @@ from encoder_contract.errors import EncoderError, InvalidImageError, Unavailable
 from encoder_service.engine.device import CudaStream
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import Model
+from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.resize import to_patches
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Task
@@ -41,7 +42,7 @@ class Engine:
         *,
         batch_patches: int,
         decode_threads: int = 2,
-        decode_pixels: int = 50_000_000,
+        decode_pixels: int = DECODE_PIXELS,
     ) -> None:
         """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one.
 

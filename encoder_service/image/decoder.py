@@ -30,6 +30,9 @@ _END_OF_JPEG = b"\xff\xd9"
 _JPEG_PADDING_BYTES = 64
 # On the CPU, no image in a batch takes a core much longer than a fifth of a second, since the others wait for it.
 MAX_BATCHED_PIXELS = 16_777_216
+# Source pixels that are decoded at the same time, in a batch and as many one by one; one image that is larger than
+# that is decoded beside them.
+DECODE_PIXELS = 50_000_000
 
 # Why a decoder process was replaced: it crashed; it used up its processor time; it did not answer in time; it ran out
 # of memory; somebody killed it, as the kernel does when the machine's memory is short; its answer makes no sense.

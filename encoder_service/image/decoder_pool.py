@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError, UndecodableImageError
-from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL, MAX_BATCHED_PIXELS, Decoder
+from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL, DECODE_PIXELS, MAX_BATCHED_PIXELS, Decoder
 from encoder_service.image.decoder_process import MESSAGE_BYTES, MESSAGE_CHARACTERS
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, Pixels, is_shortage
 from encoder_service.image.source import Source
@@ -523,7 +523,7 @@ class IsolatedDecoder(Decoder):
         threads: int = 4,
         backend: Literal["auto", "dali", "pillow"] = "auto",
         max_image_pixels: int = 100_000_000,
-        decode_pixels: int = 50_000_000,
+        decode_pixels: int = DECODE_PIXELS,
         cpu_s: float = 20.0,
     ) -> None:
         super().__init__(device, threads=threads, backend="pillow", max_image_pixels=max_image_pixels)

@@ -42,7 +42,6 @@ SPARE_FILES = 4
 # So small that every bound is reached; images are resized to 16 patches: the files are the work, not the tower.
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.02,
-    "store_prefault": "no",
     "source_gib": 0.01,
     "max_queued_images": 64,
     "accept_put": "yes",

@@ -123,7 +123,7 @@ def test_the_client_needs_no_torch_and_scripts_for_redis_are_found(site: Path) -
 def test_an_installed_server_serves_an_installed_client(site: Path, checkpoint: Path) -> None:
     (site / "photo.jpg").write_bytes(photo(300, 200, 1))
     command: list[str | Path] = [site / "bin" / "encoder-service", "serve", "--model", checkpoint]
-    command += ["--listen", "127.0.0.1:0", "--store-host-gib", "0.04", "--store-prefault", "no"]
+    command += ["--listen", "127.0.0.1:0", "--store-host-gib", "0.04"]
     process = subprocess.Popen(command, cwd=site, env=environment(site), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout

@@ -94,7 +94,7 @@ def test_every_value_that_a_page_gives_a_flag_is_one_it_takes(page: Path, comman
         for name in OURS
         for flag, values in re.findall(r"\[(--[a-z-]+) \[?\{([\w,]+)\}\]", commands[f"{name} serve"])
     }
-    assert {"--index-at-start", "--store-only"} <= choices.keys()
+    assert {"--decoder", "--store-only"} <= choices.keys()
     for line in lines_in(page):
         for flag, value in re.findall(r"(--[a-z-]+) ([a-z]\w*)", line):
             assert flag not in choices or value in choices[flag], line

@@ -86,9 +86,14 @@ def test_a_switch_that_stands_alone_means_yes() -> None:
 
 
 def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
-    environment = {"ENCSVC_MODEL": "a", "ENCSVC_MAX_GRACE_MS": "7", "ENCSVC_DECODE_THREADS": "5", "HOME": "x"}
-    config = Config.read(parse("--max-grace-ms", "9"), environment)
-    assert (config.model, config.max_grace_ms, config.decode_threads) == (Path("a"), 9, 5)
+    environment = {
+        "ENCSVC_MODEL": "a",
+        "ENCSVC_INDEX_TIMEOUT_MS": "7",
+        "ENCSVC_DECODE_THREADS": "5",
+        "HOME": "x",
+    }
+    config = Config.read(parse("--index-timeout-ms", "9"), environment)
+    assert (config.model, config.index_timeout_ms, config.decode_threads) == (Path("a"), 9, 5)
     assert config.listen == "127.0.0.1:50051"
 
 
@@ -100,7 +105,6 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
         ({"ENCSVC_MODEL": "a", "ENCSVC_DRAIN_S": "soon"}, "ENCSVC_DRAIN_S=soon"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_DTYPE": "int8"}, "bfloat16"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "-1"}, "--batch-patches must not be negative"),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_MAX_CLIENT_SHARE": "1.5"}, "--max-client-share"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_LISTEN": "nowhere"}, "host:port"),
         *(
             ({"ENCSVC_MODEL": "a", "ENCSVC_INDEX": url}, "--index")

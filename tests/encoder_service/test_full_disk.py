@@ -13,7 +13,7 @@ from tests.processes import SCRIPTS
 
 def serve(checkpoint: Path, folder: Path, listen: str, store_gib: float) -> list[str]:
     flags = ["--model", checkpoint, "--listen", listen, "--store-segment-dir", folder, "--device", "cpu"]
-    flags += ["--store-host-gib", store_gib, "--store-prefault", "no", "--torch-threads", "1"]
+    flags += ["--store-host-gib", store_gib]
     return [str(word) for word in (SCRIPTS / "encoder-service", "serve", *flags)]
 
 

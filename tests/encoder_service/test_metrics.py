@@ -4,14 +4,13 @@ import asyncio
 import shutil
 import subprocess
 import time
-from dataclasses import replace
 
 import pytest
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import ImageLimitError, OverloadedError, StaleHandleError
 from encoder_service.app import Server
-from encoder_service.config import Config, ConfigError
+from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.metrics import PREFIX, STAGES, reason
 from prefill_client import EncoderClient, RowRequest
@@ -119,15 +118,12 @@ async def test_a_loop_that_is_held_up_shows(server: Server) -> None:
     await soon(one_more)
 
 
-async def test_an_index_that_is_absent_at_start_is_a_refusal_or_shown_as_being_alone(
-    config: Config, model: Model
+async def test_a_server_whose_index_is_absent_at_start_says_so_and_encodes_alone(
+    config: Config, model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closed_port() as port:
-        nobody = f"redis://{port}"
-        with pytest.raises(ConfigError, match=f"--index {nobody} is unavailable"):
-            await Server(replace(config, index=nobody), model).start()
-        alone = replace(config, index=nobody, index_at_start="alone", metrics_listen="127.0.0.1:0")
-        async with server_of(alone, model) as server:
+        async with server_of(config, model, index=f"redis://{port}") as server:
+            assert f"redis://{port}: unavailable; this server encodes alone" in server.banner()
             async with await EncoderClient.connect(server.endpoint) as client:
                 await use(client)
             now = await settled(server, "encoded_images_total", 2, outcome="kept")

@@ -92,10 +92,8 @@ async def test_a_server_whose_log_nobody_reads_answers_probes_and_ends_at_sigter
         "cpu",
         "--store-host-gib",
         STORE_GIB,
-        "--store-prefault",
-        "no",
     ]
-    flags += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--torch-threads", "1"]
+    flags += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
     command = [str(word) for word in (SCRIPTS / "encoder-service", "serve", *flags)]
     said = tmp_path / "said"
     with said.open("w") as stream:

@@ -89,7 +89,7 @@ async def test_an_image_is_one_callers_to_compute_and_the_others_wait_for_it(sta
 async def test_who_gives_an_image_up_blocks_nobody_and_who_waits_hears_it_at_once(
     start: Any, how: str
 ) -> None:
-    server, client = await start(put_lease_s=120.0, max_grace_ms=120_000)
+    server, client = await start(put_lease_s=120.0, limits={"max_grace_ms": 120_000})
     image = new_image()
     async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
         (mine,) = await ours.name([image])

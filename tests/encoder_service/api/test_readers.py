@@ -128,7 +128,7 @@ async def test_who_waits_for_room_to_pin_gets_it_when_it_is_given_back_or_an_err
 
 async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, reader_idle_s=0.5, drain_s=1) as server,
+        server_of(config, model, limits={"reader_idle_s": 0.5}, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
         requests = await submitted(client, PHOTOS[:8])

@@ -71,7 +71,7 @@ async def test_a_call_that_never_finishes_holds_one_image_and_others_are_served(
 async def test_an_upload_that_stands_still_ends_alone_with_an_error_and_frees_its_room(
     config: Config, model: Model, drip: bool
 ) -> None:
-    async with server_of(config, model, upload_idle_s=0.5) as server:
+    async with server_of(config, model, limits={"upload_idle_s": 0.5}) as server:
         image = photo(400, 300, 77)
         async with await EncoderClient.connect(server.endpoint) as client:
             call = (await stub(client)).Submit(timeout=60)

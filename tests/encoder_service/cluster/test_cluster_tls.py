@@ -124,5 +124,5 @@ async def test_a_redis_of_another_authority_is_not_talked_to(
 ) -> None:
     Authority("other").write(tmp_path / "ca.pem")
     async with starting(config, model, redis_with_tls) as start:
-        a = await start(index_at_start="alone")
+        a = await start()
         assert a.index.state is IndexState.ALONE

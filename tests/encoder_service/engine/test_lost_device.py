@@ -70,9 +70,7 @@ async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]
 async def ending(stage: str, checkpoint: Path, tmp_path: Path, *more: str) -> AsyncIterator[str]:
     """Run a server that fails at a stage; it has to say so in the block, by its health, and to end then."""
     log = tmp_path / "server.log"
-    flags = (
-        f"--model {checkpoint} --listen 127.0.0.1:0 --device cpu --store-host-gib 0.04 --store-prefault no"
-    )
+    flags = f"--model {checkpoint} --listen 127.0.0.1:0 --device cpu --store-host-gib 0.04"
     if pages := DEVICE_PAGES.get(stage):
         flags += f" --store-device-gib {pages * (64 << 10) / (1 << 30)}"
     process = FORKS.Process(target=serve, args=(stage, log, [*flags.split(), *more]), daemon=True)

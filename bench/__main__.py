@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from time import monotonic
 
-from bench.harness.benchmark import Benchmark
-from bench.harness.discovery import benchmarks
+from bench.harness.benchmark import Benchmark, benchmarks
 from bench.harness.report import BUSY, caption, rewrite, table_of
 from bench.harness.results import ROOT, Result, hardware, keep, load, newest, path_of
 from bench.harness.runner import LOGS, not_run, run

@@ -9,7 +9,6 @@ part is a process of its own, ended when its share of the time is spent, and nee
 `make gpu-wheels` gathers those that a machine with torch lacks. Exits non-zero when something failed.
 """
 
-import argparse
 import importlib
 import json
 import math
@@ -25,7 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench.harness.benchmark import Benchmark
+from bench.harness.benchmark import Benchmark, command_line
 from bench.harness.results import ROOT, Result, keep, path_of
 from bench.harness.tables import markdown
 
@@ -107,9 +106,7 @@ BENCHMARK = Benchmark(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 1 when something failed, 2 where there is no device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument(
         "--out", type=Path, help="folder for what is found; by default one that is gone afterwards"
@@ -123,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="put what is in FILE into bench/results/, and end"
     )
-    parser.add_argument("--json", action="store_true", help="end with one JSON object, for `python -m bench`")
     given = parser.parse_args(arguments)
     if given.keep:
         return _keep(given.keep)

@@ -8,31 +8,40 @@ as those of the attackers, comes first: what the victim feels of that is the pri
 Beside the last attacker the server is also told to stop: the victim's own watcher must hear of it, and it must end.
 """
 
-import argparse
 import asyncio
-import json
+import itertools
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import grpc
+import numpy as np
 import psutil
 import transformers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.budget import Budget
+from bench.harness.calls import submit_and_fetch
 from bench.harness.tables import table
-from bench.harness.victim import Felt, Victim
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient
 from testing.attackers import attacking
 from testing.attacks import ATTACKS, Target
 from testing.checkpoints import write_checkpoint
+from testing.hostile_images import again
+from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerProcess
+from testing.traffic import marked
 
 NEIGHBOUR = "neighbour"
 BENCHMARK = Benchmark(
@@ -94,6 +103,7 @@ BENCHMARK = Benchmark(
 )
 
 BUDGET_S = 330.0
+PATIENCE_S = 5.0  # of a request; many times what one takes
 WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
 DRAIN_S, HEARD_S = 3, 10.0
 SETTINGS: dict[str, Any] = {
@@ -109,6 +119,80 @@ SETTINGS: dict[str, Any] = {
 OWN_SETTINGS: dict[str, dict[str, Any]] = {"seconds": {"max_queue_s": 2.0}}
 # Images of a quarter of a megapixel cost the tiny tower some milliseconds, whatever size a file claims.
 PREPROCESSOR = {"size": {"shortest_edge": 65536, "longest_edge": 262144}}
+
+
+@dataclass
+class Felt:
+    """What became of requests: seconds of each, and how those that failed did."""
+
+    seconds: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, other: "Felt") -> None:
+        """Count another round."""
+        self.seconds += other.seconds
+        self.failed += other.failed
+
+    @property
+    def p99_ms(self) -> float:
+        """The 99th percentile, milliseconds."""
+        return float(np.percentile(self.seconds, 99)) * 1e3
+
+    @property
+    def per_s(self) -> float:
+        """Requests that succeeded, one after the other, per second."""
+        return (len(self.seconds) - len(self.failed)) / sum(self.seconds)
+
+
+class Victim:
+    """A client that does nothing unusual."""
+
+    def __init__(self, client: EncoderClient, channel: grpc.aio.Channel, health_url: str) -> None:
+        self._client = client
+        self._service = EncoderServiceStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
+        self._health_url = health_url
+        # A JPEG is decoded in batches with others, a PNG by itself.
+        self._jpeg, self._png = photo(320, 240, 1), photo(320, 240, 3, "PNG")
+        self._known = photo(320, 240, 2)
+        self._numbers = itertools.count()
+
+    async def until(self, deadline: float) -> Felt:
+        """Make requests one after the other until then."""
+        felt = Felt()
+        while time.monotonic() < deadline:
+            felt.add(await self.request())
+        return felt
+
+    async def request(self) -> Felt:
+        """Make one request."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self._ask()
+        except TimeoutError:
+            return Felt([PATIENCE_S], ["it took too long"])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the request failed
+            return Felt(
+                [max(PATIENCE_S, time.monotonic() - began)], [f"{type(error).__name__}: {error}"[:200]]
+            )
+        return Felt([time.monotonic() - began])
+
+    async def _ask(self) -> None:
+        await self._service.Describe(pb.DescribeRequest())
+        await self._health.Check(health_pb2.HealthCheckRequest())
+        await asyncio.to_thread(lambda: urllib.request.urlopen(self._health_url, timeout=PATIENCE_S).read())
+        number = next(self._numbers)
+        photos = [self._known, again(self._png, number) if number % 2 else marked(self._jpeg, number)]
+        await submit_and_fetch(self._client, photos, timeout_s=PATIENCE_S)
+
+    async def hear_of_the_end(self) -> None:
+        """Watch the server's health until it serves no more."""
+        with suppress(grpc.aio.AioRpcError):
+            async for answer in self._health.Watch(health_pb2.HealthCheckRequest()):
+                if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    return
+        raise AssertionError("its watch ended without a word")
 
 
 @dataclass
@@ -172,24 +256,24 @@ async def end_of(server: ServerProcess, victim: Victim) -> list[str]:
     return complaints
 
 
-async def measure(names: Sequence[str], budget_s: float) -> tuple[dict[str, Beside], list[str]]:
-    """Go through attacks while there is time; return what was felt beside each, and those left out."""
+async def measure(names: Sequence[str], budget: Budget) -> dict[str, Beside]:
+    """Go through attacks while there is time; return what was felt beside each."""
     found: dict[str, Beside] = {}
-    until, slowest_s = time.monotonic() + budget_s, 0.0
+    slowest_s = 0.0
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
         for name in (NEIGHBOUR, *names):
-            if time.monotonic() + slowest_s > until:
-                break
+            if not budget.affords(name, slowest_s):
+                continue
             began = time.monotonic()
             found[name] = await beside(name, model)
             slowest_s = max(slowest_s, time.monotonic() - began)
             says = f"{len(found[name].attacked.failed)} of {len(found[name].attacked.seconds)} failed"
             print(f"{name}: {time.monotonic() - began:.0f} s, {says}", flush=True)
-    return found, [name for name in names if name not in found]
+    return found
 
 
-def report(found: dict[str, Beside], left_out: Sequence[str]) -> dict[str, Any]:
+def report(found: dict[str, Beside], left_out: list[str]) -> dict[str, Any]:
     """Print the table; return the figures."""
     calm = Felt()
     for each in found.values():
@@ -214,7 +298,7 @@ def report(found: dict[str, Beside], left_out: Sequence[str]) -> dict[str, Any]:
         "calm_failed": len(calm.failed),
         "calm_p99_ms": calm.p99_ms,
         "attacks": len(found) - 1,
-        "left_out": list(left_out),
+        "left_out": left_out,
         **{f"p99_ratio_{name}": ratio for name, ratio in ratios.items()},
         **{f"failed_{name}": len(each.attacked.failed) for name, each in found.items()},
         "tables": [shown],
@@ -228,18 +312,16 @@ def _row(name: str, felt: Felt, calm: Felt) -> list[str | float]:
 
 
 def main() -> None:
-    """Measure, print the table, and as the last line one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, help="for all attacks (default %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    figures = report(*asyncio.run(measure(given.attacks, given.budget_s)))
-    if given.json:
-        print(json.dumps(figures))
+    budget = Budget(given.budget_s)
+    found = asyncio.run(measure(given.attacks, budget))
+    tell(report(found, budget.left_out), given)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ notes how much CPU other processes took meanwhile, begins when they are quiet (o
 quiet rounds when there are enough of them; the JSON says how many there were.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,14 +24,16 @@ import psutil
 import torch
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.calls import ms_of, submit_and_fetch
+from bench.harness.tables import table
 from prefill_client import Chunk, EncoderClient, FetchedRows, Layout, RowRequest, Trace, plan, read
 from prefill_reference.chat import Chat, Prefilled
 from prefill_reference.engine import Embedded, Engine, Prompt
 from prefill_reference.language_model import LanguageModel, load_language_model
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
-from testing.server_process import HALF_THE_CORES, ServerProcess, running
+from testing.server_process import HALF_THE_CORES, running
 
 BENCHMARK = Benchmark(
     "overlap",
@@ -107,13 +106,7 @@ class Bench:
 
     async def encode(self, files: Sequence[bytes]) -> float:
         """Return the milliseconds from Submit to the last image's rows."""
-        began = time.monotonic()
-        submitted = await self.client.submit(files)
-        async with self.client.fetch([RowRequest(image.digest) for image in submitted]) as outcomes:
-            async for outcome in outcomes:
-                if outcome.error:
-                    raise outcome.error
-        return (time.monotonic() - began) * 1000
+        return await ms_of(submit_and_fetch(self.client, files))
 
     async def overlap(self, files: Sequence[bytes]) -> tuple[float, Prefilled]:
         """Return the milliseconds to the first token's logits, and what was run for them; `trace` has the rest."""
@@ -225,19 +218,15 @@ def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def image_at_a_time(model: Path, log: Path) -> AbstractContextManager[ServerProcess]:
-    """Run a server whose batches are one image: prefill goes on with the first while the next is encoded."""
-    batch = (SIDE // 16) ** 2
-    return running(model, log=log, store_host_gib=0.5, threads=HALF_THE_CORES, batch_patches=batch)
-
-
 async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
     """Start a server on a seeded checkpoint and measure until enough rounds were quiet, or for `MAX_S`."""
     model = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     language_model = load_language_model(model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     done: list[Round] = []
-    with image_at_a_time(model, folder / "server.log") as server:
+    settings: dict[str, Any] = {"store_host_gib": 0.5, "threads": HALF_THE_CORES}
+    # Batches are one image: prefill goes on with the first while the next is encoded.
+    with running(model, log=folder / "server.log", batch_patches=(SIDE // 16) ** 2, **settings) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             bench = Bench(client, language_model, tokenizer)
             began = time.monotonic()
@@ -253,24 +242,21 @@ async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
 
 
 def main() -> None:
-    """Measure, print the table, and as the last line one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="quiet ones (default %(default)s)")
     parser.add_argument("--trace", type=Path, help="write the trace of the fastest overlapped run here")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    args = parser.parse_args()
+    given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = asyncio.run(run(Path(folder), args.rounds, args.trace))
-    print(
-        f"{'encode':>9}{'prefill':>9}{'first':>9}{'ideal':>9}{'overlap':>9}{'serial':>9}   ms   others, cores"
-    )
-    for each in rounds:
-        times = (each.encode, each.prefill, each.first_chunk_encode, each.ideal, each.overlap, each.serial)
-        print("".join(f"{ms:9.0f}" for ms in times) + f"{each.others_cores:16.2f}")
-    if args.json:
-        print(json.dumps(summary(rounds)))
+        rounds = asyncio.run(run(Path(folder), given.rounds, given.trace))
+    rows = [
+        (r.encode, r.prefill, r.first_chunk_encode, r.ideal, r.overlap, r.serial, r.others_cores)
+        for r in rounds
+    ]
+    heads = ("encode", "prefill", "first", "ideal", "overlap", "serial", "others, cores")
+    table("Rounds, ms", heads, rows)
+    tell(summary(rounds), given)
 
 
 if __name__ == "__main__":

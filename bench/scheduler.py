@@ -1,25 +1,22 @@
 """Compares scheduling policies in simulation, measures what a call of the scheduler costs, and prints tables."""
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
 from bench.harness.tables import Table, table
-from bench.simulation.policies import POLICIES
 from bench.simulation.simulator import UNLIMITED, Load
 from bench.simulation.trials import (
     BIG_IMAGES,
     FIRST,
     NEVER_YIELDS,
     OURS,
+    POLICIES,
     SKEWED,
     UNIFORM,
     Figures,
@@ -47,8 +44,6 @@ BENCHMARK = Benchmark(
     limit_s=540,
     quick=("--cost-only",),
 )
-
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
 
 # A section prints its tables, and returns its figures and them for the JSON line.
 Section = tuple[dict[str, float], list[Table]]
@@ -202,27 +197,16 @@ SECTIONS: tuple[Callable[[], Section], ...] = (
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as one JSON object, as the last line"
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--cost-only", action="store_true", help="only the cost of the calls")
-    parser.add_argument("--plots", action="store_true", help="also draw the plots of docs/scheduling.md")
-    arguments = parser.parse_args()
-    figures: dict[str, float] = {}
+    given = parser.parse_args()
+    figures: dict[str, Any] = {}
     tables: list[Table] = []
-    for section in (cost_section,) if arguments.cost_only else SECTIONS:
+    for section in (cost_section,) if given.cost_only else SECTIONS:
         found, shown = section()
-        figures |= found
+        figures |= {name: round(value, 4) for name, value in found.items()}
         tables += shown
-    if arguments.plots:
-        from bench.simulation.plots import draw
-
-        draw(IMAGES)
-    if arguments.json:
-        rounded = {name: round(value, 4) for name, value in figures.items()}
-        print(json.dumps({**rounded, "tables": tables}))
+    tell({**figures, "tables": tables}, given)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,27 @@
 """The real server on this machine: Submit and hit latency, what serving adds to the bare engine, busy share, lag."""
 
-import argparse
 import asyncio
-import json
 import math
+import random
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
 from bench.harness.budget import Budget
-from bench.harness.open_load import offer
-from bench.tower.bare_engine import tower_seconds
+from bench.harness.calls import fetch_all, ms_of, submit_and_fetch
 from encoder_contract.digest import content_digest
+from encoder_contract.errors import EncoderError, OverloadedError
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
+from encoder_service.image.resize import to_patches
 from encoder_service.metrics import Window
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
@@ -74,6 +76,8 @@ DEPTH = 27  # full: a shallow tower would flatter or blame the service, whicheve
 SHALLOW = 4  # blocks, where it is the service alone that is measured
 # Batches that pass through the deep tower at least: warming up, `LEAST_ROUNDS`, both ways, and the full load.
 LEAST_BATCHES = 2 * (1 + LEAST_ROUNDS) + 2
+# A refusal whose hint lies beyond this is an outcome: the client would otherwise wait and ask again.
+REFUSED_S = 2.0
 
 
 def checkpoint(folder: Path, depth: int) -> Path:
@@ -100,12 +104,12 @@ async def latency_section(endpoint: str, budget: Budget) -> Figures:
         while len(new_ms) < photos:
             began = time.perf_counter()
             file = photo(1280, 720, seed=len(new_ms))
-            new_ms.append(await _ms(client.submit([file])))
+            new_ms.append(await ms_of(client.submit([file])))
             digest = content_digest(file)
-            await _fetch(client, [digest])
+            await fetch_all(client, [digest])
             for _ in range(5):
-                known_ms.append(await _ms(client.submit([file])))
-                hit_ms.append(await _ms(_fetch(client, [digest])))
+                known_ms.append(await ms_of(client.submit([file])))
+                hit_ms.append(await ms_of(fetch_all(client, [digest])))
             if len(new_ms) == 1:
                 photo_s = time.perf_counter() - began
                 photos = budget.count("photos", PHOTOS, photo_s, share=SHARE_OF_LATENCY, least=LEAST_PHOTOS)
@@ -116,10 +120,15 @@ async def latency_section(endpoint: str, budget: Budget) -> Figures:
     }
 
 
-async def _ms(call: Awaitable[object]) -> float:
+def tower_seconds(model: Model, files: Sequence[bytes]) -> float:
+    """Return how long the tower alone takes for all files in one batch: no service, in this process."""
+    pixels = [p for p in model.decoder.decode(files) if isinstance(p, torch.Tensor)]
+    geometry = model.processor.geometry
+    grids = [geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
+    patches = to_patches(pixels, grids, model.resize)
     began = time.perf_counter()
-    await call
-    return (time.perf_counter() - began) * 1e3
+    model.tower.encode(patches, grids)
+    return time.perf_counter() - began
 
 
 async def overhead_section(endpoint: str, model: Model, rounds: int, budget: Budget) -> Figures:
@@ -133,10 +142,7 @@ async def overhead_section(endpoint: str, model: Model, rounds: int, budget: Bud
                 round_s = served_s[0] + bare_s[0]
                 rounds = budget.count("rounds", rounds, round_s, share=SHARE_OF_OVERHEAD, least=LEAST_ROUNDS)
             files = [photo(SIDE, SIDE, 1000 + number * BATCH + n) for n in range(BATCH)]
-            began = time.perf_counter()
-            await client.submit(files)
-            await _fetch(client, [content_digest(file) for file in files])
-            served_s.append(time.perf_counter() - began)
+            served_s.append(await ms_of(submit_and_fetch(client, files)) / 1e3)
             bare_s.append(await asyncio.to_thread(tower_seconds, model, files))
     ratios = [served / bare for served, bare in zip(served_s[1:], bare_s[1:], strict=True)]
     return {
@@ -158,7 +164,7 @@ async def load_section(server: ServerProcess, images: int) -> Figures:
     async with await EncoderClient.connect(server.endpoint) as client:
         files = [photo(SIDE, SIDE, 5000 + n) for n in range(images)]
         began = time.perf_counter()
-        await asyncio.gather(*(_request(client, files[n : n + 4]) for n in range(0, images, 4)))
+        await asyncio.gather(*(submit_and_fetch(client, files[n : n + 4]) for n in range(0, images, 4)))
         seconds = time.perf_counter() - began
     window = Window(before, server.metrics(), seconds)
     busy, starved = (window.increase(f"device_{what}_seconds_total") for what in ("busy", "starved"))
@@ -208,21 +214,55 @@ async def storm_section(server: ServerProcess, rate: float, calm_p99_s: float, s
 async def _capacity(endpoint: str) -> float:
     files = [photo(SIDE, SIDE, 9000 + n) for n in range(16)]
     async with await EncoderClient.connect(endpoint) as client:
-        began = time.perf_counter()
-        await _request(client, files)
-        return len(files) / (time.perf_counter() - began)
+        return len(files) * 1e3 / await ms_of(submit_and_fetch(client, files))
 
 
-async def _request(client: EncoderClient, files: Sequence[bytes]) -> None:
-    await client.submit(files)
-    await _fetch(client, [content_digest(file) for file in files])
+class Offered:
+    """What became of the images of an open load."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.refused = 0
+        self.others: Counter[str] = Counter()
+
+    def note(self, error: EncoderError | None, seconds: float = 0.0) -> None:
+        """Count an image: its rows came after `seconds`, or it failed."""
+        if error is None:
+            self.seconds.append(seconds)
+        elif isinstance(error, OverloadedError):
+            self.refused += 1
+        else:
+            self.others[str(error)[-60:]] += 1
 
 
-async def _fetch(client: EncoderClient, digests: Sequence[bytes]) -> None:
-    async with client.fetch([RowRequest(digest) for digest in digests]) as stream:
-        async for rows in stream:
-            if rows.error is not None:
-                raise rows.error
+async def offer(endpoint: str, images_per_s: float, seconds: float, base: bytes) -> Offered:
+    """Offer variations of a JPEG at random moments, whether or not the server keeps up.
+
+    Each is offered once and without the client's patience.
+    """
+    outcome = Offered()
+    spread = random.Random(0)
+    count = int(images_per_s * seconds)
+    # Files that differ in their last bytes only: making a photo takes longer than refusing it.
+    files = [base[:-2] + n.to_bytes(4, "big") + base[-2:] for n in range(count)]
+    async with await EncoderClient.connect(endpoint) as client:
+
+        async def one(file: bytes) -> None:
+            (submitted,) = await client.submit([file], timeout_s=REFUSED_S)
+            began = time.perf_counter()
+            if submitted.error is not None:
+                outcome.note(submitted.error)
+                return
+            async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
+                async for rows in stream:
+                    outcome.note(rows.error, time.perf_counter() - began)
+
+        tasks = []
+        for file in files:
+            tasks.append(asyncio.create_task(one(file)))
+            await asyncio.sleep(spread.expovariate(images_per_s))
+        await asyncio.gather(*tasks)
+    return outcome
 
 
 def _lag_p99_s(window: Window) -> float:
@@ -235,18 +275,9 @@ def _p99(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=100)[98] if len(seconds) > 1 else float("nan")
 
 
-def server_section(rounds: int, images: int, overload_s: float, budget: Budget) -> Figures:
-    """Run everything here, print it as a table, and return the figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(measure(Path(folder), rounds, images, overload_s, budget))
-    print(f"\nA real server on this machine ({torch.get_num_threads()} threads, {SIDE}x{SIDE} images)")
-    for name, value in figures.items():
-        print(f"{name:<28} {value:10.3f}")
-    return figures
-
-
-async def measure(folder: Path, rounds: int, images: int, overload_s: float, budget: Budget) -> Figures:
+async def measure(folder: Path, given: Namespace, budget: Budget) -> Figures:
     """Run all sections against one server process, the overload against one with a shallow tower."""
+    overload_s: float = given.overload_s
     small = checkpoint(folder / "small", SHALLOW)
     path = checkpoint(folder / "deep", affordable_depth(small, budget))
     model = load_model(Config(model=path, device="cpu"))
@@ -257,8 +288,8 @@ async def measure(folder: Path, rounds: int, images: int, overload_s: float, bud
         "batch_patches": BATCH * (SIDE // 16) ** 2,
     }
     with running(path, **settings) as server:
-        figures |= await overhead_section(server.endpoint, model, rounds, budget)
-        images = images_of_load(images, figures["served_batch_ms"] / 1e3, budget)
+        figures |= await overhead_section(server.endpoint, model, given.rounds, budget)
+        images = images_of_load(given.images, figures["served_batch_ms"] / 1e3, budget)
         figures |= await load_section(server, images)
     with running(small, **settings) as server:
         figures |= await latency_section(server.endpoint, budget)
@@ -272,9 +303,7 @@ async def measure(folder: Path, rounds: int, images: int, overload_s: float, bud
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="batches through server and bare engine each")
     parser.add_argument("--images", type=int, default=96, help="images of the full load")
     parser.add_argument(
@@ -285,10 +314,9 @@ def main() -> None:
     )
     given = parser.parse_args()
     budget = Budget(given.budget_s)
-    figures = server_section(given.rounds, given.images, given.overload_s, budget)
-    if given.json:
-        rounded = {name: round(value, 4) for name, value in figures.items()}
-        print(json.dumps({**rounded, "left_out": budget.left_out}))
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(measure(Path(folder), given, budget))
+    tell({**figures, "left_out": budget.left_out}, given)
 
 
 if __name__ == "__main__":

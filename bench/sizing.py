@@ -4,13 +4,11 @@ Arithmetic from the model's own config (the FLOP counter, the geometry), no meas
 `bench.vit`, or a running server's utilisation metric times its peak, says of the hardware at hand.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
 from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.tower_spec import TowerSpec, spec_of
@@ -119,7 +117,7 @@ def prefill_tflop(tokens: int, billions: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder (default: the numbers of Qwen3-VL-8B)")
     parser.add_argument(
         "--sustained-tflops",
@@ -133,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=8.0,
         help="parameters of the language model (default %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args(arguments)
     spec, geometry = _model(given.model)
     costs = []
@@ -141,8 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         grid = geometry.grid(width, height)
         costs.append(cost(name, grid, spec, geometry.tokens(grid), given.sustained_tflops))
     show(costs, spec, given.sustained_tflops, given.llm_billions)
-    if given.json:
-        print(json.dumps({c.size: asdict(c) for c in costs}))
+    tell({c.size: asdict(c) for c in costs}, given)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ is left in peace, and what the replica that was never restarted holds is compare
 uploads, calls, leases.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import sys
@@ -25,7 +23,7 @@ import numpy as np
 import psutil
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
 from bench.harness.tables import table
 from testing.checkpoints import write_checkpoint
 from testing.hard_day import EVENTS, Day
@@ -220,24 +218,20 @@ def _progress(began: float, minutes: float, load: Traffic, day: Day) -> None:
 
 
 def main() -> int:
-    """Run, print the tables and the verdict, and as the last line one JSON object; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
+    """Run the command line; 1 when a target was missed."""
+    parser = command_line(__doc__)
     parser.add_argument(
         "--minutes", type=float, default=4, help="at least one round of events (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of images and events")
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     figures = asyncio.run(soak(given.events, given.minutes, given.seed))
     missed = [f for f in BENCHMARK.figures if f.target and not f.met(figures[f.key])]
-    print(
-        "; ".join(f"{f.key} is {figures[f.key]:g}, not {f.target}" for f in missed)
-        or "nothing lost, stuck or larger"
-    )
-    if given.json:
-        print(json.dumps(figures))
+    verdict = "; ".join(f"{f.key} is {figures[f.key]:g}, not {f.target}" for f in missed)
+    print(f"\n{verdict or 'nothing lost, stuck or larger'}")
+    tell(figures, given)
     return int(bool(missed))
 
 

@@ -1,21 +1,19 @@
 """What a hit and a Put cost: the store itself, shared memory, framing, fragmentation, and a real server."""
 
-import argparse
 import asyncio
-import json
 import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
 import numpy as np
 import torch
 
-from bench.harness.benchmark import Benchmark, Figure
-from bench.transport.hits import serving_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.transport.hits import hit_figures
 from bench.transport.puts import put_figures
 from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_fetch_response
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -246,41 +244,24 @@ def best_of(call: Callable[[], object], rounds: int) -> float:
     return median(timed(call) for _ in range(rounds))
 
 
-def print_table(title: str, figures: Figures) -> None:
-    """Print names and numbers below a title."""
-    print(f"\n{title}")
-    for name, figure in figures.items():
-        print(f"  {name:<24}{figure:>12,.2f}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run everything and print it; the JSON object is the last line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
+def main() -> None:
+    parser = command_line(__doc__)
     parser.add_argument("--entries", type=int, default=100_000, help="entries for the lookup")
     parser.add_argument("--rounds", type=int, default=40, help="repetitions of what copies an embedding")
     parser.add_argument("--images", type=int, default=50_000, help="images of the simulated day")
     parser.add_argument("--no-server", action="store_true", help="leave out what needs a server")
-    options = parser.parse_args(arguments)
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    figures: Figures = {}
-    parts: list[tuple[str, Callable[[], Figures]]] = [
-        (f"Lookup at {options.entries:,} entries", lambda: lookup_figures(options.entries)),
-        (f"Memory, {EMBEDDING_BYTES / 1e6:.1f} MB embedding", lambda: memory_figures(options.rounds)),
-        ("Framing, one thread", lambda: framing_figures(options.rounds)),
-        ("A day of random sizes, 8 GiB", lambda: fragmentation_figures(8, options.images)),
-    ]
-    if not options.no_server:
-        parts += [
-            ("A hit, client and server process", lambda: asyncio.run(serving_figures(options.rounds))),
-            ("A Put, client and server process", lambda: asyncio.run(put_figures(options.rounds))),
-        ]
-    for title, part in parts:
-        found = part()
-        print_table(title, found)
-        figures |= found
-    if options.json:
-        print(json.dumps({name: round(figure, 4) for name, figure in figures.items()}))
+    figures = {
+        **lookup_figures(given.entries),
+        **memory_figures(given.rounds),
+        **framing_figures(given.rounds),
+        **fragmentation_figures(8, given.images),
+    }
+    if not given.no_server:
+        figures |= asyncio.run(hit_figures(given.rounds))
+        figures |= asyncio.run(put_figures(given.rounds))
+    tell(figures, given)
 
 
 if __name__ == "__main__":

@@ -3,30 +3,30 @@
 Same weights, same threads, alternating in one run after warm-up; full depth, seeded random weights. The lower bound of
 a forward is every product and attention call it makes, replayed one by one on the same tensors and timed alone; the
 best replay counts, as does the best forward. (`luckiest` counts each call with its own best time instead: with a
-thousand calls that is several percent below any replay.) Our products carry their activation or residual sum as an
-epilogue; the bare one leaves those out, so what they cost shows there.
+thousand calls that is several percent below any replay.)
 """
 
-import argparse
-import json
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.harness.benchmark import Benchmark, Figure
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
 from bench.harness.budget import DEFAULT_S, Budget
-from bench.harness.peak_memory import peak_bytes
 from bench.harness.results import hardware
-from bench.tower import parts
-from bench.tower.cases import CASES, case_grids, full_checkpoint, load_ours, work
-from bench.tower.exactness import error_ratios
-from bench.tower.lower_bound import Calls, LowerBound, best_of, clock, seconds
+from bench.harness.tables import table
+from bench.harness.towers import CASES, case_grids, full_checkpoint, load_ours, work
 from encoder_contract.geometry import Grid
-from encoder_service.vision import Tower, flops
-from testing.reference_tower import ReferenceTower, random_patches
+from encoder_service.vision import Tower
+from testing.reference_tower import ReferenceTower, random_patches, row_errors
+
+FAMILIES = {"qwen3_vl": "Qwen3-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_5": "Qwen3.5"}
 
 
 def _case_figures(name: str, says: str) -> tuple[Figure, ...]:
@@ -68,7 +68,7 @@ BENCHMARK = Benchmark(
         Figure("error_ratio_qwen3_5", "Qwen3.5: the same", target="<= 1"),
         *(
             Figure(f"float32_error_{kind}", f"{name}: largest float32 row error", "millionths", "<= 10", 1e6)
-            for kind, name in (("qwen3_vl", "Qwen3-VL"), ("qwen2_5_vl", "Qwen2.5-VL"), ("qwen3_5", "Qwen3.5"))
+            for kind, name in FAMILIES.items()
         ),
     ),
     limit_s=540,  # its own budget, and what was under way when that was used up
@@ -82,99 +82,84 @@ WITH_TARGETS = ("720p", "8x256")
 PACE_CASE = "256"
 # Of the time that is left, for cases; the rest is for what the tower's choices rest on, and for its exactness.
 SHARE_OF_CASES = 0.5
-# A round in forwards: each tower's own, and their products and attention again, ours twice.
-OURS_IN_ROUND, THEIRS_IN_ROUND = 3, 2
-# Of a round: one forward of each under a profiler, and one of ours.
-STAGES_OF_A_ROUND, OURS_OF_A_ROUND = 1.0, 0.2
+# A round in forwards: each tower's own, and our products and attention again.
+OURS_IN_ROUND, THEIRS_IN_ROUND = 2, 1
+OURS_OF_A_ROUND = 0.35  # one forward of ours
+CALLS_S = 1.0  # the best of many calls is found early; on a slow machine they add up to minutes
 
-HEADER = (
-    f"{'case':>12} {'ours ms':>8} {'theirs':>8} {'ratio':>8} {'/bound':>8} {'luckiest':>8} {'/bare':>8}"
-    f" {'theirs':>8} {'TFLOP/s':>8} {'of peak':>8} {'MB':>6} {'theirs':>7}"
-)
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument(
+        "--cases", nargs="+", default=QUICK, choices=list(CASES), help="default: what a CPU can do"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="alternations; the best of each counts")
+    parser.add_argument(
+        "--budget-s", type=float, default=DEFAULT_S, help="for all of it (default %(default)s)"
+    )
+    given = parser.parse_args()
+    tell(measure(given), given)
+
+
+def measure(given: Namespace) -> dict[str, Any]:
+    """Return all figures that there is time for."""
+    budget = Budget(given.budget_s)
+    folder = full_checkpoint("qwen3_vl")
+    tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
+    threads = torch.get_num_threads()
+    print(f"{hardware()}: {threads} threads, torch {torch.__version__}, {tower.dtype}, {tower.attention}")
+    pace = pace_of(tower, reference)
+    result: dict[str, Any] = {"threads": threads, **cases(tower, reference, given, budget, pace)}
+    result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
+    in_step_s = OURS_OF_A_ROUND * pace * work(tower, "8x256")
+    if budget.affords("one by one and in step", 2 * in_step_s):
+        rounds = budget.count("rounds in step", given.rounds, 2 * in_step_s, share=0.5)
+        result["in_step_ratio"] = in_step_ratio(tower, case_grids(tower, "8x256"), rounds)
+    del tower, reference
+    return {**result, **error_ratios(budget), "left_out": budget.left_out}
+
+
+# Time
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Best times of one case, in seconds, and what our forward took beyond what it holds between calls."""
+    """Best times of one case, in seconds."""
 
     ours: float
     theirs: float
     lower_bound: float
     luckiest_bound: float
-    bare_bound: float
-    their_bound: float
     flop: int
-    our_peak_bytes: int
-    their_peak_bytes: int
 
     def ratios(self) -> dict[str, float]:
-        """Ours over each lower bound, and theirs over ours."""
+        """Theirs over ours, and ours over each lower bound."""
         return {
             "ratio": self.theirs / self.ours,
             "over_lower_bound": self.ours / self.lower_bound,
             "over_luckiest_bound": self.ours / self.luckiest_bound,
-            "over_bare_bound": self.ours / self.bare_bound,
-            "their_over_bound": self.theirs / self.their_bound,
         }
-
-    def row(self, name: str, peak: float) -> str:
-        """One line of the table; `peak` in FLOP/s."""
-        rate = self.flop / self.ours
-        ratios = " ".join(f"{ratio:8.3f}" for ratio in self.ratios().values())
-        memory = f"{self.our_peak_bytes / 2**20:6.0f} {self.their_peak_bytes / 2**20:7.0f}"
-        times = f"{name:>12} {self.ours * 1e3:8.0f} {self.theirs * 1e3:8.0f}"
-        return f"{times} {ratios} {rate / 1e12:8.2f} {rate / peak:8.0%} {memory}"
-
-
-def main() -> None:
-    """Measure what was asked for, print the tables, and one JSON object as the last line."""
-    options = parse()
-    if options.busy:
-        options.threads, clock.now = 1, time.thread_time
-    torch.set_num_threads(options.threads)
-    budget = Budget(options.budget_s)
-    folder = full_checkpoint("qwen3_vl")
-    tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
-    print(
-        f"{hardware()}: {options.threads} threads, torch {torch.__version__}, {tower.dtype}, {tower.attention}"
-    )
-    result: dict[str, Any] = {"threads": options.threads}
-    pace = pace_of(tower, reference)
-    result |= cases(tower, reference, options, budget, pace)
-    result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
-    result["tables"] = []
-    if budget.affords("time by stage", STAGES_OF_A_ROUND * pace * work(tower, "720p")):
-        result["tables"].append(stage_table(tower, reference, case_grids(tower, "720p")))
-    in_step_s = OURS_OF_A_ROUND * pace * work(tower, "8x256")
-    if budget.affords("one by one and in step", 2 * in_step_s):
-        rounds = budget.count("rounds in step", options.rounds, 2 * in_step_s, share=0.5)
-        result["in_step_ratio"] = in_step_ratio(tower, case_grids(tower, "8x256"), rounds)
-    del tower, reference
-    result |= error_ratios(budget)
-    if budget.affords("products and parts of a block", parts.LONGEST_S):
-        result["tables"] += parts.tables()
-    for table in result["tables"]:
-        parts.show(table)
-    result["left_out"] = budget.left_out
-    if budget.left_out:
-        print(f"\nleft out, no time: {'; '.join(budget.left_out)}")
-    print(json.dumps(result))
 
 
 def cases(
-    tower: Tower, reference: ReferenceTower, options: argparse.Namespace, budget: Budget, pace: float
+    tower: Tower, reference: ReferenceTower, given: Namespace, budget: Budget, pace: float
 ) -> dict[str, Any]:
     """Measure the cases that there is time for, and print them."""
     peak = product_peak()
-    print(f"best product: {peak / 1e12:.2f} TFLOP/s\n\n{HEADER}")
-    round_s = {name: pace * work(tower, name) for name in options.cases}
-    rounds, chosen = budget.choose(round_s, options.rounds, first=WITH_TARGETS, share=SHARE_OF_CASES)
+    round_s = {name: pace * work(tower, name) for name in given.cases}
+    rounds, chosen = budget.choose(round_s, given.rounds, first=WITH_TARGETS, share=SHARE_OF_CASES)
     result: dict[str, Any] = {"product_tflops": peak / 1e12, "rounds": rounds, "cases": {}}
+    rows: list[list[str | float]] = []
     for name in chosen:
-        timing = measure(tower, reference, case_grids(tower, name), rounds)
-        print(timing.row(name, peak), flush=True)
-        result |= {f"{key}_{name}": ratio for key, ratio in timing.ratios().items()}
+        timing = time_case(tower, reference, name, rounds)
+        rate, ratios = timing.flop / timing.ours, timing.ratios()
+        result |= {f"{key}_{name}": ratio for key, ratio in ratios.items()}
         result["cases"][name] = vars(timing)
+        rows.append(
+            [name, timing.ours * 1e3, timing.theirs * 1e3, *ratios.values(), rate / 1e12, rate / peak]
+        )
+    heads = ["case", "ours ms", "theirs ms", "theirs / ours", "/ bound", "/ luckiest", "TFLOP/s", "of peak"]
+    table(f"Best of {rounds} rounds", heads, rows)
     return result
 
 
@@ -189,28 +174,9 @@ def pace_of(tower: Tower, reference: ReferenceTower) -> float:
     return (OURS_IN_ROUND * ours_s + THEIRS_IN_ROUND * theirs_s) / work(tower, PACE_CASE)
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--cases", nargs="+", default=QUICK, choices=list(CASES), help="default: what a CPU can do"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="alternations; the best of each counts")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--budget-s", type=float, default=DEFAULT_S, help="for all of it (default %(default)s)"
-    )
-    parser.add_argument(
-        "--busy", action="store_true", help="for a machine others use: one thread, its own CPU time"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="accepted for symmetry: the last line always is JSON"
-    )
-    return parser.parse_args()
-
-
-def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], rounds: int) -> Timing:
-    """Alternate ours, theirs and both lower bounds."""
+def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -> Timing:
+    """Alternate ours, theirs and the lower bound."""
+    grids = case_grids(tower, name)
     patches = random_patches(grids, tower.spec.patch_values)
     pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
 
@@ -220,23 +186,74 @@ def measure(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid], roun
     def theirs() -> None:
         reference.forward(pixels, shape)
 
-    our_peak, their_peak = peak_bytes(ours), peak_bytes(theirs)  # which warms both up
+    ours()  # both are warm from here on
+    theirs()
     with Calls() as recorded:
         ours()
-    with Calls() as their_recorded:
-        theirs()
-    whole, bare, theirs_alone = (
-        LowerBound(calls) for calls in (recorded.calls, recorded.bare, their_recorded.calls)
-    )
+    bound = LowerBound(recorded.calls)
     fastest = their_fastest = float("inf")
     for _ in range(rounds):
         fastest = min(fastest, seconds(ours))
         their_fastest = min(their_fastest, seconds(theirs))
-        for alone in (whole, bare, theirs_alone):
-            alone.replay()
-    flop = sum(flops(tower.spec, grid) for grid in grids)
-    bounds = whole.best, whole.luckiest, bare.best, theirs_alone.best
-    return Timing(fastest, their_fastest, *bounds, flop, our_peak, their_peak)
+        bound.replay()
+    return Timing(fastest, their_fastest, bound.best, bound.luckiest, work(tower, name))
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the products and attention calls of a forward, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and keep it if it counts."""
+        given = kwargs or {}
+        counted = ("_linear_pointwise", "aten.linear", "aten.addmm", "aten.mm", "attention")
+        if any(part in str(func) for part in counted):
+            self.calls.append(lambda: func(*args, **given))
+        return func(*args, **given)
+
+
+class LowerBound:
+    """Calls timed alone, over several replays.
+
+    `best` [s] is the sum of the best replay: a minimum over as many rounds as the forward it is compared with has.
+    `luckiest` [s] adds up the best time of each call, wherever it fell: a bound that no replay reached, and the
+    further below them the more calls and rounds there are.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self.best = float("inf")
+        self._calls = calls
+        self._each = [float("inf")] * len(calls)
+
+    @property
+    def luckiest(self) -> float:
+        """See above."""
+        return sum(self._each)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        """Time each call once more."""
+        times = [seconds(call) for call in self._calls]
+        self.best = min(self.best, sum(times))
+        self._each = [min(pair) for pair in zip(self._each, times, strict=True)]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def best_of(most: int, call: Callable[[], object]) -> float:
+    """Return the best of so many calls, or of as many as fit into `CALLS_S`, but of three at least."""
+    times: list[float] = []
+    while len(times) < most and (len(times) < 3 or sum(times) < CALLS_S):
+        times.append(seconds(call))
+    return min(times)
 
 
 @torch.inference_mode()
@@ -253,16 +270,6 @@ def product_peak() -> float:
     return best
 
 
-def stage_table(tower: Tower, reference: ReferenceTower, grids: Sequence[Grid]) -> parts.Table:
-    """Where one forward's time goes, by kind of operation."""
-    patches = random_patches(grids, tower.spec.patch_values)
-    pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
-    ours = parts.stages(lambda: tower.encode(patches, grids))
-    theirs = parts.stages(lambda: reference.forward(pixels, shape))
-    rows = [[name, f"{ours[name]:.0f}", f"{theirs[name]:.0f}"] for name in ours]
-    return {"title": "One 1280×720 by stage, ms", "heads": ["", "ours", "`transformers`"], "rows": rows}
-
-
 def in_step_ratio(tower: Tower, grids: Sequence[Grid], rounds: int) -> float:
     """The time of images one after the other over that of the same images in one batch."""
     patches = random_patches(grids, tower.spec.patch_values)
@@ -271,7 +278,6 @@ def in_step_ratio(tower: Tower, grids: Sequence[Grid], rounds: int) -> float:
         images = zip(patches, grids, strict=True)
         each = min(each, sum(seconds(lambda: tower.encode([image], [grid])) for image, grid in images))  # noqa: B023
         together = min(together, seconds(lambda: tower.encode(patches, grids)))
-    print(f"\n{len(grids)} images of 256×256 one by one {each * 1e3:.0f} ms, in step {together * 1e3:.0f} ms")
     return each / together
 
 
@@ -286,10 +292,42 @@ def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
     for _ in range(5):
         theirs = min(theirs, seconds(lambda: reference.module.patch_embed(pixels)))
         ours = min(ours, seconds(lambda: embeds(patches[0], layout, torch.bfloat16)))
-    print(
-        f"\npatch embed at 720p: ours {ours * 1e3:.1f} ms, Conv3d {theirs * 1e3:.1f} ms, {theirs / ours:.0f}×"
-    )
     return theirs / ours
+
+
+# Exactness
+
+
+def error_ratios(budget: Budget) -> dict[str, float]:
+    """Relative row errors over float32 truth at full depth, ours and theirs, for every family."""
+    ratios = {}
+    slowest_s = 0.0
+    for model_type in FAMILIES:
+        if not budget.affords(f"exactness of {model_type}", slowest_s):
+            continue
+        began = time.monotonic()
+        exact, ours, theirs = errors(full_checkpoint(model_type))
+        slowest_s = max(slowest_s, time.monotonic() - began)
+        ratios[f"error_ratio_{model_type}"] = float(ours.mean() / theirs.mean())
+        ratios[f"max_error_ratio_{model_type}"] = float(ours.max() / theirs.max())
+        ratios[f"float32_error_{model_type}"] = exact
+    return ratios
+
+
+def errors(folder: Path) -> tuple[float, Tensor, Tensor]:
+    """Relative row errors against float32 of `transformers`: our largest in float32, ours and its own in bfloat16."""
+    grids = [Grid(1, 16, 16), Grid(1, 20, 26)]
+    truth_tower = ReferenceTower(folder, torch.float32)
+    patches = random_patches(grids, 3 * truth_tower.module.config.patch_size**2)
+    pixels = truth_tower.pixels(patches)
+    truth = truth_tower.rows(pixels, grids)
+    del truth_tower
+    theirs = row_errors(ReferenceTower(folder, torch.bfloat16).rows(pixels, grids), truth)
+    exact, ours = (
+        row_errors(torch.cat(load_ours(folder, dtype).encode(patches, grids)), truth)
+        for dtype in ("float32", "bfloat16")
+    )
+    return float(exact.max()), ours, theirs
 
 
 if __name__ == "__main__":

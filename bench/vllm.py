@@ -6,25 +6,29 @@ GPU. Three ways: the engine's own tower; ours, waiting for all images of a reque
 cache manager. Ratios say little on a machine that others use: the load is part of the answer.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from bench.harness.benchmark import Benchmark, Figure
-from bench.harness.method_timer import MethodTimer
-from bench.vllm_parts.sharing import SIDES, sharing_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from testing.photos import photo
 from testing.vllm_environment import ENVIRONMENT, PYTHON
 
 if TYPE_CHECKING:
     from testing.vllm_engine import Engine
+    from testing.vllm_sharing import SharingEngine
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# Sides of images over 256×256 that are shared; the processor of the benchmark's model takes up to 512×512 as they are.
+SIDES = (288, 384, 512)
 
 BENCHMARK = Benchmark(
     "vllm",
@@ -66,9 +70,14 @@ BENCHMARK = Benchmark(
 SIDE_PIXELS = 512  # 256 tokens an image
 IMAGES, CHAT_ROUNDS = 16, 8
 STEPS = 300  # for what a step costs
-METHODS = (  # all of the connector that runs in a decode step
+STEP_METHODS = (  # all of the connector that runs in a decode step
     "ensure_cache_available", "has_cache_item", "build_connector_meta", "take_unavailable_requests",
     "update_connector_output", "get_ec_connector_stats", "start_load_caches", "build_connector_worker_meta",
+)  # fmt: skip
+SHARED_IMAGES = 4  # of a prompt that misses
+# All that runs in the scheduler's and the worker's step of an engine that shares; the rest is on threads.
+SHARING_METHODS = (
+    *STEP_METHODS, "update_state_after_alloc", "update_state_after_free", "request_finished", "save_caches",
 )  # fmt: skip
 IDLE_STEP_S = 0.001
 PARKED_S = 3.0
@@ -83,18 +92,13 @@ ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 8192}
 
 
 def main() -> None:
-    """Run the benchmark, in the environment that has vLLM."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; medians are told")
     parser.add_argument("--here", action="store_true", help="in this interpreter, which has vLLM")
-    arguments = parser.parse_args()
-    if not arguments.here:
+    given = parser.parse_args()
+    if not given.here:
         sys.exit(_elsewhere())
-    figures = _measure(arguments.rounds)
-    if not arguments.json:
-        sys.stdout.write("\n".join(f"{name:<28} {value}" for name, value in figures.items()) + "\n")
-    sys.stdout.write(json.dumps(figures) + "\n")
+    tell(_measure(given.rounds), given)
 
 
 def _elsewhere() -> int:
@@ -126,12 +130,12 @@ def _measure(rounds: int) -> dict[str, Any]:
             device_peak_tflops=0.1,
             accept_put="yes",
         ) as server:
-            photos = _photos()  # of all ways: what one has submitted is stored for the next
+            photos = _photos(SIDE_PIXELS)  # of all ways: what one has submitted is stored for the next
             for way, options in WAYS.items():
                 engine = Engine(model, server.endpoint, **ENGINE, **options)
                 told |= _of_way(engine, way, rounds, photos)
                 engine.close()
-            told |= sharing_figures(model, server.endpoint, rounds, ENGINE)
+            told |= _sharing_figures(model, server.endpoint, rounds, ENGINE)
     told["ttft_own_over_ours_16"] = _ratio(told, "own_16_ms", "window_16_ms")
     told["ttft_request_over_window"] = _ratio(told, "request_16_ms", "window_16_ms")
     told["round8_own_over_ours"] = _ratio(told, "own_round8_ms", "window_round8_ms")
@@ -183,7 +187,7 @@ def _chat_ms(engine: "Engine", photos: Iterator[bytes], *, own: bool) -> list[fl
 def _step_overhead_ms(engine: "Engine") -> float:
     """Return what our connector takes of a decode step of eight requests, none with an image of ours."""
     timer = MethodTimer()
-    timer.watch(engine.scheduler.ec_connector, METHODS)
+    timer.watch(engine.scheduler.ec_connector, STEP_METHODS)
     started = [engine.start([f"text {number}"], tokens=STEPS) for number in range(8)]
     engine.step()
     timer.spent_s = 0.0
@@ -206,13 +210,101 @@ def _parked_core_percent(engine: "Engine", photos: Iterator[bytes]) -> float:
     return round(percent, 1)
 
 
-def _photos() -> Iterator[bytes]:
-    from testing.photos import photo
+class MethodTimer:
+    """Time spent in methods of objects, however they are called: `spent_s`, which a measurement sets to 0."""
 
-    seed = int(time.time())
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+
+    def watch(self, watched: object, methods: Iterable[str]) -> None:
+        """Replace methods of an object, which do not call each other, by timed ones."""
+        for name in methods:
+            setattr(watched, name, self._timed(getattr(watched, name)))
+
+    def _timed(self, method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        def timed(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+            began = time.perf_counter()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self.spent_s += time.perf_counter() - began
+
+        return timed
+
+
+# An engine that shares what its tower makes
+
+
+def _sharing_figures(model: Path, endpoint: str, rounds: int, options: dict[str, Any]) -> dict[str, float]:
+    """Return what putting takes of a step when everything misses, and what a hit takes of a miss."""
+    from testing.vllm_sharing import SharingEngine
+
+    engine = SharingEngine(model, endpoint, **options)
+    try:
+        photos = _photos(SIDES[-1])
+        _sharing_first_token_s(engine, [next(photos)])  # warms it up
+        return {
+            "share_step_overhead_percent": round(_overhead_percent(engine, photos, rounds), 2),
+            **_hits(engine, rounds),
+        }
+    finally:
+        engine.close()
+
+
+def _overhead_percent(engine: "SharingEngine", photos: Iterator[bytes], rounds: int) -> float:
+    """Return how much of the steps of prompts whose images all miss is the connector's."""
+    from vllm.distributed.ec_transfer import get_ec_transfer
+
+    timer = MethodTimer()
+    for connector in {id(each): each for each in (engine.scheduler.ec_connector, get_ec_transfer())}.values():
+        timer.watch(connector, SHARING_METHODS)
+    shares = []
+    for _ in range(rounds):
+        files = [next(photos) for _ in range(SHARED_IMAGES)]
+        encoded, timer.spent_s = engine.encoded, 0.0
+        steps_s = _sharing_first_token_s(engine, files)
+        assert engine.encoded == encoded + SHARED_IMAGES, "everything misses"
+        shares.append(100 * timer.spent_s / steps_s)
+        engine.until_all_is_put()
+    return median(shares)
+
+
+def _hits(engine: "SharingEngine", rounds: int) -> dict[str, float]:
+    """Return the time to the first token by an image's side: encoded here, or put by an engine before."""
+    told: dict[str, float] = {}
+    for side in SIDES:
+        photos, misses, hits = _photos(side), [], []
+        for _ in range(rounds):
+            parts = [next(photos)]
+            misses.append(_sharing_first_token_s(engine, parts))
+            engine.until_all_is_put()
+            engine.forget()
+            encoded = engine.encoded
+            hits.append(_sharing_first_token_s(engine, parts))
+            assert engine.encoded == encoded, "a hit"
+        told |= {
+            f"miss_{side}_ms": round(1000 * median(misses), 1),
+            f"hit_{side}_ms": round(1000 * median(hits), 1),
+        }
+    worst = max(told[f"hit_{side}_ms"] / told[f"miss_{side}_ms"] for side in SIDES)
+    return {**told, "hit_over_miss": round(worst, 2)}
+
+
+def _sharing_first_token_s(engine: "SharingEngine", parts: list[bytes]) -> float:
+    """Return the time of the steps until a prompt's first token, and between them."""
+    request_id, ended = engine.start(parts, own=True, tokens=1), {}
+    begun = time.perf_counter()
+    while request_id not in ended:
+        ended = engine.step()
+    return time.perf_counter() - begun
+
+
+def _photos(side: int) -> Iterator[bytes]:
+    """Yield photos that no other run has: nothing of them is stored."""
+    seed = time.time_ns() // 1000
     while True:
         seed += 1
-        yield photo(SIDE_PIXELS, SIDE_PIXELS, seed)
+        yield photo(side, side, seed)
 
 
 def _ratio(told: dict[str, Any], above: str, below: str) -> float:

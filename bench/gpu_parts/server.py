@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_parts.probe import Probe
-from bench.tower.cases import full_checkpoint
+from bench.harness.towers import full_checkpoint
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.gpu_parts.probe import Probe
-from bench.tower.cases import CASES, case_grids, full_checkpoint
+from bench.harness.towers import CASES, case_grids, full_checkpoint
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness.benchmark import Benchmark, Figure
-from bench.harness.discovery import benchmark_of, benchmarks
+from bench.harness.benchmark import Benchmark, Figure, benchmark_of, benchmarks
 from bench.harness.results import ROOT, Result
 from bench.harness.tables import markdown
 

@@ -9,10 +9,10 @@ Table = dict[str, Any]
 
 def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> Table:
     """Print a Markdown table, numbers with three digits that mean something; return it for a page to show."""
-    shown = [[x if isinstance(x, str) else _shown(x) for x in row] for row in rows]
+    cells = [[x if isinstance(x, str) else shown(x) for x in row] for row in rows]
     print(f"\n{title}\n")
-    print(markdown(heads, shown))
-    return {"title": title, "heads": list(heads), "rows": shown}
+    print(markdown(heads, cells))
+    return {"title": title, "heads": list(heads), "rows": cells}
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -21,5 +21,6 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def _shown(number: float) -> str:
+def shown(number: float) -> str:
+    """Return a number as a table shows it."""
     return f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"

@@ -9,32 +9,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.simulation.policies import POLICIES
 from bench.simulation.simulator import Job, Load, Machine, Simulation
-from encoder_service.scheduler import LEAST_WORK_LEFT, Policy, least_work_left
+from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Policy
+
+
+def _chunk(claim: Claim) -> float:
+    return claim.chunk
+
+
+# Ours, and three that the server does not use.
+FIRST_COME = Policy("first-come", request_key=lambda request: request.number, claim_key=_chunk)
+EARLIEST_NEED = Policy(
+    "earliest-need",
+    request_key=lambda _: 0,
+    claim_key=lambda claim: claim.needed_at if claim.needed_at is not None else float("-inf"),
+)
+CHUNK_FIRST = Policy("chunk-first", request_key=lambda _: 0, claim_key=_chunk)
+POLICIES = (FIRST_COME, EARLIEST_NEED, CHUNK_FIRST, LEAST_WORK_LEFT)
 
 # Images of a request -> weight: most chats send one, some send an album.
 SKEWED = {1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1}
 UNIFORM = dict.fromkeys(range(1, 33), 1)
 BIG_IMAGES = 16
 
-FIRST, OURS = "first-come", LEAST_WORK_LEFT.name
+FIRST, OURS = FIRST_COME.name, LEAST_WORK_LEFT.name
 NEVER_YIELDS = replace(LEAST_WORK_LEFT, name="without blocking first", blocking_first=False)
-STRETCHES = {s: replace(least_work_left(s), name=f"stretch {s}") for s in (2, 4, 8, 15, 30, 60)}
-
-
-def linear(stretch: float) -> Policy:
-    """Return our policy without the logarithm: a request is due after `stretch` times its own work."""
-    return Policy(
-        f"linear {stretch}",
-        request_key=lambda request: request.mark + stretch * request.left_patches,
-        claim_key=lambda claim: claim.chunk,
-        blocking_first=True,
-    )
-
-
-LINEAR = {stretch: linear(stretch) for stretch in (1, 2, 4, 7, 15, 30)}
-BY_NAME = {policy.name: policy for policy in (*POLICIES, NEVER_YIELDS, *STRETCHES.values(), *LINEAR.values())}
+BY_NAME = {policy.name: policy for policy in (*POLICIES, NEVER_YIELDS)}
 
 
 @dataclass(frozen=True)

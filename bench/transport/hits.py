@@ -1,11 +1,7 @@
 """A hit as a client sees it: shared memory and inline, from a real server process, beside a bare gRPC stream."""
 
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,8 +10,8 @@ from typing import Any
 import grpc
 import torch
 
-from bench.transport.bare_stream import METHOD
-from encoder_contract.framing import MESSAGE_BYTES
+from bench.harness.calls import ms_of
+from bench.transport.bare import bare_server, read_bare
 from prefill_client import Credentials, EncoderClient, RowRequest
 from prefill_client.transport.channels import CHANNEL_OPTIONS, Channels
 from testing.certificates import HOSTS, Authority, Issued
@@ -27,18 +23,20 @@ Figures = dict[str, float]
 Pairs = Mapping[str, Sequence[Callable[[], Awaitable[object]]]]
 
 
-async def serving_figures(rounds: int) -> Figures:
+def wide_checkpoint(folder: Path) -> Path:
+    """Write a small tower with rows as wide as Qwen3-VL-8B's: it encodes an image in a second."""
+    wide = {"out_hidden_size": 4096}
+    return write_checkpoint(folder, dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide)
+
+
+async def hit_figures(rounds: int) -> Figures:
     """Milliseconds and GB/s of hits: one 1280×720 image, and four of 2560×1440 in one call.
 
-    The tower is a small one with rows as wide as Qwen3-VL-8B's, so that it encodes them once in seconds; a hit
-    runs none of it. Inline and bare streams take turns, so that both see the same machine; so do servers with TLS
-    and without.
+    A hit runs nothing of the tower. Inline and bare streams take turns, so that both see the same machine; so do
+    servers with TLS and without.
     """
     with tempfile.TemporaryDirectory() as folder:
-        wide = {"out_hidden_size": 4096}
-        model = write_checkpoint(
-            Path(folder) / "model", dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide
-        )
+        model = wide_checkpoint(Path(folder) / "model")
         authority = Authority()
         ca = authority.write(Path(folder) / "ca.pem")
         issued = authority.issue(Path(folder), "server", HOSTS)
@@ -64,19 +62,19 @@ async def _figures(client: EncoderClient, rounds: int) -> Figures:
         async with grpc.aio.insecure_channel(bare_endpoint, options=CHANNEL_OPTIONS) as channel:
             # The first of each maps the segment or warms the connection: it does not count.
             for _ in range(rounds + 1):
-                shm.append(await _seconds(_fetch(client, one, "shm")))
-                shm_four.append(await _seconds(_fetch(client, four, "shm")))
+                shm.append(await ms_of(_fetch(client, one, "shm")))
+                shm_four.append(await ms_of(_fetch(client, four, "shm")))
             for _ in range(rounds + 1):
-                inline.append(await _seconds(_fetch(client, one, "inline")))
-                bare.append(await _seconds(_read_bare(channel, row_bytes)))
-    inline_s, bare_s = median(inline[1:]), median(bare[1:])
+                inline.append(await ms_of(_fetch(client, one, "inline")))
+                bare.append(await ms_of(read_bare(channel, row_bytes)))
+    inline_ms, bare_ms = median(inline[1:]), median(bare[1:])
     return {
-        "hit_shm_ms": median(shm[1:]) * 1e3,
-        "hit_shm_first_ms": shm[0] * 1e3,
-        "hit_shm_four_1440p_ms": median(shm_four[1:]) * 1e3,
-        "inline_gbps": row_bytes / inline_s / 1e9,
-        "bare_gbps": row_bytes / bare_s / 1e9,
-        "inline_over_bare": bare_s / inline_s,
+        "hit_shm_ms": median(shm[1:]),
+        "hit_shm_first_ms": shm[0],
+        "hit_shm_four_1440p_ms": median(shm_four[1:]),
+        "inline_gbps": row_bytes / inline_ms / 1e6,
+        "bare_gbps": row_bytes / bare_ms / 1e6,
+        "inline_over_bare": bare_ms / inline_ms,
     }
 
 
@@ -99,7 +97,7 @@ async def _tls_figures(
         ):
             streams: Pairs = {
                 "inline": [partial(_fetch, each, requests, "inline") for each in (plain, by_tls)],
-                "bare": [partial(_read_bare, each, row_bytes) for each in (bare, bare_by_tls)],
+                "bare": [partial(read_bare, each, row_bytes) for each in (bare, bare_by_tls)],
             }
             ratios = await _ratios(streams, rounds)
     shared: Pairs = {"shm": [partial(_fetch, each, requests, "shm") for each in (plain, by_tls)]}
@@ -110,12 +108,12 @@ async def _tls_figures(
 async def _ratios(pairs: Pairs, rounds: int) -> Figures:
     """Return for each pair how many times as long the second takes; all take turns, and none is always the first."""
     order = [(name, which) for name in pairs for which in (0, 1)]
-    seconds: dict[tuple[str, int], list[float]] = {each: [] for each in order}
+    ms: dict[tuple[str, int], list[float]] = {each: [] for each in order}
     for _ in range(rounds + 1):
         for name, which in order:
-            seconds[name, which].append(await _seconds(pairs[name][which]()))
+            ms[name, which].append(await ms_of(pairs[name][which]()))
         order.reverse()
-    return {name: median(seconds[name, 1][1:]) / median(seconds[name, 0][1:]) for name in pairs}
+    return {name: median(ms[name, 1][1:]) / median(ms[name, 0][1:]) for name in pairs}
 
 
 async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
@@ -136,30 +134,3 @@ async def _fetch(client: EncoderClient, requests: Sequence[RowRequest], transpor
             with rows.in_place() as readable:
                 size_bytes += readable.array.nbytes
     return size_bytes
-
-
-async def _read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
-    received = 0
-    stream: Any = channel.unary_stream(METHOD)  # bytes as they are
-    async for message in stream(b""):
-        received += len(message)
-    assert received == size_bytes
-
-
-async def _seconds(call: Awaitable[object]) -> float:
-    begin = time.perf_counter()
-    await call
-    return time.perf_counter() - begin
-
-
-@contextmanager
-def bare_server(row_bytes: int, issued: Sequence[str] = ()) -> Iterator[str]:
-    """Run the bare stream's server, by TLS with a certificate, and give its address."""
-    stream = [sys.executable, "-m", "bench.transport.bare_stream"]
-    command = [*stream, str(row_bytes), str(MESSAGE_BYTES), *issued]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield f"127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.kill()

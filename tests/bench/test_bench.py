@@ -9,8 +9,7 @@ import pytest
 
 from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
 from bench.hardened import BENCHMARK as HARDENED
-from bench.harness.benchmark import Figure
-from bench.harness.discovery import benchmarks
+from bench.harness.benchmark import Figure, benchmarks
 from bench.harness.report import PAGES, caption, looked_up, rewrite, row_of, summary, table_of
 from bench.harness.results import NOT_RUN, ROOT, Result, keep, newest, path_of
 from bench.harness.runner import END_S, run

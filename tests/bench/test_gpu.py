@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from bench import gpu
-from bench.gpu_parts import cpu_decoders, wheels
+from bench.gpu_parts import wheels
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
-from testing.photos import photo
 
 pytestmark = pytest.mark.slow
 
@@ -244,15 +243,3 @@ def test_a_folder_of_wheels_that_is_too_large_is_refused(
         os.truncate(file.fileno(), wheels.MAX_BYTES)
     assert wheels.main([str(tmp_path)]) == 1
     assert "large.whl" in wheels.listing(tmp_path)[0]
-
-
-@pytest.mark.dali
-def test_the_decoders_that_are_compared_agree_in_pixels_and_outcomes() -> None:
-    pytest.importorskip("nvidia.nvimgcodec")
-    files = [photo(200, 120, seed) for seed in range(3)]
-    found = [decode(files) for decode in cpu_decoders.decoders().values()]
-    assert len(found) == 3
-    for images in zip(*found, strict=True):
-        assert all(image is not None and (image == images[0]).all() for image in images)
-    for decode in cpu_decoders.decoders().values():
-        assert cpu_decoders.outcomes(decode) == "decoded, refused, decoded"

@@ -16,6 +16,7 @@ from tests.processes import run
 FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
 OURS = ("encoder-service", "prefill-client")
 MAIN = 'if __name__ == "__main__"'
+BENCHMARK = "command_line(__doc__)"  # which brings the flag that all benchmarks take
 # Programs that are not ours, whose flags are their own business.
 FOREIGN = r"\b(docker compose|docker|kubectl|redis-cli|redis-server|pip|hf|curl|git|pytest|up --detach)\b"
 PACKAGES = ("bench", "demo", "testing")
@@ -53,7 +54,9 @@ def commands() -> Commands:
 
 def flags_of(command: str, commands: Commands) -> set[str]:
     text = commands[command]
-    return named(rf'"{FLAG}"', text) if command.startswith(PACKAGES) else named(FLAG, text)
+    if not command.startswith(PACKAGES):
+        return named(FLAG, text)
+    return named(rf'"{FLAG}"', text) | ({"--json"} if BENCHMARK in text else set())
 
 
 def programs_in(line: str) -> list[str]:

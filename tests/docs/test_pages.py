@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from bench.harness import report
-from bench.harness.discovery import benchmarks
+from bench.harness.benchmark import benchmarks
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.app import Server
@@ -199,8 +199,9 @@ def test_every_benchmark_has_its_table_and_a_command_that_exists() -> None:
     assert {name for page in report.PAGES for name in named(MARKER, page.read_text())} == names | {"summary"}
     for each in benchmarks():
         source = (ROOT / "bench" / f"{each.name}.py").read_text()
-        given = {flag for flag in (*each.command(quick=True), *each.arguments) if flag[:2] == "--"}
+        given = {flag for flag in (*each.quick, *each.arguments) if flag[:2] == "--"}
         assert given <= named(r'"(--[a-z-]+)"', source), each.name
+        assert "command_line(__doc__)" in source, f"{each.name} takes --json"
 
 
 def test_the_readme_is_short_and_shows_its_commands_first() -> None:

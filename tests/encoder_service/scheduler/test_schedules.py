@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulation.policies import POLICIES
 from bench.simulation.simulator import Load, Machine, Simulation
+from bench.simulation.trials import POLICIES
 from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler import Claim, Limits, Scheduler, State, Task, least_work_left
 from encoder_service.scheduler.policy import STRETCH, allowance

@@ -1,1 +1,0 @@
-"""What the tower's benchmark is made of."""

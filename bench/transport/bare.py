@@ -1,0 +1,91 @@
+"""A bare gRPC server: what a stream of bytes costs when nothing else is done. Inline rows are measured by it.
+
+python -m bench.transport.bare BYTES [CERT KEY]    prints its port and serves until it is terminated; by TLS with files
+
+It sends so many ready-made bytes to everyone who asks, and takes any number and throws them away.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from encoder_contract.framing import MESSAGE_BYTES
+
+SERVICE = "bench.Bare"
+MAX_MESSAGE_BYTES = 8 << 20
+
+
+@contextmanager
+def bare_server(size_bytes: int = 0, issued: Sequence[str] = ()) -> Iterator[str]:
+    """Run the server as a process of its own, by TLS with a certificate, and give its address."""
+    command = [sys.executable, "-m", "bench.transport.bare", str(size_bytes), *issued]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+async def read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
+    """Read all that the server sends."""
+    received = 0
+    stream: Any = channel.unary_stream(f"/{SERVICE}/Stream")  # bytes as they are
+    async for message in stream(b""):
+        received += len(message)
+    assert received == size_bytes
+
+
+async def write_bare(channel: grpc.aio.Channel, messages: Sequence[bytes]) -> None:
+    """Send messages until the server has taken all of them."""
+    call: Any = channel.stream_unary(f"/{SERVICE}/Sink")()
+    for message in messages:
+        await call.write(message)
+    await call.done_writing()
+    await call
+
+
+async def serve(size_bytes: int, credentials: grpc.ServerCredentials | None) -> None:
+    """Serve on a free port, which is printed, until the process is terminated."""
+    sizes = [MESSAGE_BYTES] * (size_bytes // MESSAGE_BYTES) + [size_bytes % MESSAGE_BYTES]
+    messages = [os.urandom(size) for size in sizes if size]
+
+    async def stream(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
+        for message in messages:
+            yield message
+
+    async def sink(received: AsyncIterator[bytes], _context: Any) -> bytes:
+        async for _ in received:
+            pass
+        return b""
+
+    methods: dict[str, Any] = {
+        "Stream": grpc.unary_stream_rpc_method_handler(stream),
+        "Sink": grpc.stream_unary_rpc_method_handler(sink),
+    }
+    server = grpc.aio.server(options=(("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+def credentials_of(cert: str, key: str) -> grpc.ServerCredentials:
+    """Return what a server needs for TLS, from the files of its certificate."""
+    return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])
+
+
+if __name__ == "__main__":
+    size, *files = sys.argv[1:]
+    asyncio.run(serve(int(size), credentials_of(*files) if files else None))

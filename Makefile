@@ -11,6 +11,7 @@ MODEL  ?=
 ONLY   ?=
 PART   ?=
 OUT    ?=
+DIRTY  ?=
 N      ?= 3
 SEED   ?= 0
 MINUTES ?= 20
@@ -143,8 +144,8 @@ certs: setup ## Write certificates for a trial of TLS into .certs (never for pro
 	@$(PY) -m testing.certificates .certs
 
 .PHONY: bench
-bench: setup ## Run the benchmarks this machine can run, under 20 minutes (ONLY=names for some)
-	@$(PY) -m bench $(if $(ONLY),--only $(ONLY))
+bench: setup ## Run the benchmarks this machine can, under 20 minutes (ONLY=names for some; DIRTY=1: uncommitted code)
+	@$(PY) -m bench $(if $(ONLY),--only $(ONLY)) $(if $(DIRTY),--dirty)
 
 .PHONY: fuzz
 fuzz: N = 50000

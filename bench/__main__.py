@@ -12,15 +12,26 @@ from time import monotonic
 
 from bench.harness.benchmark import Benchmark, benchmarks
 from bench.harness.report import BUSY, caption, rewrite, table_of
-from bench.harness.results import ROOT, Result, hardware, keep, load, newest, path_of
+from bench.harness.results import (
+    ROOT,
+    Result,
+    changed_files,
+    hardware,
+    keep,
+    load,
+    newest,
+    of_unknown_commits,
+    path_of,
+)
 from bench.harness.runner import LOGS, not_run, run
 
 LIMIT_S = 19 * 60.0  # of the twenty minutes that it may take
 WORTH_STARTING_S = 15.0
+SHOWN_FILES = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 when a benchmark failed."""
+    """Run the command line; 1 when a benchmark failed, 2 when the code has uncommitted changes."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument(
         "--only",
@@ -30,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"some of: {', '.join(names)}",
     )
     parser.add_argument("--quick", action="store_true", help="smoke test: tiny sizes, kept out of the pages")
+    parser.add_argument("--dirty", action="store_true", help="measure code that is not committed")
     parser.add_argument(
         "--pages-only", action="store_true", help="rewrite the pages from the results there are"
     )
@@ -39,10 +51,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     if given.pages_only:
         rewrite(newest())
+    elif (changed := changed_files()) and not (given.dirty or given.quick):
+        print(refusal(changed), file=sys.stderr)
+        return 2
     else:
         chosen = [each for each in benchmarks() if not given.only or each.name in given.only]
         results = measure(chosen, quick=given.quick)
+    print(to_measure_again(of_unknown_commits(newest())), end="")
     return int(any(result.status.startswith(("failed", "timed out")) for result in results))
+
+
+def refusal(changed: Sequence[str]) -> str:
+    """Return why code that is not committed is not measured."""
+    more = [f"and {len(changed) - SHOWN_FILES} more"] if len(changed) > SHOWN_FILES else []
+    files = ", ".join([*changed[:SHOWN_FILES], *more])
+    return (
+        f"make bench: {files} not committed, so the results would belong to no commit. "
+        "Commit first, or measure anyway with --dirty (make bench DIRTY=1)."
+    )
+
+
+def to_measure_again(results: Sequence[Result]) -> str:
+    """Return a list of the results whose code this repository does not have; nothing where there are none."""
+    if not results:
+        return ""
+    lines = [f"  {r.benchmark} on {r.hardware} ({r.measured_on}): {r.versions['commit']}" for r in results]
+    heads = "Measure these again: their commits are not in this repository's history."
+    return "\n".join(["", heads, *lines, ""])
 
 
 def measure(chosen: Sequence[Benchmark], *, quick: bool) -> list[Result]:

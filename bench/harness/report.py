@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.benchmark import Benchmark, Figure, benchmark_of, benchmarks
-from bench.harness.results import ROOT, Result
+from bench.harness.results import DIRTY, ROOT, Result
 from bench.harness.tables import markdown
 
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
@@ -30,13 +30,21 @@ def tables_of(benchmark: Benchmark, results: Iterable[Result], *, own: bool = Fa
 
 
 def caption(result: Result) -> str:
-    """Return one line: machine, day, command, and what a reader must know of the circumstances."""
-    parts = [f"**{result.hardware}**", result.measured_on, f"`{result.command}`"]
+    """Return one line: machine, day, commit, command, and what a reader must know of the circumstances."""
+    parts = [f"**{result.hardware}**", _when(result), f"`{result.command}`"]
     parts += [f"{result.seconds:.0f} s"] if result.seconds else []
     parts += [f"on a busy machine (load {result.load:.1f} a core)"] if result.load > BUSY else []
     if left_out := result.figures.get("left_out"):
         parts.append(f"left out, no time: {', '.join(left_out)}")
     return " · ".join(parts)
+
+
+def _when(result: Result) -> str:
+    commit = result.versions.get("commit")
+    if commit is None:
+        return result.measured_on
+    dirty = " with uncommitted changes" if commit.endswith(DIRTY) else ""
+    return f"{result.measured_on}, commit {commit.removesuffix(DIRTY)}{dirty}"
 
 
 def table_of(benchmark: Benchmark, result: Result) -> str:

@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from importlib import metadata
@@ -15,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results"
 NOT_RUN = "not run"
+DIRTY = "-dirty"  # behind the commit of a result whose code was not all committed
 PACKAGES = ("torch", "transformers", "numpy", "grpcio", "blake3", "pillow", "redis", "nvidia-dali-cuda130")
 
 
@@ -68,12 +70,38 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
+    """Return the commit of the code that runs, marked where it differs from it; "unknown" without git."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    if commit is None:
+        return "unknown"
+    return commit + (DIRTY if changed_files() else "")
+
+
+def changed_files() -> list[str]:
+    """Return the files that differ from the commit and may change a figure: all but pages and results."""
+    changed = _git("status", "--porcelain", "--", ".", ":(exclude)*.md", ":(exclude)bench/results") or ""
+    return [line[2:].strip() for line in changed.splitlines()]
+
+
+def of_unknown_commits(results: Sequence[Result]) -> list[Result]:
+    """Return the results whose commit is not in this repository's history; none where git cannot say."""
+    if _git("rev-parse", "HEAD") is None:
+        return []
+    commits = [(result, result.versions.get("commit", "")) for result in results]
+    return [
+        result
+        for result, commit in commits
+        if commit and _git("cat-file", "-e", commit.removesuffix(DIRTY) + "^{commit}") is None
+    ]
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git says; None where it fails or is not installed."""
     git = shutil.which("git")
     if git is None:  # a machine that only measures need not have it
-        return "unknown"
-    command = [git, "describe", "--always", "--dirty"]
-    described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return described.stdout.strip() or "unknown"
+        return None
+    done = subprocess.run([git, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout.strip("\n")
 
 
 def load() -> float:

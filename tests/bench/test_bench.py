@@ -2,16 +2,19 @@
 
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run
+import bench.__main__
+from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run, main, to_measure_again
 from bench.hardened import BENCHMARK as HARDENED
+from bench.harness import results
 from bench.harness.benchmark import Figure, benchmarks
 from bench.harness.report import PAGES, caption, looked_up, rewrite, row_of, summary, table_of
-from bench.harness.results import NOT_RUN, ROOT, Result, keep, newest, path_of
+from bench.harness.results import NOT_RUN, ROOT, Result, keep, newest, of_unknown_commits, path_of
 from bench.harness.runner import END_S, run
 from bench.harness.tables import markdown
 from bench.sizing import BENCHMARK as SIZING
@@ -45,6 +48,70 @@ def test_a_run_takes_under_twenty_minutes_whatever_one_does_and_none_takes_ten()
     assert LIMIT_S + END_S < 20 * 60
     assert _run(SIZING, "a machine", quick=False, left_s=WORTH_STARTING_S - 1).status == NOT_RUN
     assert max(result.seconds for result in newest()) < 10 * 60
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of its own with one commit, which the harness takes for ours."""
+    git(tmp_path, "init", "--quiet")
+    for name in ("page.md", "code.py", "bench/results/one.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "a")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> str:
+    program = shutil.which("git")
+    if program is None:
+        pytest.skip("git is not installed")
+    done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_code_that_is_not_committed_is_not_measured_unless_told(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[bool] = []
+
+    def measure(_: object, quick: bool) -> list[Result]:
+        measured.append(quick)
+        return []
+
+    monkeypatch.setattr(bench.__main__, "measure", measure)
+    assert main(["--only", "sizing"]) == 0
+    (repository / "page.md").write_text("b\n")  # what a run itself writes
+    (repository / "bench/results/one.json").write_text("b\n")
+    assert main(["--only", "sizing"]) == 0
+    (repository / "code.py").write_text("b\n")
+    assert main(["--only", "sizing"]) == 2
+    assert "code.py not committed" in (said := capsys.readouterr().err)
+    assert "--dirty" in said
+    assert main(["--only", "sizing", "--dirty"]) == main(["--only", "sizing", "--quick"]) == 0
+    assert measured == [False, False, False, True]
+
+
+def test_a_result_names_the_commit_of_its_code_and_whether_all_was_committed(repository: Path) -> None:
+    commit = git(repository, "rev-parse", "--short", "HEAD")
+    clean = replace(GOOD, versions=results.versions())
+    assert caption(clean).startswith(f"**a machine** · 2026-01-02, commit {commit} · `python")
+    (repository / "new.py").touch()
+    dirty = replace(GOOD, versions=results.versions())
+    assert f"2026-01-02, commit {commit} with uncommitted changes · `python" in caption(dirty)
+    assert caption(GOOD).startswith("**a machine** · 2026-01-02 · `python")
+
+
+def test_results_of_commits_that_are_not_in_the_history_are_listed(repository: Path) -> None:
+    commit = git(repository, "rev-parse", "--short", "HEAD")
+    known, lost, unsaid = (
+        replace(GOOD, benchmark=name, versions={"commit": name} if name else {})
+        for name in (f"{commit}-dirty", "0123abc-dirty", "")
+    )
+    assert of_unknown_commits([known, lost, unsaid]) == [lost]
+    assert "on a machine (2026-01-02): 0123abc-dirty\n" in to_measure_again([lost])
+    assert to_measure_again([]) == ""
 
 
 def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """What a well-behaved client feels while others attack: its slowest calls beside each attacker, over those with none.
 
-A real server process with small bounds, so that an attacker reaches them soon; the victim asks for its description and
-health, submits two photos of which one is new, and fetches their rows, again and again. Rounds without an attacker
-alternate with rounds beside one, each attacker on a server of its own. Each request counts as a whole; one that fails,
-or takes longer than its patience, counts as failed and as slow as that. An honest neighbour, whose images are as large
-as those of the attackers, comes first: what the victim feels of that is the price of sharing a server, not of attacks.
-Beside the last attacker the server is also told to stop: the victim's own watcher must hear of it, and it must end.
+A real server process has small limits, so that an attacker soon reaches them. The victim asks for its description and
+health, submits two photos of which one is new, and fetches their rows, again and again: first alone, then beside an
+attacker, each attacker on a server of its own. Each request counts as a whole. One that fails, or takes longer than the
+victim's patience, counts as failed and as slow as that. An honest neighbour, whose images are as large as those of the
+attackers, comes first: its effect is the price of sharing a server, not of attacks. Beside the watchers the server is
+also told to stop: the victim's own watcher must be told, and the server must end.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ SETTINGS: dict[str, Any] = {
 }
 # Of the server that an attacker is alone with.
 OWN_SETTINGS: dict[str, dict[str, Any]] = {"seconds": {"max_queue_s": 2.0}}
-# Images of a quarter of a megapixel cost the tiny tower some milliseconds, whatever size a file claims.
+# Images are resized to a quarter of a megapixel at most: the tiny tower takes milliseconds for each.
 PREPROCESSOR = {"size": {"shortest_edge": 65536, "longest_edge": 262144}}
 
 
@@ -172,7 +172,7 @@ class Victim:
                 await self._ask()
         except TimeoutError:
             return Felt([PATIENCE_S], ["it took too long"])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the request failed
+        except Exception as error:  # noqa: BLE001 - any error is a failed request
             return Felt(
                 [max(PATIENCE_S, time.monotonic() - began)], [f"{type(error).__name__}: {error}"[:200]]
             )
@@ -197,7 +197,7 @@ class Victim:
 
 @dataclass
 class Beside:
-    """What a victim felt of one server: with nobody else there, then beside an attacker.
+    """What a victim felt of one server: alone, then beside an attacker.
 
     `grown_mib` is how much larger the server's own memory became beside the attacker.
     """
@@ -239,7 +239,7 @@ def own_mib(server: ServerProcess) -> float:
 
 
 async def end_of(server: ServerProcess, victim: Victim) -> list[str]:
-    """Tell the server to stop; return what its victim and its operator have to complain of."""
+    """Tell the server to stop; return the complaints of its victim and its operator."""
     hearing = asyncio.create_task(victim.hear_of_the_end())
     await asyncio.sleep(0.5)  # until it watches
     server.process.terminate()
@@ -282,7 +282,7 @@ def report(found: dict[str, Beside], left_out: list[str]) -> dict[str, Any]:
     rows += [[*_row(name, each.attacked, calm), each.grown_mib] for name, each in found.items()]
     rows += [[name, "left out: no time", "", "", "", "", "", ""] for name in left_out]
     heads = ["attack", "requests", "failed", "p50 ms", "p99 ms", "p99 / calm", "per s / calm", "MiB more"]
-    shown = table("One well-behaved client beside each attacker", heads, rows)
+    table("One well-behaved client beside each attacker", heads, rows)
     for name, each in found.items():
         for complaint, times in Counter(each.attacked.failed).most_common(3):
             print(f"{name}: {times} times: {complaint}")
@@ -301,7 +301,6 @@ def report(found: dict[str, Beside], left_out: list[str]) -> dict[str, Any]:
         "left_out": left_out,
         **{f"p99_ratio_{name}": ratio for name, ratio in ratios.items()},
         **{f"failed_{name}": len(each.attacked.failed) for name, each in found.items()},
-        "tables": [shown],
     }
 
 

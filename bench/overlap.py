@@ -5,8 +5,8 @@ uses new images, so nothing is cached but where it says so. The ideal is max(enc
 of the first chunk's images, each measured alone in the same round.
 
 Overlap needs all cores at once, its parts do not: on a machine that others use, the ratios say nothing. So each round
-notes how much CPU other processes took meanwhile, begins when they are quiet (or after a wait), and medians are over
-quiet rounds when there are enough of them; the JSON says how many there were.
+waits until other processes are quiet (for a limited time) and records how much CPU they took during it. Medians are
+over the quiet rounds when there are enough of them; the JSON says how many there were.
 """
 
 import asyncio
@@ -82,16 +82,16 @@ class Round:
     prefill: float
     serial: float
     overlap: float
-    others_cores: float  # that other processes used meanwhile
+    others_cores: float  # that other processes used during the round
 
     @property
     def quiet(self) -> bool:
-        """Whether the machine was ours."""
+        """Whether other processes left us the machine."""
         return self.others_cores <= QUIET_CORES
 
     @property
     def ideal(self) -> float:
-        """What no schedule beats by more than the first chunk's prefill."""
+        """The best time of any schedule, give or take the first chunk's prefill."""
         return max(self.encode, self.prefill) + self.first_chunk_encode
 
 
@@ -168,7 +168,7 @@ class Others:
 
 
 async def quiet() -> None:
-    """Wait until others leave the machine alone, but not for ever."""
+    """Wait until other processes are quiet, for a limited time."""
     until = time.monotonic() + QUIET_WAIT_S
     while time.monotonic() < until:
         others = Others()

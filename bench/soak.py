@@ -1,9 +1,8 @@
-"""A long day in minutes: two replicas, an index and clients, among attackers, restarts and faults drawn from a seed.
+"""Two replicas, an index and clients run among attackers, restarts and faults, which are drawn from a seed.
 
-Clients submit and fetch prompts all the while; every image must end in its rows or one error, and never in the rows of
-another. Each event comes once, attackers to the replica whose memory counts, before that is measured. At the end all
-is left in peace, and what the replica that was never restarted holds is compared: memory, files, threads, pins,
-uploads, calls, leases.
+Clients submit and fetch prompts the whole time. Every image must end in its rows or one error, and never in the rows of
+another. Each event happens once before memory is first measured. At the end all load stops, and what the replica that
+was never restarted holds is compared: memory, files, threads, pins, uploads, calls, leases.
 """
 
 import asyncio
@@ -57,7 +56,7 @@ BENCHMARK = Benchmark(
     quick=("--minutes", "0.2", "--events", "flush", "restart"),
 )
 
-IDLE_S = 90.0  # until nothing is left: longer than a lease and a fetched image's grace
+IDLE_S = 90.0  # longer than a lease and a fetched image's grace
 SPARE_FILES = 4  # connections between replicas
 SPARE_THREADS = (os.cpu_count() or 1) + 4  # asyncio's pool, which grows to its bound when it is needed
 MIB = 1 << 20
@@ -69,7 +68,7 @@ SETTINGS: dict[str, Any] = {
     "source_ttl_s": 20,
     "log_level": "error",
 }
-# Images of a quarter of a megapixel cost the tiny tower some milliseconds, whatever size a file claims.
+# Images are resized to a quarter of a megapixel at most: the tiny tower takes milliseconds for each.
 PREPROCESSOR = {"size": {"shortest_edge": 65536, "longest_edge": 262144}}
 
 
@@ -140,7 +139,7 @@ async def live(
 
 
 async def at_rest(day: Day) -> tuple[Usage, int]:
-    """Wait until nobody holds anything; return what the first replica still holds, and the leases in the index."""
+    """Wait until no caller holds anything; return what the first replica still holds, and the leases in the index."""
     deadline = time.monotonic() + IDLE_S
     while True:
         usages = [await asyncio.to_thread(Usage.of, replica, day.redis.port) for replica in day.replicas]
@@ -152,7 +151,7 @@ async def at_rest(day: Day) -> tuple[Usage, int]:
 
 
 async def soak(names: Sequence[str], minutes: float, seed: int) -> dict[str, Any]:
-    """Live a day; print its tables and return its figures."""
+    """Run events and clients, print the tables and return the figures."""
     with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
         model = write_checkpoint(Path(folder), preprocessor=PREPROCESSOR)
         replicas = [ReplicaProcess(model, number, index=redis.url, **SETTINGS) for number in range(2)]
@@ -165,11 +164,20 @@ async def soak(names: Sequence[str], minutes: float, seed: int) -> dict[str, Any
     errors = Counter(each.error.partition(":")[0] for each in served if each.error)
     for loss in lost:
         print(f"lost: {loss}")
-    tables = [_held(warm, rest), _memory([*day.rss_mib, rest.rss_mib])]
-    tables += [
-        _counted("What happened", "event", day.happened),
-        _counted("Errors of images", "error", errors),
+    held = [
+        [name, str(round(getattr(warm, name))), str(round(getattr(rest, name)))] for name in Usage.__slots__
     ]
+    table("What the replica that was never restarted holds", ["", "after the warm-up", "at rest"], held)
+    quarters = [part for part in np.array_split(np.array([*day.rss_mib, rest.rss_mib]), 4) if part.size]
+    memory: list[list[str | float]] = [
+        [str(n), float(np.median(part)), float(part.max())] for n, part in enumerate(quarters, 1)
+    ]
+    table("Its memory by quarter of the time", ["quarter", "median MiB", "largest"], memory)
+    for title, head, counts in (
+        ("What happened", "event", day.happened),
+        ("Errors of images", "error", errors),
+    ):
+        table(title, [head, "times"], [[name, str(times)] for name, times in counts.most_common()])
     return {
         "lost": len(lost),
         "crashes": crashes,
@@ -185,29 +193,7 @@ async def soak(names: Sequence[str], minutes: float, seed: int) -> dict[str, Any
         "events": day.happened.total(),
         "seed": seed,
         "p50_s": median(each.seconds for each in served),
-        "tables": tables,
     }
-
-
-def _held(warm: Usage, rest: Usage) -> dict[str, Any]:
-    usage = [
-        [name, str(round(getattr(warm, name))), str(round(getattr(rest, name)))] for name in Usage.__slots__
-    ]
-    return table(
-        "What the replica that was never restarted holds", ["", "after the warm-up", "at rest"], usage
-    )
-
-
-def _memory(rss_mib: Sequence[float]) -> dict[str, Any]:
-    parts = [part for part in np.array_split(np.array(rss_mib), 4) if part.size]
-    rows: list[list[str | float]] = [
-        [str(n), float(np.median(part)), float(part.max())] for n, part in enumerate(parts, 1)
-    ]
-    return table("Its memory by quarter of the time", ["quarter", "median MiB", "largest"], rows)
-
-
-def _counted(title: str, head: str, counts: Counter[str]) -> dict[str, Any]:
-    return table(title, [head, "times"], [[name, str(times)] for name, times in counts.most_common()])
 
 
 def _progress(began: float, minutes: float, load: Traffic, day: Day) -> None:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import median
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ import torch
 from bench.harness.benchmark import Benchmark, Figure, command_line, tell
 from bench.transport.hits import hit_figures
 from bench.transport.puts import put_figures
-from encoder_contract.framing import MESSAGE_BYTES, checksum, frame_rows, parse_fetch_response
-from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.framing import checksum, frame_rows, parse_fetch_response
 from encoder_service.store import Store
 from encoder_service.store.table import Layout, Tier
 from prefill_client import SharedRows
@@ -65,9 +64,7 @@ BENCHMARK = Benchmark(
         Figure("view_us", "view the rows of a handle", "µs"),
         Figure("checksum_gbps", "XXH3-64 of rows", "GB/s"),
         Figure("frame_gbps", "inline rows framed by hand", "GB/s"),
-        Figure("frame_generated_gbps", "framed by the generated class", "GB/s"),
         Figure("parse_gbps", "inline rows parsed by hand", "GB/s"),
-        Figure("parse_generated_gbps", "parsed by the generated class", "GB/s"),
         Figure("put_inline_gbps", "28.8 MB of rows put inline by an engine", "GB/s"),
         Figure("put_bare_gbps", "a bare gRPC stream of as many bytes upwards", "GB/s"),
         Figure("put_over_bare", "inline / bare stream, upwards", target=">= 0.8"),
@@ -98,14 +95,8 @@ def lookup_figures(entries: int, rounds: int = 20_000) -> Figures:
         entry_bytes = (anonymous_bytes() - before) / entries
         chosen = random.Random(1).choices(addresses, k=rounds)
         times = [_pin_and_release(store, address) for address in chosen]
-        misses = [timed(lambda address=address[::-1]: store.pin(address)) for address in chosen]  # type: ignore[misc]
         store.close()
-    return {
-        "pin_us": median(times) * 1e6,
-        "pin_p99_us": quantiles(times, n=100)[98] * 1e6,
-        "miss_us": median(misses) * 1e6,
-        "entry_bytes": entry_bytes,
-    }
+    return {"pin_us": median(times) * 1e6, "entry_bytes": entry_bytes}
 
 
 def _pin_and_release(store: Store, address: bytes) -> float:
@@ -133,16 +124,14 @@ def memory_figures(rounds: int) -> Figures:
             pass
 
     figures = {
-        "handle_us": best_of(lambda: pin.handle(), 200) * 1e6,
         "handle_bytes": len(handle.to_message().SerializeToString()),
         "map_ms": timed(view) * 1e3,
-        "view_us": best_of(view, 200) * 1e6,
+        "view_us": median_s(view, 200) * 1e6,
     }
     with SharedRows(handle, WIDTH, "bfloat16").reading() as shared:
         figures |= {
-            "first_read_ms": timed(lambda: np.copyto(target, shared)) * 1e3,
-            "memcpy_gbps": EMBEDDING_BYTES / best_of(lambda: np.copyto(target, source), rounds) / 1e9,
-            "read_gbps": EMBEDDING_BYTES / best_of(lambda: np.copyto(target, shared), rounds) / 1e9,
+            "memcpy_gbps": EMBEDDING_BYTES / median_s(lambda: np.copyto(target, source), rounds) / 1e9,
+            "read_gbps": EMBEDDING_BYTES / median_s(lambda: np.copyto(target, shared), rounds) / 1e9,
             "put_gbps": EMBEDDING_BYTES / median(puts) / 1e9,
         }
     pin.release()
@@ -151,7 +140,7 @@ def memory_figures(rounds: int) -> Figures:
 
 
 def framing_figures(rounds: int) -> Figures:
-    """Frame and parse an embedding in 1 MiB messages, by hand and with the generated class; checksum it."""
+    """Frame and parse an embedding in 1 MiB messages; checksum it."""
     data = np.random.default_rng(0).integers(0, 256, EMBEDDING_BYTES, np.uint8)
     view = memoryview(data)  # type: ignore[arg-type] # an array is a buffer
     target = np.empty_like(data)
@@ -165,30 +154,16 @@ def framing_figures(rounds: int) -> Figures:
             target[filled : filled + len(parsed[1])] = np.frombuffer(parsed[1], np.uint8)
             filled += len(parsed[1])
 
-    def parse_generated() -> None:
-        filled = 0
-        for message in messages:
-            piece = np.frombuffer(pb.FetchResponse.FromString(message).rows.data, np.uint8)
-            target[filled : filled + len(piece)] = piece
-            filled += len(piece)
-
-    def frame_generated() -> None:
-        for begin in range(0, len(view), MESSAGE_BYTES):
-            rows = pb.Rows(index=3, data=bytes(view[begin : begin + MESSAGE_BYTES]))
-            pb.FetchResponse(rows=rows).SerializeToString()
-
-    def frame_by_hand() -> None:
+    def frame() -> None:
         for _ in frame_rows(3, [view]):
             pass
 
     calls: dict[str, Callable[[], object]] = {
-        "frame_gbps": frame_by_hand,
-        "frame_generated_gbps": frame_generated,
+        "frame_gbps": frame,
         "parse_gbps": parse,
-        "parse_generated_gbps": parse_generated,
         "checksum_gbps": lambda: checksum([view]),
     }
-    return {name: EMBEDDING_BYTES / best_of(call, rounds) / 1e9 for name, call in calls.items()}
+    return {name: EMBEDDING_BYTES / median_s(call, rounds) / 1e9 for name, call in calls.items()}
 
 
 def fragmentation_figures(store_gib: int, images: int) -> Figures:
@@ -218,7 +193,6 @@ def fragmentation_figures(store_gib: int, images: int) -> Figures:
     settled = len(used) // 10  # the first evictions are of a store that is still tidy
     return {
         "usable_percent": 100 * min(used[settled:]),
-        "usable_mean_percent": 100 * fmean(used[settled:]),
         "one_run_percent": 100 * pieces[settled:].count(1) / len(pieces[settled:]),
     }
 
@@ -238,7 +212,7 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def best_of(call: Callable[[], object], rounds: int) -> float:
+def median_s(call: Callable[[], object], rounds: int) -> float:
     """Median seconds of a call, after one that does not count."""
     call()
     return median(timed(call) for _ in range(rounds))

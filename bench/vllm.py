@@ -1,9 +1,10 @@
 """What an engine of vLLM gains: time to first token with its own tower, against the service, on the real engine.
 
-One engine after the other in this process, with one core; the service has the other. Every prompt has new images. The
-model is small and its parts are sized so that encoding an image and prefilling its tokens both matter, as they do on a
-GPU. Three ways: the engine's own tower; ours, waiting for all images of a request; ours, by prefill step and with the
-cache manager. Ratios say little on a machine that others use: the load is part of the answer.
+Engines run one after the other in this process, on one core; the service has the other. Every prompt has new images.
+The model is small, and its parts are sized so that encoding an image and prefilling its tokens both take time, as on
+a GPU. Images are encoded in three ways: by the engine's own tower; by the service, waiting for all images of a request;
+by the service, by prefill step and with the cache manager. The load of the machine is recorded: on a busy one the
+ratios mean little.
 """
 
 import os
@@ -75,7 +76,7 @@ STEP_METHODS = (  # all of the connector that runs in a decode step
     "update_connector_output", "get_ec_connector_stats", "start_load_caches", "build_connector_worker_meta",
 )  # fmt: skip
 SHARED_IMAGES = 4  # of a prompt that misses
-# All that runs in the scheduler's and the worker's step of an engine that shares; the rest is on threads.
+# All methods that run in the scheduler's and the worker's step of an engine that shares; the rest runs on threads.
 SHARING_METHODS = (
     *STEP_METHODS, "update_state_after_alloc", "update_state_after_free", "request_finished", "save_caches",
 )  # fmt: skip

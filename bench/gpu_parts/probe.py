@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-LEAST_MS = 1e-6  # what a clock with coarse ticks sees as nothing; rates are divided by it
+LEAST_MS = 1e-6  # a coarse clock may measure 0, and rates are divided by times
 
 
 class DeadDeviceError(Exception):
-    """The device answers nothing any more: what is left of the part would measure that."""
+    """The device is lost, so the rest of the part is not measured."""
 
 
 class Probe:
@@ -49,7 +49,7 @@ class Probe:
             return False
         try:
             self.note(**label, **measure())
-        except Exception as error:  # noqa: BLE001 - a probe tells whatever happens, and goes on
+        except Exception as error:  # noqa: BLE001 - noted, and the next measurement goes on
             self.note(**label, failed=f"{type(error).__name__}: {str(error)[:200]}")
             self._require_device()
             return False
@@ -87,7 +87,7 @@ class Probe:
         return median(spent[1 if self.dry else 2 :])
 
     def _marks(self) -> tuple[Callable[[], object], Callable[[], object], Callable[[], float]]:
-        """Return what marks a beginning and an end, and what tells the milliseconds between."""
+        """Return calls that mark the beginning, mark the end, and return the milliseconds between."""
         if self.device.type == "cpu":
             at: list[float] = []
             return (

@@ -10,7 +10,7 @@ from threading import Timer
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
 
-# A process of its own, which may die of a test; torch, which this one has imported, it need not import again.
+# In a process of its own, since a test may kill it; forked, so that it need not import torch again.
 FORKS = multiprocessing.get_context("fork")
 _OUTCOME = re.compile(r"^(tests/\S+?\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 _REASON = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py\S*) - (.+)$")
@@ -61,7 +61,7 @@ def run(probe: Probe) -> None:
 
 
 def _pytest(arguments: Sequence[str], says: int) -> None:
-    """Run pytest in this process, all that it says into a pipe."""
+    """Run pytest in this process, with its output into a pipe."""
     import pytest
 
     for output in (sys.stdout.fileno(), sys.stderr.fileno()):

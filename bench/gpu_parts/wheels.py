@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command(package: str, folder: Path) -> list[str]:
-    """Return what fetches one wheel for that machine, whatever this one is."""
+    """Return the command that fetches one wheel for that machine."""
     platforms = [
         *(f"manylinux_2_{version}_x86_64" for version in GLIBC),
         "manylinux2014_x86_64",

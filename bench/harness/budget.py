@@ -1,9 +1,9 @@
-"""The time that a benchmark may take, wherever it runs: it measures one round, then does what there is time for."""
+"""The time budget of a benchmark: it measures one round, then chooses as many rounds and cases as it has time for."""
 
 from collections.abc import Mapping, Sequence
 from time import monotonic
 
-# Of the ten minutes that a benchmark may take on any machine; what is under way when it is used up still ends.
+# A benchmark may take ten minutes on any machine. What is running when this is used up still ends.
 DEFAULT_S = 420.0
 
 
@@ -20,14 +20,14 @@ class Budget:
         return self._until - monotonic()
 
     def affords(self, what: str, seconds: float) -> bool:
-        """Whether there is time for something that takes so long; what there is none for is left out."""
+        """Return whether there is time for something that takes `seconds`; if not, note that it is left out."""
         if seconds <= self.left_s:
             return True
         self.left_out.append(what)
         return False
 
     def count(self, what: str, wanted: int, one_s: float, *, share: float = 1.0, least: int = 1) -> int:
-        """Return how many of `wanted`, each of `one_s`, a share of what is left is enough for."""
+        """Return how many of `wanted` fit into a share of the time left, when each takes `one_s`."""
         affordable = max(min(least, wanted), min(wanted, int(self.left_s * share / one_s)))
         if affordable < wanted:
             self.left_out.append(f"{wanted - affordable} of {wanted} {what}")
@@ -36,10 +36,10 @@ class Budget:
     def choose(
         self, round_s: Mapping[str, float], wanted: int, *, first: Sequence[str], share: float
     ) -> tuple[int, list[str]]:
-        """Return how many rounds of which cases a share of what is left is enough for.
+        """Return how many rounds of which cases fit into a share of the time left.
 
-        `round_s` has what one round of each case takes; each case needs one more to begin with. Rounds are given up
-        only for the cases named `first`; of the others those go that do not fit.
+        `round_s` is the time of one round of each case; each case needs one round more to warm up. Rounds are dropped
+        only to fit the cases named `first`; other cases that do not fit are left out.
         """
         order = sorted(round_s, key=lambda case: case not in first)
         for rounds in range(wanted, 0, -1):

@@ -12,13 +12,13 @@ from bench.harness.results import DIRTY, ROOT, Result
 from bench.harness.tables import markdown
 
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
-BUSY = 0.5  # of the cores were others' when it began: the times are theirs too
+BUSY = 0.5  # of the cores; with more other work at the start, the times are too long
 # `bench:NAME` is the table of a benchmark's figures, `bench:NAME.tables` those that it made itself.
 _MARKED = re.compile(r"(<!-- bench:(\w+)(\.tables)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def tables_of(benchmark: Benchmark, results: Iterable[Result], *, own: bool = False) -> str:
-    """Return what every machine measured, as Markdown; what failed says so.
+    """Return what every machine measured, as Markdown, or how its benchmark failed.
 
     With `own`, the tables that the benchmark made itself.
     """
@@ -68,7 +68,7 @@ def own_tables_of(benchmark: Benchmark, result: Result) -> str:
 
 
 def row_of(figure: Figure, figures: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Return what is measured, the value, the target and whether it was missed, and what others published."""
+    """Return the cells of a figure: what it is, its value, its target (marked if missed), what others published."""
     value = looked_up(figure.key, figures)
     target = _shown_target(figure) + (_missed(value, figure) if value is not None else "")
     return figure.what, _shown(value, figure), target, figure.compare
@@ -95,7 +95,7 @@ def _shown(value: float | None, figure: Figure) -> str:
         return "not reported"
     value *= figure.scale
     exact = value == int(value) or abs(value) >= 100
-    digits = 0 if exact else max(0, 2 - math.floor(math.log10(abs(value))))  # three that mean something
+    digits = 0 if exact else max(0, 2 - math.floor(math.log10(abs(value))))  # three significant ones
     return f"{value:.{min(digits, 6)}f} {figure.unit}".strip()
 
 
@@ -118,7 +118,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def _cells(result: Result) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield what a result has of the summary: (benchmark, key), and the value with a word on a target it missed."""
+    """Yield the summary's cells of a result: (benchmark, key), and the value, marked if it missed its target."""
     for name, figure in summarised():
         ours = name == result.benchmark and result.status == "ok"
         if ours and (value := looked_up(figure.key, result.figures)) is not None:

@@ -31,7 +31,7 @@ class Result:
     measured_on: str
     seconds: float = 0.0
     load: float = 0.0
-    """Processes that wanted a core when it began, per core: over 0.5, others were at work and times are theirs too."""
+    """Processes per core that wanted to run when it began. Over 0.5, other work made the times longer."""
     figures: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Result:
 
 def hardware() -> str:
     """Return this machine in words: processor, cores, memory, GPU."""
-    import torch  # takes seconds; who only keeps results does without
+    import torch  # takes seconds, and keeping a result does not need it
 
     info = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
@@ -53,7 +53,7 @@ def hardware() -> str:
 
 
 def _bfloat16(info: str) -> str:
-    """Return what the processor multiplies bfloat16 with, the one thing that a tower's time on a CPU hangs on."""
+    """Return the instructions that multiply bfloat16: a tower's time on a CPU depends on them more than on all else."""
     kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 bf16"}
     return next((kind for name, kind in kinds.items() if name in info.split()), "no bf16")
 
@@ -98,7 +98,7 @@ def of_unknown_commits(results: Sequence[Result]) -> list[Result]:
 def _git(*arguments: str) -> str | None:
     """Return what git says; None where it fails or is not installed."""
     git = shutil.which("git")
-    if git is None:  # a machine that only measures need not have it
+    if git is None:
         return None
     done = subprocess.run([git, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return None if done.returncode else done.stdout.strip("\n")
@@ -118,7 +118,7 @@ def path_of(machine: str, *, quick: bool, folder: Path = FOLDER) -> Path:
 def keep(path: Path, result: Result) -> None:
     """Put a result into its file, beside those of other benchmarks; an older one of the same benchmark goes.
 
-    That a benchmark was not run is worth saying only where there is nothing else to say.
+    A benchmark that was not run does not replace a result.
     """
     content = json.loads(path.read_text()) if path.exists() else {}
     if result.status == NOT_RUN and result.benchmark in content.get("benchmarks", {}):

@@ -1,4 +1,4 @@
-"""Runs one benchmark as a process of its own, within a bound, and tells what came of it."""
+"""Runs one benchmark in a process of its own, for a limited time, and returns its result."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from bench.harness.benchmark import Benchmark
 from bench.harness.results import NOT_RUN, ROOT, Result, load, versions
 
 LOGS = ROOT / ".bench"
-END_S = 10.0  # for a benchmark that ran out of time to end its own servers
+END_S = 10.0  # a benchmark that ran out of time may take so long to end its servers
 
 
 def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Result:
@@ -51,7 +51,7 @@ def not_run(benchmark: Benchmark, machine: str, why: str) -> Result:
 
 
 def _status(command: list[str], output: int, limit_s: float) -> str:
-    # A session of its own, so that servers and workers of a benchmark that is stopped go with it.
+    # In a session of its own, so that stopping a benchmark also stops its servers and workers.
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -70,7 +70,7 @@ def _status(command: list[str], output: int, limit_s: float) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Leave nothing of the process's session behind, whether it ended or not; servers get time to drain."""
+    """End all processes of a benchmark's session; servers get time to drain."""
     for number, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, 1.0)):
         if not _signalled(process.pid, number):
             return
@@ -83,7 +83,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _signalled(group: int, number: int) -> bool:
-    """Send a signal to a process group; whether there was anyone to take it."""
+    """Send a signal to a process group; return whether it has any process."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -101,6 +101,6 @@ def figures_in(log: Path) -> tuple[dict[str, Any], str]:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line that says something; the whole of it where it is JSON."""
+    """Return the last line that is not empty."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"

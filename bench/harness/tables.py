@@ -8,7 +8,7 @@ Table = dict[str, Any]
 
 
 def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> Table:
-    """Print a Markdown table, numbers with three digits that mean something; return it for a page to show."""
+    """Print a Markdown table, numbers with three significant digits; return it for a page to show."""
     cells = [[x if isinstance(x, str) else shown(x) for x in row] for row in rows]
     print(f"\n{title}\n")
     print(markdown(heads, cells))

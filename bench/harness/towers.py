@@ -1,4 +1,4 @@
-"""What is measured of a tower: the published ones at full depth with seeded random weights, and sizes of images."""
+"""The towers and images that benchmarks measure: published towers at full depth with seeded random weights."""
 
 import tempfile
 from pathlib import Path

@@ -20,6 +20,7 @@ from testing.photos import photo
 from testing.server_process import running
 
 Figures = dict[str, float]
+ENCODE_S = 600.0  # a slow or busy machine takes minutes to encode four 2560×1440, which is not measured
 Pairs = Mapping[str, Sequence[Callable[[], Awaitable[object]]]]
 
 
@@ -118,15 +119,18 @@ async def _ratios(pairs: Pairs, rounds: int) -> Figures:
 
 async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
     """Submit images, wait until they are encoded, and return requests for all their rows."""
-    requests = [RowRequest(image.digest) for image in await client.submit(files)]
-    await _fetch(client, requests, "shm")
+    submitted = await client.submit(files, timeout_s=ENCODE_S)
+    requests = [RowRequest(image.digest) for image in submitted]
+    await _fetch(client, requests, "shm", timeout_s=ENCODE_S)
     return requests
 
 
-async def _fetch(client: EncoderClient, requests: Sequence[RowRequest], transport: str) -> int:
+async def _fetch(
+    client: EncoderClient, requests: Sequence[RowRequest], transport: str, **options: Any
+) -> int:
     """Fetch rows until the last of them can be read; return their bytes."""
     size_bytes = 0
-    async with client.fetch(requests, transports=[transport]) as stream:
+    async with client.fetch(requests, transports=[transport], **options) as stream:
         async for rows in stream:
             if rows.error is not None:
                 raise rows.error

@@ -14,7 +14,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, Image, read_images
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
-from prefill_client.vllm.request_parameters import PARAMETERS, STORED
+from prefill_client.vllm.request_images import PARAMETERS, STORED
 
 CHUNK_TOKENS = 96
 CONNECTOR = {

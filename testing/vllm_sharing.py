@@ -7,8 +7,8 @@ from typing import Any
 
 from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, PutAnswer, PutImage
-from prefill_client.vllm.image_key import image_key
-from prefill_client.vllm.producer import producer_of_engine
+from prefill_client.vllm.engine_checkpoint import producer_of_engine
+from prefill_client.vllm.image_name import image_key
 from testing.vllm_engine import Engine, Part
 
 PATIENCE_S = 60.0

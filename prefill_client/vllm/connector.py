@@ -19,13 +19,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prefill_client.vllm.deepstack import keep_deepstack
 from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan
-from prefill_client.vllm.row_loader import RowLoader
-from prefill_client.vllm.row_saver import RowSaver
 from prefill_client.vllm.scheduler_side import SchedulerSide
 from prefill_client.vllm.service_check import check_service, refuse_sharing, row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.sharing_side import SharingSide
 from prefill_client.vllm.stats import EncoderServiceMetrics, EncoderServiceStats
+from prefill_client.vllm.worker_side import RowLoader, RowSaver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,10 +1,15 @@
-"""The checkpoint folder that an engine loads, and the fingerprints of a service that encodes with it."""
+"""The engine's own model: its checkpoint folder, its fingerprints, and who it is to a store that engines share."""
 
+import json
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from encoder_contract.checkpoint import model_fingerprints
+import blake3
+import vllm
+
+from encoder_contract.checkpoint import model_fingerprints, weights_fingerprint
+from encoder_contract.producer import Producer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,3 +42,36 @@ def folder_of(config: "VllmConfig") -> Path:
         local_files_only=constants.HF_HUB_OFFLINE,
     )
     return Path(fetched)
+
+
+# Of an engine's settings for its tower, those that change rows by more than the order of a sum.
+_TOWER_SETTINGS = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_processor_kwargs")
+
+
+def producer_of_engine(config: "VllmConfig") -> Producer:
+    """Return the producer. Reads the vision tensors of the checkpoint: under a second per GB once they are in memory.
+
+    How many ranks the tower runs on, and on which device, is no part of it: rows then differ by rounding alone, and
+    whoever shares them has those of the first writer, bit for bit. Raises `ValueError` or `OSError` when there is
+    no checkpoint of safetensors files.
+    """
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    model = config.model_config
+    quantized = getattr(model.hf_config, "quantization_config", None)
+    tower = {
+        "quantization": [model.quantization, quantized],
+        **{name: getattr(model.multimodal_config, name) for name in _TOWER_SETTINGS},
+    }
+    described = [model.hf_config.architectures, model.hf_config.vision_config.to_dict(), tower]
+    return Producer(
+        model=_digest_of(described),
+        weights=weights_fingerprint(folder_of(config)),
+        processor=_digest_of(cached_image_processor_from_config(model).to_dict()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        implementation=f"vllm {vllm.__version__}",
+    )
+
+
+def _digest_of(value: Any) -> bytes:
+    return blake3.blake3(json.dumps(value, sort_keys=True, default=str).encode()).digest()

@@ -16,12 +16,11 @@ from encoder_contract.errors import EncoderError, InvalidRequestError
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours, producer_of, salt_of
-from prefill_client.vllm.prompt_images import Feature, PromptImages, Request, Span
-from prefill_client.vllm.request_parameters import caller_of, stored_of, submitted_to_of
+from prefill_client.vllm.prompt_images import Feature, PromptImages, Request, Span, TowerInput, grid_of
+from prefill_client.vllm.request_images import caller_of, stored_of, submitted_to_of
 from prefill_client.vllm.row_fetcher import Caller, Wanted
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Gating
-from prefill_client.vllm.tower_input import TowerInput, grid_of
 
 _log = logging.getLogger("vllm.encoder_service")
 # For "how soon are the rows needed" of images behind the next step: a guess that only orders the service's work.

@@ -8,6 +8,7 @@ workers, processes of the same user on the same host, open it through /proc.
 
 import mmap
 import os
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -90,3 +91,7 @@ class MappedMemory:
     def pieces(self, extents: Sequence[Extent]) -> list[NDArray[np.uint8]]:
         """Return a view of each extent, uint8 [length]."""
         return [self._bytes[offset : offset + length] for offset, length in extents]
+
+
+RECORD = struct.Struct("<Q?")
+"""The number of the save, and whether its rows are there. Written and read whole."""

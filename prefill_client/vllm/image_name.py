@@ -1,17 +1,24 @@
-"""The name under which vLLM knows an image of ours: what its rows depend on, signed by who submitted it.
+"""What images are called: the signed name of one that the service encodes, the key of one that engines share.
 
-vLLM takes the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys, and
-believes it. So the name covers the file, the grid, the model, the processor and the tenant; and since any client may
-send such a part, only a name with our signature is fetched.
+vLLM takes the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys,
+without a check. So a name covers the file, the grid, the model, the processor and the tenant. Any client may send such
+a part, so only names with our signature are fetched.
+
+Engines that share a store call an image by a digest of its pixels, as their processor hands them to the tower. vLLM's
+own hash does not serve: a caller's `uuid` takes its place, and could be that of another image.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hmac import compare_digest
+from typing import Any
 
 import blake3
+import torch
 
 from encoder_contract.geometry import Grid
+from encoder_contract.producer import EngineKey
 from prefill_client.transport.connection import Description
 
 _FORM = re.compile(r"encsvc1-([0-9a-f]{64})-(\d{1,6})x(\d{1,6})-([0-9a-f]{32})-([0-9a-f]{32})")
@@ -82,3 +89,34 @@ def producer_of(description: Description, tenant_salt: str) -> bytes:
     ):  # fmt: skip
         hasher.update(len(field).to_bytes(4, "little") + field)
     return hasher.digest(length=_TAG_BYTES)
+
+
+_SCHEME = "vllm processed pixels"
+
+
+def image_key(data: Mapping[str, Any], cache_salt: str) -> EngineKey:
+    """Return the key of an image: all that the tower is given, and the `cache_salt` of its request.
+
+    `data` is vLLM's, by name. Raises `TypeError` for what is no tensor. It takes the processor 0.15 ms per MB, with the
+    interpreter's lock released: for a worker thread.
+    """
+    hasher = blake3.blake3(derive_key_context="encoder-service vllm image")
+    for name in sorted(data):
+        tensor = data[name].data
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+        said = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        hasher.update(len(said).to_bytes(4, "little") + said)
+        pixels = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        hasher.update(memoryview(pixels))  # type: ignore[arg-type]
+    hasher.update(cache_salt.encode())
+    return EngineKey(_SCHEME, hasher.digest())
+
+
+def same_image(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the tower is given the same; takes 0.2 ms per MB where vLLM does not have the one twice."""
+    if one is other:
+        return True
+    return set(one) == set(other) and all(
+        one[name] is other[name] or torch.equal(one[name].data, other[name].data) for name in one
+    )

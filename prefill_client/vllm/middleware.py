@@ -37,8 +37,16 @@ from prefill_client.vllm.exchange import (
     replay,
 )
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
-from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
-from prefill_client.vllm.request_parameters import PARAMETERS, STORED, SUBMITTED_TO, trace_context
+from prefill_client.vllm.request_images import (
+    CHAT,
+    PARAMETERS,
+    RESPONSES,
+    STORED,
+    SUBMITTED_TO,
+    Form,
+    RequestImages,
+    trace_context,
+)
 from prefill_client.vllm.row_fetcher import connect
 from prefill_client.vllm.service_check import check_description
 from prefill_client.vllm.settings import Settings

@@ -1,11 +1,18 @@
-"""The images of a request that a gate watches: where their tokens lie, which are held for it, since when it waits."""
+"""The images of a request as vLLM describes them: where their tokens lie, and whether its own tower can take them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
+import torch
+
+from encoder_contract.errors import InvalidRequestError
+from encoder_contract.geometry import Grid
 from prefill_client.vllm.counts import Counts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class Position(Protocol):
@@ -71,3 +78,88 @@ class PromptImages(Generic[AnySpan]):
         elif self.parked_s:
             counts.waited(monotonic() - self.parked_s)
             self.parked_s = 0.0
+
+
+# By modality: the pixels and the grid.
+_KEYS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+# How the inputs of a tower of any other modality begin.
+_OTHER_INPUT = "input_"
+_WHOLE = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerInput:
+    """What the engine's tower takes: `patch_values` numbers for each patch, 0 if unknown; `merge`² patches for a row.
+
+    `prunes_videos`: the engine drops rows of videos, whose number is then not that of their grid.
+
+    An engine that loads embeddings through a connector accepts parts without pixels from any caller, and takes tensors
+    in the place of an image as they are. One that does not fit ends the engine in the step that reads it, so `check`
+    refuses it first.
+    """
+
+    merge: int
+    patch_values: int = 0
+    prunes_videos: bool = False
+
+    @classmethod
+    def of(cls, config: "VllmConfig") -> Self:
+        """Return what the tower of an engine takes."""
+        vision = config.model_config.hf_config.vision_config
+        frames: int = getattr(vision, "temporal_patch_size", 0)
+        side: int = getattr(vision, "patch_size", 0)
+        channels: int = getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 3)
+        pruning = config.model_config.multimodal_config.video_pruning_rate
+        return cls(vision.spatial_merge_size, channels * frames * side**2, bool(pruning))
+
+    def check(self, index: int, feature: Feature) -> Grid | None:
+        """Return the grid of what is number `index` in its request; None for other modalities and models without grids.
+
+        Raises `InvalidRequestError` for what the tower cannot encode.
+        """
+        data, modality = feature.data, feature.modality
+        if data is None or any(key.endswith("_embeds") for key in data):
+            raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name of ours")
+        if modality not in _KEYS:
+            if not any(key.startswith(_OTHER_INPUT) for key in data):
+                raise InvalidRequestError(f"{modality} {index} comes without its data")
+            return None
+        pixels_key, grid_key = _KEYS[modality]
+        if pixels_key not in data:
+            raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name of ours")
+        if grid_key not in data:  # of a model whose images have none
+            return None
+        grid = grid_of(feature, grid_key)
+        if grid is None or min(grid) < 1 or grid.h % self.merge or grid.w % self.merge:
+            raise InvalidRequestError(f"{modality} {index} has no grid: {_said(data[grid_key])}")
+        self._check_pixels(index, feature, data[pixels_key].data, grid)
+        return grid
+
+    def _check_pixels(self, index: int, feature: Feature, pixels: object, grid: Grid) -> None:
+        what = f"{feature.modality} {index}"
+        if feature.modality == "image" and grid.t != 1:
+            raise InvalidRequestError(f"{what} has {grid.t} frames, and an image has one")
+        shape = tuple(pixels.shape) if isinstance(pixels, torch.Tensor) else ()
+        right = isinstance(pixels, torch.Tensor) and not pixels.is_complex() and len(shape) == 2
+        if not right or shape[0] != grid.patches or (self.patch_values and shape[1] != self.patch_values):
+            raise InvalidRequestError(
+                f"{what} has pixels of shape {shape}; its grid {tuple(grid)} is {grid.patches} patches of "
+                f"{self.patch_values or 'some'} values"
+            )
+        tokens, rows = feature.mm_position.get_num_embeds(), grid.patches // self.merge**2
+        if tokens != rows and not (self.prunes_videos and feature.modality == "video"):
+            raise InvalidRequestError(f"{what} has {tokens} tokens and {rows} rows")
+
+
+def grid_of(feature: Feature, key: str) -> Grid | None:
+    """Return the grid that a feature carries under `key`; None for anything but three whole numbers."""
+    tensor = feature.data[key].data
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != (3,) or tensor.dtype not in _WHOLE:
+        return None
+    return Grid(*tensor.tolist())
+
+
+def _said(field: Any) -> object:
+    tensor = field.data
+    short = isinstance(tensor, torch.Tensor) and tensor.numel() <= 8
+    return tensor.tolist() if short else type(tensor).__name__

@@ -1,10 +1,16 @@
-"""The images of a request: where they are in its JSON, and what takes their place."""
+"""The images of a request body: where they are in its JSON, what takes their place, what the connector is told.
 
-from collections.abc import Iterator
+The middleware tells the connector in the request's `ec_transfer_params` who calls and what the service has. Any client
+may write there too: what the connector reads is made harmless, and decides only about waiting.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
+from encoder_contract.traceparent import trace_id
+from prefill_client.vllm.row_fetcher import Caller
 
 _KINDS = {"image_url", "input_image", "image_pil"}
 _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
@@ -91,3 +97,46 @@ def _url(part: dict[str, Any]) -> str:
     if not isinstance(url, str):
         raise InvalidRequestError("an image part has no image_url")
     return url
+
+
+PARAMETERS = "encoder_service"
+"""The key under which it stands."""
+STORED = "stored"
+"""Below it: the indexes of the images that the service had encoded when they were submitted."""
+
+SUBMITTED_TO = "submitted_to"
+"""Below it: the server to which each image was submitted."""
+
+
+def caller_of(parameters: Mapping[str, Any] | None, *, request_id: str, tenant_salt: str) -> Caller:
+    """Return who calls; `request_id` is vLLM's, for a request that the middleware has not seen."""
+    said = _said(parameters)
+    priority = said.get("priority", 0)
+    return Caller(
+        request_id=str(said.get("request_id", request_id))[:128],
+        priority=priority if priority in range(-8, 9) else 0,
+        traceparent=trace_context(said.get("traceparent")),
+        tenant_salt=tenant_salt,
+    )
+
+
+def trace_context(said: object) -> str:
+    """Return a well-formed `traceparent`, else nothing: as metadata of a call gRPC would fail it for any other."""
+    return said if isinstance(said, str) and trace_id(said) else ""
+
+
+def stored_of(parameters: Mapping[str, Any] | None) -> set[int]:
+    """Return the images that the service had when the middleware submitted them."""
+    stored = _said(parameters).get(STORED)
+    return {index for index in stored if isinstance(index, int)} if isinstance(stored, list) else set()
+
+
+def submitted_to_of(parameters: Mapping[str, Any] | None) -> list[str]:
+    """Return the server to which each image was submitted; it is asked only if the connector knows it."""
+    servers = _said(parameters).get(SUBMITTED_TO)
+    return [str(server) for server in servers] if isinstance(servers, list) else []
+
+
+def _said(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    said = (parameters or {}).get(PARAMETERS)
+    return said if isinstance(said, Mapping) else {}

@@ -9,14 +9,13 @@ from prefill_client.vllm.gate import Gate
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import NameSigner, is_ours
 from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan
-from prefill_client.vllm.prompt_images import Feature
+from prefill_client.vllm.prompt_images import Feature, TowerInput
 from prefill_client.vllm.row_fetcher import RowFetcher
-from prefill_client.vllm.row_loader import row_bytes
 from prefill_client.vllm.row_table import Rows, RowTable
 from prefill_client.vllm.service_check import check_description, row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.steps import Steps
-from prefill_client.vllm.tower_input import TowerInput
+from prefill_client.vllm.worker_side import row_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,8 +12,7 @@ from typing import Any
 from encoder_contract.errors import EncoderError, InternalError
 from prefill_client.blocking import LoopThread
 from prefill_client.images import PutAnswer
-from prefill_client.vllm.host_memory import Extent, HostMemory
-from prefill_client.vllm.save_record import RECORD
+from prefill_client.vllm.host_memory import RECORD, Extent, HostMemory
 from prefill_client.vllm.store_session import Asked, Found, StoreSession
 
 _log = logging.getLogger("vllm.encoder_service")

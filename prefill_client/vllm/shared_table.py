@@ -8,7 +8,7 @@ from typing import Any, Literal
 from prefill_client.images import PutAnswer
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.host_memory import Extent, HostMemory
-from prefill_client.vllm.image_key import same_image
+from prefill_client.vllm.image_name import same_image
 from prefill_client.vllm.load_plan import Save
 from prefill_client.vllm.row_table import Holder
 from prefill_client.vllm.shared_store import SharedStore

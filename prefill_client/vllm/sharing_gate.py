@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.prompt_images import Feature, PromptImages, Request, Span
+from prefill_client.vllm.prompt_images import Feature, PromptImages, Request, Span, TowerInput
 from prefill_client.vllm.settings import Gating
 from prefill_client.vllm.shared_table import SharedTable
 from prefill_client.vllm.store_session import Asked
-from prefill_client.vllm.tower_input import TowerInput
 
 _log = logging.getLogger("vllm.encoder_service")
 

@@ -2,22 +2,21 @@
 
 from typing import TYPE_CHECKING
 
+from prefill_client.vllm.cache_manager import show_encoder_cache
 from prefill_client.vllm.counts import Counts
+from prefill_client.vllm.engine_checkpoint import producer_of_engine
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan, Outgoing, Save
-from prefill_client.vllm.producer import producer_of_engine
-from prefill_client.vllm.prompt_images import Feature
-from prefill_client.vllm.row_loader import row_bytes
+from prefill_client.vllm.prompt_images import Feature, TowerInput
 from prefill_client.vllm.scheduler_side import look_ahead
 from prefill_client.vllm.service_check import row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import SharedStore
 from prefill_client.vllm.shared_table import SharedImage, SharedTable
-from prefill_client.vllm.sharing_cache_manager import show_encoder_cache
 from prefill_client.vllm.sharing_gate import SharingGate
 from prefill_client.vllm.steps import Steps
 from prefill_client.vllm.store_session import StoreSession
-from prefill_client.vllm.tower_input import TowerInput
+from prefill_client.vllm.worker_side import row_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

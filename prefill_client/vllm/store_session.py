@@ -29,7 +29,7 @@ from prefill_client.images import FetchedRows, PutAnswer, PutImage, RowRequest
 from prefill_client.transport import INLINE, TRANSPORTS
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import Extent, HostMemory
-from prefill_client.vllm.image_key import image_key
+from prefill_client.vllm.image_name import image_key
 from prefill_client.vllm.row_fetcher import Shape, connect, keep
 from prefill_client.vllm.settings import Settings
 

@@ -16,10 +16,10 @@ from prefill_client.vllm.counts import IMAGES, Counts
 from prefill_client.vllm.gate import Gate
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+from prefill_client.vllm.prompt_images import TowerInput
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.tower_input import TowerInput
 from testing.photos import photo
 from tests.waiting import PATIENCE_S
 

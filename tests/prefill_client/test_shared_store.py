@@ -12,8 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client.transport.rows import element_type
-from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.save_record import RECORD
+from prefill_client.vllm.host_memory import RECORD, HostMemory
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import SharedStore
 from prefill_client.vllm.store_session import Asked, RowKind, StoreSession

@@ -15,7 +15,7 @@ from encoder_service.engine.model import Model
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm import store_session
 from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.image_key import image_key, same_image
+from prefill_client.vllm.image_name import image_key, same_image
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.store_session import Asked, RowKind, StoreSession
 from testing.redis_servers import free_port

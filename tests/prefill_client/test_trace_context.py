@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefill_client.vllm.request_parameters import PARAMETERS, caller_of, trace_context
+from prefill_client.vllm.request_images import PARAMETERS, caller_of, trace_context
 
 GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 # gRPC ends a call with the first, and most servers one with the second: metadata is ASCII, and bounded.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from prefill_client.vllm import store_session
+from prefill_client.vllm.cache_manager import show_encoder_cache
 from prefill_client.vllm.shared_table import SharedImage
-from prefill_client.vllm.sharing_cache_manager import show_encoder_cache
 from testing.photos import photo
 from testing.vllm_engine import MANAGER, Part, raw
 from testing.vllm_sharing import OtherEngine, SharingEngine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefill_client.vllm import gate
-from prefill_client.vllm.request_parameters import PARAMETERS, STORED
+from prefill_client.vllm.request_images import PARAMETERS, STORED
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import CHUNK_TOKENS, Engine, Part, raw

@@ -37,7 +37,7 @@ def test_no_request_of_a_burst_fails(checkpoint: Path) -> None:
     photos = [photo_of_noise(seed) for seed in range(PHOTOS)]
     assert min(map(len, photos)) > 2_500_000
     with (
-        running(checkpoint, executable=SERVICE, **SETTINGS, max_queue_s=3600) as service,
+        running(checkpoint, executable=SERVICE, **SETTINGS) as service,
         serving(checkpoint, service.endpoint, **PATIENT) as http,
     ):
         right = ask(http, photos, 0, Counter())

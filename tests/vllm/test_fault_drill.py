@@ -27,13 +27,11 @@ CALLERS = 40
 DRILL_S = float(os.environ.get("DRILL_S", "12"))
 SEED = int(os.environ.get("DRILL_SEED", "5"))
 PROMPTS = [prompt(9700 + number, 1 + number % 3) for number in range(12)]
-# No refusal because this machine is slow: a refusal for a full queue is no fault.
 FLEET: dict[str, Any] = {
     "threads": 1,
     "decode_threads": 1,
     "drain_s": 10,
     "index_timeout_ms": 2000,
-    "max_queue_s": 3600,
 }
 
 

@@ -83,6 +83,13 @@ class SharedTable:
             image.holders.discard(holder)
             self._forget_unheld(image)
 
+    def give_back(self, identifier: str) -> None:
+        """Let another engine make an image's rows, if this one has the lease; it then makes its own for itself."""
+        image = self._images.get(identifier)
+        if image is not None and image.lease is not None:
+            self._counts.put("waited")
+            self._end_lease(image)
+
     def begin_load(self, identifier: str) -> SharedImage:
         """Keep the rows of an image that is here until `end_load`, whoever holds it."""
         image = self._images[identifier]
@@ -161,6 +168,9 @@ class SharedTable:
             self._store.give_up(image.asked)  # its memory is in use until it is found
         elif image.state == "here":
             self._incoming.release(image.extents)
+        self._end_lease(image)
+
+    def _end_lease(self, image: SharedImage) -> None:
         if image.lease is not None:
             self._store.give_back(image.lease)
             image.lease = None

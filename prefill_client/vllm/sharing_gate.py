@@ -7,6 +7,7 @@ else makes. Nothing of this ends a request: an image that the store does not ans
 import logging
 from collections.abc import Container
 from dataclasses import dataclass
+from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid
@@ -17,6 +18,9 @@ from prefill_client.vllm.shared_table import SharedTable
 from prefill_client.vllm.store_session import Asked
 
 _log = logging.getLogger("vllm.encoder_service")
+# How long a request that waits for another engine's images keeps others from making those that it has the lease of. Two
+# engines may wait for each other: each has the image that the other needs first.
+LEASE_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class SharingGate:
         needed = self._next(prompt, computed, windows)
         ready = all(self._table.is_decided(span.identifier) for span in needed)
         prompt.note_wait(self._counts, ready=ready)
+        if not ready and monotonic() - prompt.parked_s > LEASE_PATIENCE_S:
+            for span in prompt.held.values():
+                self._table.give_back(span.identifier)
         return ready
 
     def passed(self, request_id: str, index: int) -> None:

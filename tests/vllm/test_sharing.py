@@ -172,6 +172,24 @@ def test_a_caller_who_hangs_up_frees_the_lease(engine: SharingEngine, other: Oth
     assert engine.encoded == before
 
 
+def test_two_engines_that_wait_for_each_other_go_on(engine: SharingEngine, other: OtherEngine) -> None:
+    theirs, ours = photo(200, 150, 8510, "PNG"), photo(200, 150, 8511, "PNG")
+    engine.forget()
+    before = engine.encoded
+    assert other.name(["a", theirs]).state == "yours"
+    begun_s = time.monotonic()
+    parked = engine.start(["a", theirs, ours], own=True)
+    engine.run_until(engine.has_lease)
+    engine.run_until(lambda: not engine.has_lease())
+    assert engine.computed(parked) == 0, "it still waits"
+    assert other.name(["a", ours]).state == "yours"
+    assert time.monotonic() - begun_s < LEASE_S, "the lease had not ended by itself"
+    other.close()
+    assert engine.run(parked)[parked].reason == "length"
+    assert engine.encoded == before + 2
+    engine.assert_nothing_is_held()
+
+
 def test_aborted_at_any_step_nothing_is_left(engine: SharingEngine) -> None:
     for steps in range(12):
         engine.forget()

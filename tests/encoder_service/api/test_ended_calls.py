@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from encoder_contract.errors import InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.app import Server
+from encoder_service.limits import Budget, Budgets
 from testing.attacks import FETCH, SUBMIT
 from testing.raw_http2 import RawConnection, framed
 from tests.processes import running
@@ -68,6 +70,12 @@ def more_than_one(before: Counter[str]) -> Counter[str]:
     return Counter({name: count for name, count in (held() - before).items() if count > 1})
 
 
+def in_use(server: Server) -> dict[str, int]:
+    """Return what callers hold of each of the server's budgets, as far as it is anything."""
+    budgets = ((each.name, getattr(server.budgets, each.name)) for each in fields(Budgets))
+    return {name: each.held for name, each in budgets if isinstance(each, Budget) and each.held}
+
+
 UNKNOWN_MODEL = pb.Caller(model_fingerprint=bytes(32))
 IMAGE = pb.FetchImage(digest=bytes(32))
 NAME = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(digest=b"no digest")]))
@@ -84,7 +92,7 @@ ENDINGS: dict[str, tuple[str, list[Any]]] = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_an_ended_call_is_freed_without_a_garbage_collection(
-    channel: grpc.aio.Channel, no_collections: None, ending: str
+    server: Server, channel: grpc.aio.Channel, no_collections: None, ending: str
 ) -> None:
     path, requests = ENDINGS[ending]
     raw = [request.SerializeToString() for request in requests]
@@ -101,6 +109,7 @@ async def test_an_ended_call_is_freed_without_a_garbage_collection(
         assert await call.code() is not grpc.StatusCode.INTERNAL
         del call
     await soon(lambda: not more_than_one(before))
+    await soon(lambda: not in_use(server))
 
 
 async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
@@ -115,6 +124,7 @@ async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
             connection.reset_stream(stream)
             await soon(lambda: places.held == 0)
         await soon(lambda: not more_than_one(before))
+    await soon(lambda: not in_use(server))
 
 
 @pytest.mark.parametrize("path", [SUBMIT, FETCH, PUT])

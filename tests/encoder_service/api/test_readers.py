@@ -8,20 +8,17 @@ import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import OverloadedError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api.fetch import PINNED_AHEAD
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
-from encoder_service.limits import Budget, Hold
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
-from tests.callers import caller
 from tests.calls import collect, stub
 from tests.servers import server_of
-from tests.waiting import PATIENCE_S, soon
+from tests.waiting import soon
 
 MIB = 1 << 20
 PHOTOS = [photo(1024, 800, n) for n in range(12)]
@@ -99,31 +96,6 @@ async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, clien
             assert outcome.error is None
         gc.collect()
         assert not [thing for thing in gc.get_objects() if type(thing) is Job]
-
-
-async def test_who_waits_for_room_to_pin_gets_it_when_it_is_given_back_or_an_error_in_time() -> None:
-    room = Budget(100, "pinned bytes")
-
-    async def hold(holder: str, address: bytes, seconds: float, size: int = 60) -> Hold:
-        return await room.hold_within(caller(holder), size, seconds, once=address)
-
-    first, again = await hold("a", b"1", 0), await hold("a", b"1", 0)
-    assert room.held == 60, "the same image once more costs nothing"
-    waiting = asyncio.create_task(hold("b", b"2", PATIENCE_S))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    first.release()
-    assert room.held == 60
-    again.release()
-    second = await waiting
-    with pytest.raises(OverloadedError) as refused:
-        await hold("c", b"3", 0.05)
-    assert refused.value.retry_after_ms > 0
-    second.release()
-    second.release()
-    with await hold("c", b"larger than all", 0, 1000):
-        assert room.held == 100
-    assert room.held == 0
 
 
 async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Config, model: Model) -> None:

@@ -1,0 +1,88 @@
+"""Budgets: what callers hold is bounded, shared, and released however its block ends."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from encoder_contract.errors import OverloadedError
+from encoder_service.limits import Budget, Hold
+from tests.callers import caller
+from tests.waiting import PATIENCE_S
+
+
+def taken(budget: Budget, *holders: str) -> int:
+    """Hold one after the other until the budget refuses; return how many."""
+    held = 0
+    while True:
+        try:
+            budget.hold(caller(*holders))
+        except OverloadedError:
+            return held
+        held += 1
+
+
+def test_a_greedy_caller_leaves_a_quarter_to_others() -> None:
+    budget = Budget(100, "places")
+    assert taken(budget, "greedy") == 75
+    with pytest.raises(OverloadedError, match="share of places"):
+        budget.hold(caller("greedy"))
+    assert 0 < taken(budget, "other") < 25
+
+
+def test_only_a_budget_per_host_counts_the_clients_of_a_host_together() -> None:
+    by_client, by_host = Budget(100, "places"), Budget(100, "places", per_host=True)
+    for budget in (by_client, by_host):
+        assert taken(budget, "first", "host") == 75
+    assert taken(by_client, "second", "host") > 0
+    assert taken(by_host, "second", "host") == 0
+    assert taken(by_host, "third", "another host") > 0
+
+
+def test_a_hold_is_released_once_however_its_block_ends() -> None:
+    budget = Budget(10, "places")
+    with suppress(ValueError), budget.hold(caller("a"), 3) as hold:
+        assert budget.held == 3
+        hold.resize(7)
+        with pytest.raises(OverloadedError):
+            hold.resize(9)
+        assert budget.held == hold.amount == 7
+        hold.resize(2)
+        raise ValueError("a bug")
+    hold.release()
+    assert budget.held == 0
+    assert not budget._holders
+
+
+def test_an_amount_above_the_whole_budget_counts_as_all_of_it() -> None:
+    budget = Budget(10, "places")
+    with budget.hold(caller("a"), 1000):
+        assert budget.held == 10
+        with pytest.raises(OverloadedError, match=r"limit of places \(10\)"):
+            budget.hold(caller("b"))
+    assert budget.held == 0
+
+
+async def test_a_caller_that_waits_gets_what_another_releases_or_an_error_in_time() -> None:
+    room = Budget(100, "pinned bytes")
+
+    async def hold(holder: str, address: bytes, seconds: float, size: int = 60) -> Hold:
+        return await room.hold_within(caller(holder), size, seconds, once=address)
+
+    first, again = await hold("a", b"1", 0), await hold("a", b"1", 0)
+    assert room.held == 60, "the same image once more costs nothing"
+    waiting = asyncio.create_task(hold("b", b"2", PATIENCE_S))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    first.release()
+    assert room.held == 60
+    again.release()
+    second = await waiting
+    with pytest.raises(OverloadedError) as refused:
+        await hold("c", b"3", 0.05)
+    assert refused.value.retry_after_ms > 0
+    second.release()
+    second.release()
+    with await hold("c", b"larger than all", 0, 1000):
+        assert room.held == 100
+    assert room.held == 0

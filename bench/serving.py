@@ -25,6 +25,7 @@ from encoder_service.image.resize import to_patches
 from encoder_service.metrics import Window
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
+from testing.decoding import decode_files
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
 
@@ -122,7 +123,7 @@ async def latency_section(endpoint: str, budget: Budget) -> Figures:
 
 def tower_seconds(model: Model, files: Sequence[bytes]) -> float:
     """Return how long the tower alone takes for all files in one batch: no service, in this process."""
-    pixels = [p for p in model.decoder.decode(files) if isinstance(p, torch.Tensor)]
+    pixels = [p for p in decode_files(model.decoder, files) if isinstance(p, torch.Tensor)]
     geometry = model.processor.geometry
     grids = [geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
     patches = to_patches(pixels, grids, model.resize)

@@ -13,7 +13,7 @@ from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.tower_spec import TowerSpec, spec_of
 from encoder_service.config import Config
-from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL, DECODE_PIXELS
+from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import flops
@@ -105,9 +105,9 @@ def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_bi
 
 
 def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:
-    """Return the most memory that sources take while they are decoded and resized, one by one and in a batch."""
+    """Return the most memory of the host that images take while they are decoded and resized."""
     largest = max_image_pixels if max_image_pixels > decode_pixels else 0
-    return PILLOW_BYTES_PER_PIXEL * (decode_pixels + largest) + BATCHED_BYTES_PER_PIXEL * decode_pixels
+    return PILLOW_BYTES_PER_PIXEL * (decode_pixels + largest)
 
 
 def prefill_tflop(tokens: int, billions: float) -> float:

@@ -120,8 +120,8 @@ class Config(Settings):
     )
     decoder_process: Literal["auto", "yes", "no"] = knob(
         "auto",
-        help="decode in separate processes that have no files and no network; auto: yes on the CPU, no with a GPU; "
-        "with yes, the CPU decodes for the GPU too",
+        help="decode in separate processes that have no files and no network; auto: all but the JPEGs that DALI "
+        "decodes on a GPU; yes: all, on the CPU; no: nothing",
     )
     decode_limit_s: float = knob(
         15.0,
@@ -131,7 +131,8 @@ class Config(Settings):
     decode_threads: int = knob(
         0,
         zero=True,
-        help="threads that decode and preprocess single images; DALI's pool has as many; 0: 8 with a GPU, 2 without",
+        help="threads that decode and preprocess single images, each with a decoder process; DALI's pool has as many; "
+        "0: 8 with a GPU, 2 without",
     )
     batch_patches: int = knob(
         0,

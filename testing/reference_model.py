@@ -9,9 +9,9 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
-from encoder_service.image.decoder import Decoder
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.image.resize import PlainResize, to_patches
+from testing.decoding import decode_files, pillow_decoder
 
 
 class OneShot:
@@ -22,7 +22,7 @@ class OneShot:
             folder, dtype=torch.float32
         ).eval()
         self.settings = ProcessorSettings.from_folder(folder)
-        self.decoder = Decoder(device="cpu")
+        self.decoder = pillow_decoder()
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], images: Sequence[bytes], grids: Sequence[Grid]) -> Tensor:
@@ -41,7 +41,7 @@ class OneShot:
 
     def pixel_values(self, images: Sequence[bytes], grids: Sequence[Grid]) -> Tensor:
         """Return [patches, 3 × 2 × p × p] as the Hugging Face processor lays a still image out, from our patches."""
-        pixels = [p for p in self.decoder.decode(images) if not isinstance(p, EncoderError)]
+        pixels = [p for p in decode_files(self.decoder, images) if not isinstance(p, EncoderError)]
         patches = torch.cat(to_patches(pixels, grids, PlainResize(self.settings.geometry)))
         settings, side = self.settings, self.settings.geometry.patch_size
         mean = torch.tensor(settings.mean)[:, None]

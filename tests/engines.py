@@ -67,7 +67,7 @@ class Changed:
 
 def in_batches(model: Model) -> Model:
     """Return the model with a decoder that takes every image in batches, as that of a GPU takes JPEGs."""
-    one = model.decoder.decode_one
+    one = model.decoder.decode
     methods = {"batches": lambda _: True, "decode_batch": lambda sources: [one(source) for source in sources]}
     return replace(model, decoder=cast(Decoder, Changed(model.decoder, **methods)))
 
@@ -81,17 +81,17 @@ async def running(
     ahead_patches: int = 0,
     decode_pixels: int = 50_000_000,
     limits: Limits | None = None,
-    decode_one: Callable[[Source], Tensor | EncoderError] | None = None,
+    decode: Callable[[Source], Tensor | EncoderError] | None = None,
     **store: int,
 ) -> AsyncIterator[Bench]:
-    """Run an engine over real parts; `encode` and `decode_one` stand for those of the model's tower and decoder.
+    """Run an engine over real parts; `encode` and `decode` stand for those of the model's tower and decoder.
 
     As many patches are prepared ahead of the tower as two batches hold, or `ahead_patches`.
     """
     if encode is not None:
         model = replace(model, tower=cast(Tower, Changed(model.tower, encode=encode)))
-    if decode_one is not None:
-        model = replace(model, decoder=cast(Decoder, Changed(model.decoder, decode_one=decode_one)))
+    if decode is not None:
+        model = replace(model, decoder=cast(Decoder, Changed(model.decoder, decode=decode)))
     options = {"host_bytes": 32 << 20, **store}
     kept = Store(width=model.tower.spec.width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
     limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)

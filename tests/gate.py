@@ -30,10 +30,10 @@ class Gate:
         assert self._open.wait(START_S), "nobody opened the gate"
         return self._decoder.decode_batch(sources)
 
-    def decode_one(self, source: Source) -> Tensor | EncoderError:
+    def decode(self, source: Source) -> Tensor | EncoderError:
         """Wait for the gate, then decode."""
         assert self._open.wait(START_S), "nobody opened the gate"
-        return self._decoder.decode_one(source)
+        return self._decoder.decode(source)
 
     @contextmanager
     def closed(self) -> Iterator[None]:

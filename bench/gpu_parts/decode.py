@@ -12,9 +12,11 @@ from torch import Tensor
 from bench.gpu_parts.probe import Probe
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.resize import PlainResize, Resize, to_patches
 from encoder_service.image.resize_choice import make_resize
+from testing.decoding import decode_files, pillow_decoder
 from testing.photos import photo
 
 # Name → (width, height, files).
@@ -54,10 +56,11 @@ def _decoders(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
     """Yield the server's decoders, and those that it could have; note those that are not there."""
     on_gpu = probe.device.type == "cuda"
     for threads in THREADS[: 1 if probe.dry else None]:
-        for device in ("gpu", "cpu") if on_gpu else ("cpu",):
-            label = {"decoder": "dali", "on": device, "threads": threads}
+        for device in ("cuda:0", "cpu") if on_gpu else ("cpu",):
+            label = {"decoder": "dali", "on": device.replace("cuda:0", "gpu"), "threads": threads}
             try:
-                yield label, _whole(Decoder(device, threads=threads, backend="dali"))
+                place = torch.device(device)
+                yield label, _whole(Decoder(place, PillowDecoder(), DaliJpegs(place, threads)))
             except ValueError as error:
                 probe.note(**label, failed=str(error))
         yield {"decoder": "pillow", "on": "cpu", "threads": threads}, _on_threads(threads)
@@ -68,7 +71,7 @@ def _decoders(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
 
 def _on_threads(threads: int) -> Decode:
     """Decode by Pillow, each file on one of so many threads, as the server's workers do."""
-    one, pool = _whole(Decoder("cpu", backend="pillow")), ThreadPoolExecutor(threads)
+    one, pool = _whole(pillow_decoder()), ThreadPoolExecutor(threads)
     return lambda files: list(pool.map(one, [[file] for file in files]))
 
 
@@ -77,7 +80,7 @@ def _whole(decoder: Decoder) -> Decode:
 
     def decode(files: list[bytes]) -> list[Tensor]:
         pixels = []
-        for outcome in decoder.decode(files):
+        for outcome in decode_files(decoder, files):
             if isinstance(outcome, EncoderError):
                 raise outcome
             pixels.append(outcome)

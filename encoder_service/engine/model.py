@@ -14,8 +14,9 @@ from encoder_contract.checkpoint import configuration_fingerprint, model_fingerp
 from encoder_contract.tower_spec import TowerSpec
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
-from encoder_service.image.decoder import DECODE_PIXELS, Decoder
-from encoder_service.image.decoder_pool import DecoderStartError, IsolatedDecoder
+from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.decoder import DECODE_PIXELS, Decoder, FileDecoder, PillowDecoder
+from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
 from encoder_service.image.pillow import missing
 from encoder_service.image.processor import ProcessorSettings, read_processor
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, Resize
@@ -52,9 +53,9 @@ def load_model(config: Config) -> Model:
         raise ConfigError(
             f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
         )
+    decoder = _decoder(config, device)
     try:
         dtype = _dtype(config)
-        decoder = _decoder(config, device)
         tower = _tower(config, device, dtype, processor)
         resize = make_resize(processor.geometry, torch.device(device))
         decoder.start()
@@ -71,21 +72,39 @@ def decode_threads(config: Config, device: Device) -> int:
 
 
 def _decoder(config: Config, device: str) -> Decoder:
-    """Return the decoder, which may still be starting, as the tower's weights are yet to be read."""
-    place, threads = device.replace("cuda", "gpu"), decode_threads(config, Device(device))
-    if config.stores_only:
-        return Decoder(place, backend="pillow")
-    if config.decoder_process == "no" or (config.decoder_process == "auto" and device != "cpu"):
-        return Decoder(
-            place, threads=threads, backend=config.decoder, max_image_pixels=config.max_image_pixels
-        )
-    return IsolatedDecoder(
-        place,
-        threads=threads,
-        backend=config.decoder,
-        max_image_pixels=config.max_image_pixels,
-        cpu_s=config.decode_limit_s,
-    )
+    """Return the decoder, which may still be starting, as the tower's weights are yet to be read.
+
+    Raises `ConfigError` for settings that do not fit together, and if DALI was asked for and is not installed.
+    """
+    threads = decode_threads(config, Device(device))
+    jpegs = _jpegs(config, device, threads)
+    files: FileDecoder
+    if config.decoder_process == "no" or config.stores_only:
+        files = PillowDecoder()
+    else:
+        files = DecoderPool(threads, max_image_pixels=config.max_image_pixels, cpu_s=config.decode_limit_s)
+    return Decoder(torch.device(device), files, jpegs)
+
+
+def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
+    """Return DALI on a GPU, unless it is not to be used there or, by default, is not installed."""
+    if config.decoder == "dali":
+        if device == "cpu":
+            raise ConfigError(
+                f"{flag('decoder')} dali decodes on a GPU: leave it out with {flag('device')} cpu"
+            )
+        if config.decoder_process == "yes":
+            raise ConfigError(
+                f"{flag('decoder')} dali decodes in the server's process: use {flag('decoder_process')} auto"
+            )
+    if device == "cpu" or config.decoder == "pillow" or config.decoder_process == "yes":
+        return None
+    try:
+        return DaliJpegs(torch.device(device), threads)
+    except ValueError as error:
+        if config.decoder == "dali":
+            raise ConfigError(f"{flag('decoder')} dali: {error}") from error
+        return None
 
 
 def _tower(config: Config, device: str, dtype: str, processor: ProcessorSettings) -> Tower:
@@ -124,8 +143,10 @@ def _dtype(config: Config) -> str:
 def _device(name: str) -> str:
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= (seen := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{flag('device')} {name}: torch {torch.__version__} sees {seen} CUDA devices; use {flag('device')} cpu"
+        )
     return name
 
 

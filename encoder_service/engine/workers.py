@@ -86,8 +86,8 @@ class Engine:
 
 
 # Images decoded at a time once the device has work. nvJPEG is much faster on several; a change of demand waits for the
-# whole batch, which is a few milliseconds there, and a few for each image on the CPU.
-PREPARE_IMAGES = {"cuda": 32, "cpu": 2}
+# whole batch, which is a few milliseconds.
+PREPARE_IMAGES = 32
 # Batches between the ViT and the copy-out: one being copied and one waiting keep the device from ever waiting for a
 # copy; more would only hold rows in device memory.
 COPY_OUT_DEPTH = 1
@@ -106,14 +106,13 @@ class Prepare:
         self._tower = model.tower
         self._device = model.device
         self._metrics = metrics
-        self._max_images = PREPARE_IMAGES[model.device.kind]
         self._max_patches = max_patches
         self._max_pixels = max_pixels
 
     def run(self) -> None:
         """Decode in batches until the queue is closed."""
         stream = self._device.stream()
-        while jobs := self._jobs.take_to_prepare(self._max_patches, self._max_images, self._max_pixels):
+        while jobs := self._jobs.take_to_prepare(self._max_patches, PREPARE_IMAGES, self._max_pixels):
             with stream.use():
                 self._prepare(jobs, stream)
             del jobs  # a thread that sleeps holds no image
@@ -150,7 +149,7 @@ class Prepare:
     def _prepare_apart(self, job: Job, stream: CudaStream) -> None:
         began = monotonic()
         try:
-            pixels = self._decoder.decode_one(job.source)
+            pixels = self._decoder.decode(job.source)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             pixels = self._jobs.known_error(error)
         self._jobs.decoded([job], monotonic() - began)

@@ -1,44 +1,98 @@
-"""NVIDIA DALI's JPEG decoder, on the CPU or the GPU. It needs no torch."""
+"""NVIDIA DALI's JPEG decoder: nvJPEG on a GPU. Tests run it on its CPU backend, which has the same interface."""
 
 import gc
+import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
+import torch.utils.dlpack
+from torch import Tensor
 
-T = TypeVar("T")
+from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
+from encoder_service.image.pillow import STEPS
+from encoder_service.image.source import Source
+
+log = logging.getLogger(__name__)
+
+_END_OF_JPEG = b"\xff\xd9"
+# Some encoders append a few bytes of padding to a JPEG.
+_JPEG_PADDING_BYTES = 64
 
 
 class DaliJpegs:
-    """JPEG decoding by DALI's dynamic mode, which unlike a DALI pipeline survives a bad image."""
+    """JPEG decoding by DALI's dynamic mode, which unlike a DALI pipeline survives a bad image.
 
-    def __init__(self, device: str, threads: int) -> None:
+    `device` is that of the pixels. Thread-safe: DALI decodes one batch at a time, on `threads` threads of its own.
+    Raises `ValueError` if DALI is not installed.
+    """
+
+    def __init__(self, device: torch.device, threads: int) -> None:
         # Only errors go to standard error, not DALI's warnings about odd images; errors cannot be turned off.
-        # Ordinary bad files do not get this far (see `batches`).
+        # Ordinary bad files do not get this far (see `takes`).
         os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "1")
-        import nvidia.dali as dali
-        import nvidia.dali.experimental.dynamic as dynamic
+        try:
+            import nvidia.dali as dali
+            import nvidia.dali.experimental.dynamic as dynamic
+        except ImportError as error:
+            raise ValueError(f"the DALI decoder is not installed: {error}") from error
 
-        self.name = f"DALI {dali.__version__} ({device})"
-        self._device = device
+        place = str(device).replace("cuda", "gpu")
+        self.name = f"DALI {dali.__version__} ({place})"
+        self._torch_device = device
+        self._device = place
         self._dynamic: Any = dynamic
         self._rgb = dali.types.RGB
         self._options = _options(device)
-        with dynamic.Device(device):
+        with dynamic.Device(place):
             self._context = dynamic.EvalContext(num_threads=threads)
-        # A context belongs to one thread at a time; DALI spreads a batch over its own threads.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # a context belongs to one thread at a time
 
-    def decode(self, images: Sequence[bytes], take: Callable[[Sequence[Any]], list[T]]) -> list[T]:
-        """Return what `take` makes of DALI's samples, uint8 [H, W, 3] as stored, while DALI still keeps them.
+    @staticmethod
+    def takes(source: Source) -> bool:
+        """Whether it may decode a file: a whole JPEG that is not CMYK.
 
-        Raises `RuntimeError` if any of the JPEGs cannot be decoded.
+        A truncated image must not get an embedding. libjpeg rejects a truncated file, but a GPU decoder may fill it
+        with grey; so a file without an end marker is left to Pillow.
         """
+        header = source.header
+        is_whole = _END_OF_JPEG in source.data[-_JPEG_PADDING_BYTES:]
+        return header.format == "JPEG" and header.channels != 4 and is_whole
+
+    def decode(self, sources: Sequence[Source]) -> list[Tensor | None]:
+        """Return the upright pixels of each, uint8 [H, W, 3] on the device; None for those that DALI refuses.
+
+        Raises `RuntimeError` if the device is lost.
+        """
+        found: list[Tensor | None] = [None] * len(sources)
+        # A batch fails as a whole; it is then retried image by image.
+        for batch in _batch_then_singles(len(sources)):
+            if any(found[index] is None for index in batch):
+                for index, pixels in zip(batch, self._try([sources[i] for i in batch]), strict=True):
+                    found[index] = pixels
+        return found
+
+    def _try(self, sources: Sequence[Source]) -> Sequence[Tensor | None]:
+        """Return the pixels of each; None for all if DALI refuses, which may be the fault of any of them."""
+        try:
+            stored = self._decode([source.data for source in sources])
+        except RuntimeError as error:
+            self._require_device()
+            log.debug("DALI refused a batch of %d: %s", len(sources), error)
+            return [None] * len(sources)
+        return [
+            upright(pixels, header.orientation) if pixels.shape == (header.height, header.width, 3) else None
+            for pixels, header in zip(stored, (source.header for source in sources), strict=True)
+        ]
+
+    def _decode(self, files: Sequence[bytes]) -> list[Tensor]:
+        """Return the pixels of each file as stored. Raises `RuntimeError` if any of them cannot be decoded."""
         with self._lock, self._context, self._dynamic.EvalMode.sync_full:
             batch = self._dynamic.decoders.image(
-                self._dynamic.as_batch([np.frombuffer(image, np.uint8) for image in images]),
+                self._dynamic.as_batch([np.frombuffer(file, np.uint8) for file in files]),
                 device=self._device,
                 output_type=self._rgb,
                 # Smooth chroma on the GPU too, as in libjpeg and therefore Pillow.
@@ -47,19 +101,48 @@ class DaliJpegs:
                 # We apply the orientation that the grid was computed from instead.
                 adjust_orientation=False,
             )
-            taken = take(batch.tensors)
+            pixels = self._owned(batch.tensors)
             del batch
         # A batch and its samples are in a cycle of objects: left to itself, Python's collector would let their pixels
         # add up to hundreds of megabytes.
         gc.collect(1)
-        return taken
+        return pixels
+
+    def _owned(self, samples: Sequence[Any]) -> list[Tensor]:
+        """Return DALI's samples as tensors. Those on the CPU share one allocation, which lives as long as they do."""
+        stored = [torch.utils.dlpack.from_dlpack(sample) for sample in samples]
+        if self._torch_device.type == "cpu":
+            return stored
+        # DALI reuses GPU memory as soon as Python releases it, while torch's stream may still read it: return
+        # copies that torch owns.
+        owned = [sample.clone() for sample in stored]
+        torch.cuda.current_stream(owned[0].device).synchronize()
+        return owned
+
+    def _require_device(self) -> None:
+        """Raise what a lost GPU answers to every call: the images that DALI refused are then not to blame."""
+        if self._torch_device.type == "cuda":
+            torch.cuda.current_stream(self._torch_device).synchronize()
 
 
-def _options(device: str) -> dict[str, bool | float]:
+def upright(pixels: Tensor, orientation: int) -> Tensor:
+    """Return `pixels` [H, W, 3] with an EXIF orientation applied, contiguous; what `exif_transpose` does."""
+    if orientation == UPRIGHT:
+        return pixels
+    pixels = pixels.flip([axis for axis, step in enumerate(STEPS[orientation]) if step < 0])
+    return (pixels.transpose(0, 1) if orientation >= FIRST_SWAPPED else pixels).contiguous()
+
+
+def _batch_then_singles(count: int) -> list[list[int]]:
+    singles = [[index] for index in range(count)]
+    return [list(range(count)), *singles] if count > 1 else singles
+
+
+def _options(device: torch.device) -> dict[str, bool | float]:
     """Return what DALI's own choices are replaced by.
 
     It would bind its threads to cores, every process on the host to the same ones; and leave the hardware engines of a
     GPU two thirds of what they can decode.
     """
     everywhere: dict[str, bool | float] = {"affine": False}
-    return everywhere if device == "cpu" else everywhere | {"hw_decoder_load": 1.0}
+    return everywhere if device.type == "cpu" else everywhere | {"hw_decoder_load": 1.0}

@@ -19,7 +19,7 @@ from encoder_contract.settings import ConfigError, flag, require_folder
 
 # Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old and new
 # embeddings have different addresses.
-PIXELS_VERSION = 2
+PIXELS_VERSION = 3
 
 # Names of the same arithmetic in different versions of `transformers`.
 SMART_RESIZE_PROCESSORS = (

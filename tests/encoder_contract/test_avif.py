@@ -10,6 +10,7 @@ from PIL import Image
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import read_header
 from encoder_service.image.decoder import Decoder
+from testing.decoding import decode_files, pillow_decoder
 from testing.photos import encoded, pixels
 from tests.encoder_service.image.test_decoder import difference
 
@@ -19,7 +20,7 @@ XMP = b'<x tiff:Orientation="6"/>'
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(threads=1, backend="pillow")
+    return pillow_decoder()
 
 
 def saved(picture: Image.Image = PICTURE, orientation: int = 1, **options: Any) -> bytes:
@@ -39,7 +40,7 @@ def test_rotation_and_mirror_count_as_pillow_counts_them(decoder, turns, axis):
         image = replaced(image, b"imir", 0, bytes([axis]))
     with Image.open(io.BytesIO(image)) as opened:
         assert read_header(image).orientation == opened.getexif().get(0x112, 1)
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -57,7 +58,7 @@ def test_exif_that_contradicts_the_rotation_does_not_count(decoder):
     image = saved(exif=exif.tobytes()).replace(b"\x01\x0f", b"\x01\x12").replace(b"\x0f\x01", b"\x12\x01")
     with Image.open(io.BytesIO(image)) as opened:
         assert read_header(image).orientation == opened.getexif().get(0x112, 1) == 1
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_exif_that_contradicts_the_rotation_does_not_count(decoder):
 )
 def test_every_kind_is_what_transformers_sees(decoder, options):
     image = saved(**options)
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
@@ -80,7 +81,7 @@ def test_the_first_frame_of_an_animation_counts(decoder, mode):
     image = saved(frames[0], save_all=True, append_images=frames[1:])
     assert image[8:12] == b"avis"
     assert read_header(image).upright == (97, 41)
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
     matrix = struct.unpack_from(">L", image, image.index(b"tkhd") - 4)[0] - 8 - 44
     with pytest.raises(InvalidImageError, match="an animation that is turned"):
         read_header(replaced(image, b"tkhd", matrix, struct.pack(">5l", 0, 65536, 0, -65536, 0)))
@@ -101,7 +102,7 @@ def test_a_frame_larger_than_its_track_says_is_refused_by_the_header():
 
 def test_a_size_in_a_box_larger_than_its_frame_is_what_pillow_makes_of_it(decoder):
     image = replaced(saved(), b"ispe", 4, struct.pack(">LL", 194, 82))
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 def test_a_heic_is_told_by_name():

@@ -10,6 +10,7 @@ from PIL import Image
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import read_header
 from encoder_service.image.decoder import Decoder
+from testing.decoding import decode_files, pillow_decoder
 from testing.photos import encoded, pixels, with_a_style_of_its_tile
 from tests.encoder_service.image.test_decoder import difference
 
@@ -18,7 +19,7 @@ PICTURE = Image.fromarray(pixels(97, 41, 1))
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(threads=1, backend="pillow")
+    return pillow_decoder()
 
 
 def saved(**options: Any) -> bytes:
@@ -41,7 +42,7 @@ def test_every_kind_is_what_transformers_sees(decoder, options):
     image = saved(**options)
     with Image.open(io.BytesIO(image)) as opened:
         assert read_header(image).upright == opened.size
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 def changed(image: bytes, marker: bytes, offset: int, content: bytes) -> bytes:
@@ -52,7 +53,7 @@ def changed(image: bytes, marker: bytes, offset: int, content: bytes) -> bytes:
 def test_a_tile_with_a_coding_style_of_its_own_is_read(decoder):
     image = with_a_style_of_its_tile(BARE, codeblock_size=(32, 32))
     assert read_header(image).upright == PICTURE.size
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 BARE = saved(no_jp2=True)

@@ -12,6 +12,7 @@ from PIL import Image, ImageCms, ImageOps
 from encoder_contract.errors import InvalidImageError
 from encoder_contract.header import Header, read_header
 from encoder_service.image.decoder import Decoder
+from testing.decoding import decode_files, pillow_decoder
 from testing.photos import encoded, photo, pixels
 from tests.encoder_service.image.test_decoder import difference
 
@@ -21,7 +22,7 @@ MODES = ["1", "L", "LA", "P", "PA", "I", "I;16", "I;16B", "F", "RGB", "RGBX", "R
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(threads=1, backend="pillow")
+    return pillow_decoder()
 
 
 def picture(mode: str, width: int = 97, height: int = 41) -> Image.Image:
@@ -51,7 +52,7 @@ def test_every_mode_and_compression_is_what_transformers_sees(decoder, mode, com
     for orientation in (1, 6):
         image = saved(mode, compression=compression, orientation=orientation)
         assert read_header(image).orientation == orientation
-        assert difference(decoder.decode([image])[0], image) == 0
+        assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -61,7 +62,7 @@ def test_a_page_is_turned_once(decoder, orientation, compression, big):
     image = saved("RGB", compression=compression, orientation=orientation, big_tiff=big)
     header = read_header(image)
     assert (header.width, header.height, header.orientation) == (97, 41, orientation)
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 def tiff(tags: dict[int, tuple[int, ...]], data: bytes = b"", order: str = "<") -> bytes:
@@ -85,7 +86,7 @@ TILED = {**GREY, 322: (32,), 323: (32,), 324: (8, 1032, 2056, 3080), 325: (1024,
 def test_tiles_are_put_together(decoder, order):
     tiles = np.random.default_rng(1).integers(0, 255, (4, 32, 32), np.uint8)
     image = tiff(TILED, tiles.tobytes(), order)
-    (decoded,) = decoder.decode([image])
+    (decoded,) = decode_files(decoder, [image])
     assert difference(decoded, image) == 0
     assert decoded[:32, 32:, 0].numpy().tobytes() == tiles[1].tobytes()
 
@@ -94,13 +95,13 @@ def test_the_first_page_counts(decoder):
     pages = [Image.new("RGB", size, colour) for size, colour in (((40, 20), "red"), ((90, 80), "lime"))]
     image = encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:])
     assert read_header(image).upright == (40, 20)
-    assert decoder.decode([image])[0][10, 10].tolist() == [255, 0, 0]
+    assert decode_files(decoder, [image])[0][10, 10].tolist() == [255, 0, 0]
 
 
 def test_xmp_turns_a_page_whose_tags_do_not(decoder):
     image = encoded(picture("RGB"), "TIFF", tiffinfo={700: b'<x tiff:Orientation="6"/>'})
     assert read_header(image).orientation == 6
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 STRIPS = {**GREY, 273: (8,), 278: (48,), 279: (64 * 48,)}
@@ -136,7 +137,7 @@ def test_a_jpeg_of_many_scans_in_a_strip_is_refused_however_many_strips_share_it
 def test_no_memory_is_taken_for_what_a_tag_promises(decoder):
     image = tiff({**STRIPS, 256: (30_000,), 257: (30_000,), 278: (30_000,)})
     assert read_header(image).pixels == 900_000_000
-    outcome = decoder.decode([image])[0]
+    outcome = decode_files(decoder, [image])[0]
     assert not isinstance(outcome, torch.Tensor)
     assert "max_image_pixels" in outcome.message
 
@@ -144,7 +145,7 @@ def test_no_memory_is_taken_for_what_a_tag_promises(decoder):
 def test_another_directory_of_a_page_is_not_read(decoder):
     """A lone page's EXIF directory, which Pillow would read: here it has 65535 tags, and the file ends in it."""
     image = tiff({**STRIPS, 34665: (8,)}, b"\xff\xff" + bytes(64 * 48))
-    assert difference(decoder.decode([image])[0], image) == 0
+    assert difference(decode_files(decoder, [image])[0], image) == 0
 
 
 def test_pillow_is_asked_for_a_size_that_its_own_turning_has_changed():

@@ -17,6 +17,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.resize import to_patches
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import BY_DEFAULT
+from testing.decoding import decode_files
 from testing.photos import photo
 from tests.calls import collect, naming, stub
 from tests.gate import Gate
@@ -28,7 +29,7 @@ SIZES = [(320, 200), (64, 64), (200, 331), (97, 640)]
 
 def expected_rows(model: Model, image: bytes) -> torch.Tensor:
     """The rows as the rooms make them, called directly."""
-    (pixels,) = model.decoder.decode([image])
+    (pixels,) = decode_files(model.decoder, [image])
     assert isinstance(pixels, torch.Tensor)
     grid = model.processor.geometry.grid(pixels.shape[1], pixels.shape[0])
     (patches,) = to_patches([pixels], [grid], model.resize)

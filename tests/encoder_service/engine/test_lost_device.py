@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -22,7 +22,8 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import LOST_DEVICE
 from encoder_service.engine.device import Device
 from encoder_service.engine.model import Model
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
 from encoder_service.store import segment
 from encoder_service.store.table import copy_bytes
@@ -158,43 +159,37 @@ def test_the_cpu_is_never_lost() -> None:
     assert not Device("cpu").is_lost()
 
 
-class _Refusing:
-    """A decoder of JPEGs that refuses all, as DALI does on a GPU that is lost."""
+def refusing_jpegs(monkeypatch: pytest.MonkeyPatch, *, lost: bool) -> DaliJpegs:
+    """A DALI that takes itself for one on a GPU, and refuses all; torch is told what that GPU answers."""
 
-    def decode(self, *_: object) -> None:
+    def refuse(_files: object) -> NoReturn:
         raise RuntimeError("[nvjpeg_decoder] error")
-
-
-def gpu_decoder(monkeypatch: pytest.MonkeyPatch, *, lost: bool) -> Decoder:
-    """A decoder that takes itself for one on a GPU; torch is told what that GPU answers."""
 
     class Stream:
         def synchronize(self) -> None:
             if lost:
                 raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    decoder = Decoder(backend="pillow")
-    decoder._jpegs = _Refusing()  # type: ignore[assignment]
-    decoder._torch_device = torch.device("cuda")
+    jpegs = DaliJpegs(torch.device("cpu"), 1)
+    jpegs._torch_device = torch.device("cuda")
+    monkeypatch.setattr(jpegs, "_decode", refuse)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
-    return decoder
+    return jpegs
 
 
+@pytest.mark.dali
 def test_images_that_dali_refuses_are_not_blamed_for_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(b"", IMAGES[0], read_header(IMAGES[0]))
-    assert gpu_decoder(monkeypatch, lost=False).decode_batch([source]) == [None]
+    assert refusing_jpegs(monkeypatch, lost=False).decode([source]) == [None]
     with pytest.raises(torch.AcceleratorError):
-        gpu_decoder(monkeypatch, lost=True).decode_batch([source])
+        refusing_jpegs(monkeypatch, lost=True).decode([source])
 
 
-def test_an_image_is_not_blamed_for_a_gpu_that_does_not_take_its_pixels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_image_is_not_blamed_for_a_gpu_that_does_not_take_its_pixels() -> None:
     source = Source(b"", IMAGES[0], read_header(IMAGES[0]))
-    decoder = gpu_decoder(monkeypatch, lost=True)
-    decoder._torch_device = torch.device("cuda:99")  # there is none, here or anywhere
+    decoder = Decoder(torch.device("cuda:99"), PillowDecoder())  # there is no such device, here or anywhere
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|compiled"):
-        decoder.decode_one(source)
+        decoder.decode(source)
 
 
 def test_the_stores_memory_is_registered_with_the_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

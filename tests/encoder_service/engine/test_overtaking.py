@@ -12,6 +12,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.resize import to_patches
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
+from testing.decoding import decode_files
 from testing.photos import photo
 from tests.engines import demanded, running
 from tests.waiting import PATIENCE_S, soon
@@ -46,7 +47,7 @@ class Held:
 
 def rows_alone(model: Model, file: bytes) -> bytes:
     """What the tower makes of an image when nothing else is there."""
-    [pixels] = model.decoder.decode([file])
+    [pixels] = decode_files(model.decoder, [file])
     assert isinstance(pixels, Tensor)
     grid = model.processor.geometry.grid(pixels.shape[1], pixels.shape[0])
     [rows] = model.tower.encode(to_patches([pixels], [grid], model.resize), [grid])

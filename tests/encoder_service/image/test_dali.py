@@ -4,22 +4,26 @@ import gc
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from encoder_service.image.dali import DaliJpegs, _options
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.decoder import Decoder, PillowDecoder
+from testing.decoding import decode_files, source_of
 from testing.photos import photo
+
+CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.dali
 
 
 def test_what_dali_decoded_into_is_gone_with_the_call_and_waits_for_no_collection():
     half = photo(120, 80, 1)[:3000]
-    decoder = Decoder(backend="dali", threads=1)
+    decoder = Decoder(CPU, PillowDecoder(), DaliJpegs(CPU, 1))
     gc.collect()
     gc.disable()
     try:
         for n in range(3):
-            decoder.decode([photo(200, 150, n), half])
+            decode_files(decoder, [photo(200, 150, n), half])
         left = {type(each) for each in gc.get_objects()}
     finally:
         gc.enable()
@@ -29,7 +33,7 @@ def test_what_dali_decoded_into_is_gone_with_the_call_and_waits_for_no_collectio
 def test_dali_binds_no_thread_to_a_core_and_gives_the_hardware_all_it_can_decode():
     import nvidia.dali.experimental.dynamic as dali
 
-    jpegs = DaliJpegs("cpu", 1)
+    jpegs = DaliJpegs(CPU, 1)
     told: list[dict[str, object]] = []
 
     def image(files, **options):
@@ -40,8 +44,8 @@ def test_dali_binds_no_thread_to_a_core_and_gives_the_hardware_all_it_can_decode
         EvalMode=dali.EvalMode, as_batch=dali.as_batch, decoders=SimpleNamespace(image=image)
     )
     expected_options: dict[str, object] = {"affine": False}
-    for options in (jpegs._options, _options("gpu:0")):
+    for options in (jpegs._options, _options(torch.device("cuda:0"))):
         jpegs._options = options
-        assert len(jpegs.decode([photo(64, 48, 1)], list)) == 1
+        assert jpegs.decode([source_of(photo(64, 48, 1))]) != [None]
         assert expected_options.items() <= told[-1].items()
         expected_options = {"affine": False, "hw_decoder_load": 1.0}

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from encoder_service.image.decoder import BATCHED_BYTES_PER_PIXEL
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, is_shortage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +37,7 @@ CHILD = """
 import json, os, resource, sys
 from pathlib import Path
 from encoder_contract.geometry import Geometry
-from encoder_service.image.decoder import Decoder
+from testing.decoding import decode_files, pillow_decoder
 from encoder_service.image.resize import to_patches
 from encoder_service.image.resize import PlainResize
 
@@ -46,24 +45,24 @@ def most_bytes():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
-def memory(small, large, backend):
-    decoder, geometry = Decoder(threads=1, backend=backend), Geometry(16, 2, 65536, 1 << 20)
+def memory(small, large):
+    decoder, geometry = pillow_decoder(), Geometry(16, 2, 65536, 1 << 20)
     for file in (small, large):
         before = most_bytes()
-        (pixels,) = decoder.decode([Path(file).read_bytes()])
+        (pixels,) = decode_files(decoder, [Path(file).read_bytes()])
         height, width, _ = pixels.shape
         to_patches([pixels], [geometry.grid(width, height)], PlainResize(geometry))
     return {"bytes": most_bytes() - before, "pixels": width * height}
 
 def shortage(path):
     file = Path(path).read_bytes()
-    decoder = Decoder(threads=1, backend="pillow")
+    decoder = pillow_decoder()
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     no_limit = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (held + (8 << 20), no_limit[1]))
-    (short,) = decoder.decode([file])
+    (short,) = decode_files(decoder, [file])
     resource.setrlimit(resource.RLIMIT_AS, no_limit)
-    (pixels,) = decoder.decode([file])
+    (pixels,) = decode_files(decoder, [file])
     return {"error": type(short).__name__, "retryable": getattr(short, "retryable", None),
             "hint": getattr(short, "retry_after_ms", 0), "then": type(pixels).__name__}
 
@@ -109,17 +108,14 @@ def measure() -> Iterator[Measure]:
 
 
 @pytest.mark.parametrize(("kind", "mode", "options"), MODES)
-@pytest.mark.parametrize("backend", ["pillow", pytest.param("dali", marks=pytest.mark.dali)])
-def test_a_pixel_takes_no_more_memory_than_the_formula_says(measure, tmp_path, kind, mode, options, backend):
-    batched = backend == "dali"
-    if batched and (kind != "JPEG" or mode == "CMYK"):
-        pytest.skip("Pillow's")
+def test_a_pixel_takes_no_more_memory_than_the_formula_says(measure, tmp_path, kind, mode, options):
     for name, side in (("small", 64), ("large", SIDE)):
         picture(mode, side).save(tmp_path / name, kind, **options)
-    most = measure("memory", tmp_path / "small", tmp_path / "large", backend)
-    allowed = BATCHED_BYTES_PER_PIXEL if batched else PILLOW_BYTES_PER_PIXEL
+    most = measure("memory", tmp_path / "small", tmp_path / "large")
     file_bytes = 2 * (tmp_path / "large").stat().st_size
-    assert most["bytes"] - file_bytes <= allowed * most["pixels"], most["bytes"] / most["pixels"]
+    assert most["bytes"] - file_bytes <= PILLOW_BYTES_PER_PIXEL * most["pixels"], (
+        most["bytes"] / most["pixels"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])

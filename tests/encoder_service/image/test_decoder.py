@@ -5,6 +5,7 @@ import io
 import struct
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -14,8 +15,12 @@ from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
 from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
-from encoder_service.image.decoder import Decoder
-from encoder_service.image.decoder_pool import IsolatedDecoder
+from encoder_service.config import ConfigError
+from encoder_service.engine.model import _jpegs, load_model
+from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.decoder_pool import DecoderPool
+from testing.decoding import decode_files
 from testing.photos import damaged, encoded, photo
 
 pytestmark = pytest.mark.slow
@@ -32,12 +37,13 @@ MODES = [
 ]  # fmt: skip
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture(scope="module", params=[pytest.param("dali", marks=pytest.mark.dali), "pillow", "isolated"])
 def decoder(request):
-    if request.param == "isolated":
-        decoder: Decoder = IsolatedDecoder(threads=2)
-    else:
-        decoder = Decoder(threads=2, backend=request.param)
+    files = DecoderPool(2) if request.param == "isolated" else PillowDecoder()
+    decoder = Decoder(CPU, files, DaliJpegs(CPU, 2) if request.param == "dali" else None)
     decoder.start()
     yield decoder
     decoder.close()
@@ -61,15 +67,15 @@ def difference(pixels: torch.Tensor | EncoderError, image: bytes) -> int:
 
 
 def test_the_name_says_what_decodes(decoder):
-    assert ("DALI" in decoder.name) == decoder._has_dali
+    assert ("DALI" in decoder.name) == (decoder._jpegs is not None)
     assert "Pillow" in decoder.name
-    assert ("in processes of their own" in decoder.name) == isinstance(decoder, IsolatedDecoder)
+    assert ("in processes of their own" in decoder.name) == isinstance(decoder._files, DecoderPool)
 
 
 @pytest.mark.parametrize(("kind", "mode"), MODES)
 def test_every_format_and_mode_becomes_the_pixels_transformers_sees(decoder, kind, mode):
     images = [photo(*size, 1, kind, mode=mode) for size in ((97, 41), (1, 1), (640, 33))]
-    for image, pixels in zip(images, decoder.decode(images), strict=True):
+    for image, pixels in zip(images, decode_files(decoder, images), strict=True):
         assert difference(pixels, image) <= (2 if kind == "JPEG" else 0)
 
 
@@ -88,7 +94,7 @@ def test_every_kind_of_jpeg_is_within_two_levels_of_pillow(decoder, options):
     images = [
         encoded(Image.open(io.BytesIO(photo(w, h, 5))), "JPEG", **options) for w, h in ((321, 243), (7, 9))
     ]
-    for image, pixels in zip(images, decoder.decode(images), strict=True):
+    for image, pixels in zip(images, decode_files(decoder, images), strict=True):
         assert difference(pixels, image) <= 2
 
 
@@ -96,7 +102,7 @@ def test_every_kind_of_jpeg_is_within_two_levels_of_pillow(decoder, options):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_each_orientation_is_applied_once_as_exif_transpose_does(decoder, kind, orientation):
     image = photo(65, 48, 3, kind, orientation)
-    (pixels,) = decoder.decode([image])
+    (pixels,) = decode_files(decoder, [image])
     assert difference(pixels, image) <= (2 if kind == "JPEG" else 0)
     assert tuple(pixels.shape[:2]) == ((48, 65) if orientation < 5 else (65, 48))
 
@@ -105,7 +111,7 @@ def test_each_orientation_is_applied_once_as_exif_transpose_does(decoder, kind, 
 def test_the_first_frame_of_an_animation_counts(decoder, kind):
     frames = [Image.new("RGB", (40, 20), colour) for colour in ("red", "lime")]
     image = encoded(frames[0], kind, save_all=True, append_images=frames[1:], lossless=True)
-    (pixels,) = decoder.decode([image])
+    (pixels,) = decode_files(decoder, [image])
     assert pixels[10, 10].tolist() == [255, 0, 0]
 
 
@@ -114,7 +120,7 @@ def test_transparency_lies_over_white_but_an_rgb_picture_keeps_its_colours(decod
     palette = encoded(Image.new("P", (8, 8), 0), "PNG", transparency=0)
     grey = encoded(Image.new("L", (8, 8), 9), "PNG", transparency=9)
     keyed = encoded(Image.new("RGB", (8, 8), (9, 8, 7)), "PNG", transparency=(9, 8, 7))
-    *white, kept = decoder.decode([clear, palette, grey, keyed])
+    *white, kept = decode_files(decoder, [clear, palette, grey, keyed])
     assert all(pixels.unique().tolist() == [255] for pixels in white)
     assert kept.reshape(-1, 3).unique(dim=0).tolist() == [[9, 8, 7]]
 
@@ -132,7 +138,7 @@ def with_a_broken_app14(image: bytes) -> bytes:
 def test_a_jpeg_that_only_pillow_reads_is_read_beside_others(decoder, spoil):
     good = photo(120, 80, 1)
     images = [good, spoil(good), good]
-    for pixels in decoder.decode(images):
+    for pixels in decode_files(decoder, images):
         assert difference(pixels, good) <= 2
 
 
@@ -153,8 +159,8 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_image_fails_alone_in_its_batch(decoder, what):
     good = [photo(120, 80, 1), photo(64, 64, 2, "PNG"), photo(33, 47, 3, orientation=6)]
-    alone = [decoder.decode([image])[0] for image in good]
-    outcomes = decoder.decode([good[0], BAD[what], good[1], BAD[what], good[2]])
+    alone = [decode_files(decoder, [image])[0] for image in good]
+    outcomes = decode_files(decoder, [good[0], BAD[what], good[1], BAD[what], good[2]])
     assert isinstance(outcomes[1], InvalidImageError)
     assert isinstance(outcomes[3], InvalidImageError)
     for pixels, before in zip([outcomes[0], outcomes[2], outcomes[4]], alone, strict=True):
@@ -164,7 +170,7 @@ def test_a_bad_image_fails_alone_in_its_batch(decoder, what):
 def test_the_largest_image_is_refused_by_its_header_before_memory_is_taken(decoder):
     bomb = photo(8, 8, 1).replace(struct.pack(">HH", 8, 8), struct.pack(">HH", 65500, 65500))
     before = psutil.Process().memory_info().rss
-    outcomes = decoder.decode([bomb, photo(20, 20, 1)])
+    outcomes = decode_files(decoder, [bomb, photo(20, 20, 1)])
     assert isinstance(outcomes[0], ImageLimitError)
     assert "max_image_pixels" in outcomes[0].message
     assert isinstance(outcomes[1], torch.Tensor)
@@ -174,13 +180,15 @@ def test_the_largest_image_is_refused_by_its_header_before_memory_is_taken(decod
 def test_a_frame_larger_than_its_header_says_is_refused(decoder):
     image = bytearray(photo(64, 48, 1, "BMP"))
     image[18:22] = struct.pack("<L", 6400)
-    (outcome,) = decoder.decode([bytes(image)])
+    (outcome,) = decode_files(decoder, [bytes(image)])
     assert isinstance(outcome, InvalidImageError)
 
 
 def test_damaged_files_end_in_pixels_or_one_error_each(decoder):
     outcomes = [
-        outcome for n in range(20) for outcome in decoder.decode([damaged(n * 20 + k) for k in range(20)])
+        outcome
+        for n in range(20)
+        for outcome in decode_files(decoder, [damaged(n * 20 + k) for k in range(20)])
     ]
     assert len(outcomes) == 400
     kinds = {type(outcome) for outcome in outcomes}
@@ -189,25 +197,25 @@ def test_damaged_files_end_in_pixels_or_one_error_each(decoder):
 
 
 def test_pixels_outlive_their_batch(decoder):
-    first = decoder.decode([photo(200, 150, n) for n in range(4)])
+    first = decode_files(decoder, [photo(200, 150, n) for n in range(4)])
     copies = [pixels.clone() for pixels in first]
     kept, kept_copy = first[2], copies[2]
     del first
     gc.collect()
     for n in range(30):
-        decoder.decode([photo(200, 150, n + 4), BAD["half a jpeg"]])
+        decode_files(decoder, [photo(200, 150, n + 4), BAD["half a jpeg"]])
     assert torch.equal(kept, kept_copy)
 
 
 def test_memory_stays_flat_over_five_hundred_decodes(decoder):
     images = [photo(200, 150, n, orientation=n + 1) for n in range(4)] + [BAD["half a jpeg"]]
     for _ in range(40):
-        decoder.decode(images)
+        decode_files(decoder, images)
 
     def growth() -> int:
         before = psutil.Process().memory_info().rss
         for _ in range(50):
-            decoder.decode(images)
+            decode_files(decoder, images)
         return psutil.Process().memory_info().rss - before
 
     # A leak grows each time; what others in this process do meanwhile does not.
@@ -216,12 +224,12 @@ def test_memory_stays_flat_over_five_hundred_decodes(decoder):
 
 def test_several_threads_may_decode_at_once(decoder):
     image = photo(120, 80, 1)
-    (alone,) = decoder.decode([image])
+    (alone,) = decode_files(decoder, [image])
     outcomes: list[bool] = []
 
     def work():
         for _ in range(10):
-            outcomes.extend(torch.equal(pixels, alone) for pixels in decoder.decode([image, image]))
+            outcomes.extend(torch.equal(pixels, alone) for pixels in decode_files(decoder, [image, image]))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -231,46 +239,45 @@ def test_several_threads_may_decode_at_once(decoder):
     assert outcomes == [True] * 80
 
 
-def test_on_the_cpu_pillow_decodes_unless_dali_is_asked_for():
-    decoder = Decoder(threads=1)
-    assert decoder.name.startswith("Pillow")
-    image = photo(50, 40, 1)
-    assert difference(decoder.decode([image])[0], image) == 0
-
-
 def test_asking_for_dali_where_it_is_not_installed_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(ValueError, match="DALI decoder is not installed"):
-        Decoder(threads=1, backend="dali")
+        DaliJpegs(CPU, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "message"),
+    [
+        ("cpu", {}, r"--decoder dali decodes on a GPU: leave it out with --device cpu"),
+        ("cuda:0", {"decoder_process": "yes"}, r"in the server's process: use --decoder-process auto"),
+    ],
+)
+def test_dali_where_it_cannot_decode_is_an_error_at_start(config, device, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        _jpegs(replace(config, decoder="dali", **settings), device, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_decoding_on_a_gpu_that_is_not_there_is_an_error_at_start():
-    for device in ("gpu", "gpu:3"):
-        with pytest.raises(ValueError, match=f"{device} needs that CUDA device"):
-            Decoder(device)
-
-
-@pytest.mark.parametrize("device", ["cuda", "gpu:x", "gpu:-1", ""])
-def test_a_device_of_another_name_is_an_error_at_start(device):
-    with pytest.raises(ValueError, match="must be cpu, gpu or gpu:N"):
-        Decoder(device)
+def test_a_device_that_is_not_there_is_an_error_at_start(config):
+    with pytest.raises(ConfigError, match=r"--device cuda:3: torch .* sees 0 CUDA devices; use --device cpu"):
+        load_model(replace(config, device="cuda:3"))
 
 
 def test_nothing_to_decode_is_nothing(decoder):
-    assert decoder.decode([]) == []
+    assert decode_files(decoder, []) == []
 
 
 @pytest.mark.gpu
 def test_the_gpu_decodes_to_the_same_pixels_within_rounding():
-    decoder = Decoder("gpu", threads=4)
+    device = torch.device("cuda")
+    decoder = Decoder(device, PillowDecoder(), DaliJpegs(device, 4))
     images = [
         photo(w, h, n, orientation=n + 1) for n, (w, h) in enumerate([(1280, 720), (640, 481), (33, 47)])
     ]
     images += [photo(200, 100, 4, mode="L"), photo(200, 100, 4, "PNG", mode="RGBA")]
-    for image, pixels in zip(images, decoder.decode(images), strict=True):
+    for image, pixels in zip(images, decode_files(decoder, images), strict=True):
         assert pixels.is_cuda
         apart = np.abs(pixels.cpu().int().numpy() - expected(image).int().numpy())
         assert (apart <= 2).mean() >= 0.999
-    outcomes = decoder.decode([images[0], *BAD.values(), images[1]])
+    outcomes = decode_files(decoder, [images[0], *BAD.values(), images[1]])
     assert [isinstance(outcome, EncoderError) for outcome in outcomes] == [False, *[True] * len(BAD), False]

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from encoder_service.image.decoder_pool import IsolatedDecoder
+from encoder_service.image.decoder import Decoder
+from encoder_service.image.decoder_pool import DecoderPool
+from testing.decoding import decode_files
 from testing.every_kind import files
 from tests.encoder_service.image.test_decoder import expected
 
@@ -14,8 +16,8 @@ LEAST_FILES = 200
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Iterator[IsolatedDecoder]:
-    decoder = IsolatedDecoder(threads=1, backend="pillow")
+def decoder() -> Iterator[Decoder]:
+    decoder = Decoder(torch.device("cpu"), DecoderPool(1))
     decoder.start()
     yield decoder
     decoder.close()
@@ -23,12 +25,12 @@ def decoder() -> Iterator[IsolatedDecoder]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_file_that_pillow_writes_and_reads_has_its_pixels_in_the_sandbox(
-    decoder: IsolatedDecoder,
+    decoder: Decoder,
 ) -> None:
     wrong, seen = {}, set()
     for what, image in files():
         seen.add(image)
-        (found,) = decoder.decode([image])
+        (found,) = decode_files(decoder, [image])
         try:
             outside = expected(image)
         except Exception:  # noqa: BLE001 - Pillow loads it, and cannot convert it

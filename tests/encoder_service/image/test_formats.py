@@ -18,6 +18,7 @@ from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
+from testing.decoding import decode_files, pillow_decoder
 from testing.photos import encoded, photo, pixels
 from tests.encoder_service.image.test_decoder import expected
 from tests.servers import server_of
@@ -38,7 +39,7 @@ SOUND = [
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(threads=1, backend="pillow", max_image_pixels=1_000_000)
+    return pillow_decoder()
 
 
 def header_of(image: bytes) -> Header | None:
@@ -75,7 +76,7 @@ def test_what_is_damaged_has_the_rows_that_transformers_gives_it_or_none(
         image[min(len(image) - 1, int(where * reach))] = value
     if is_cut:
         del image[int(cut * len(image)) :]
-    (outcome,) = decoder.decode([bytes(image)])
+    (outcome,) = decode_files(decoder, [bytes(image)], 1_000_000)
     header = header_of(bytes(image))
     if isinstance(outcome, EncoderError):
         assert isinstance(outcome, InvalidImageError)

@@ -26,13 +26,13 @@ async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> 
     slow = photo(256, 320, 9, "PNG")
     held, open_ = threading.Event(), threading.Event()
 
-    def decode_one(source: Source) -> Tensor | EncoderError:
+    def decode(source: Source) -> Tensor | EncoderError:
         if source.data == slow:
             held.set()
             assert open_.wait(START_S)
-        return model.decoder.decode_one(source)
+        return model.decoder.decode(source)
 
-    async with running(model, decode_one=decode_one) as bench:
+    async with running(model, decode=decode) as bench:
         waiting = asyncio.create_task(bench.rows(slow, demanded("slow")))
         assert await asyncio.to_thread(held.wait, PATIENCE_S)
         for image in (*fast, photo(256, 300, 10, "PNG")):
@@ -64,12 +64,12 @@ async def test_what_is_decoded_one_by_one_is_bounded_in_pixels_and_one_larger_im
     now: list[int] = []
     most: list[int] = []
 
-    def decode_one(source: Source) -> Tensor | EncoderError:
+    def decode(source: Source) -> Tensor | EncoderError:
         with lock:
             now.append(source.header.pixels)
             most.append(sum(now))
         time.sleep(0.02)
-        outcome = model.decoder.decode_one(source)
+        outcome = model.decoder.decode(source)
         with lock:
             now.remove(source.header.pixels)
         return outcome
@@ -77,7 +77,7 @@ async def test_what_is_decoded_one_by_one_is_bounded_in_pixels_and_one_larger_im
     small = [photo(100, 100 + n, n, "PNG") for n in range(6)]
     large = [photo(300, 300 + n, n, "PNG") for n in range(3)]
     mixed = [photo(100, 100, 10, "PNG"), photo(300, 300, 11, "PNG"), photo(100, 101, 12, "PNG")]
-    async with running(model, decode_one=decode_one, decode_pixels=25_000) as bench:
+    async with running(model, decode=decode, decode_pixels=25_000) as bench:
         for images in (small, large, mixed):
             for pin in await asyncio.gather(*(bench.rows(i, demanded(str(n))) for n, i in enumerate(images))):
                 pin.release()

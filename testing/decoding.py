@@ -1,0 +1,48 @@
+"""Files decoded as the server decodes them, without a server: header, limits, then a batch or one by one."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from encoder_contract.errors import EncoderError, InvalidImageError
+from encoder_contract.header import check_limits, read_header
+from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.source import Source
+
+
+def pillow_decoder() -> Decoder:
+    """Return a decoder that decodes in the caller's thread."""
+    return Decoder(torch.device("cpu"), PillowDecoder())
+
+
+def source_of(file: bytes, max_image_pixels: int = 100_000_000) -> Source:
+    """Return a file with its header. Raises `InvalidImageError` for one that the server refuses by its header."""
+    header = read_header(file)
+    check_limits(header, len(file), max_image_bytes=sys.maxsize, max_image_pixels=max_image_pixels)
+    return Source(b"", file, header)
+
+
+def decode_files(
+    decoder: Decoder, files: Sequence[bytes], max_image_pixels: int = 100_000_000
+) -> list[Tensor | EncoderError]:
+    """Return, in order, the pixels of each file or the error of that file alone."""
+    sources = [_source_or_error(file, max_image_pixels) for file in files]
+    chosen = [source for source in sources if isinstance(source, Source) and decoder.batches(source)]
+    batched = iter(decoder.decode_batch(chosen))
+    outcomes: list[Tensor | EncoderError] = []
+    for source in sources:
+        if isinstance(source, EncoderError):
+            outcomes.append(source)
+        else:
+            found = next(batched) if decoder.batches(source) else None
+            outcomes.append(decoder.decode(source) if found is None else found)
+    return outcomes
+
+
+def _source_or_error(file: bytes, max_image_pixels: int) -> Source | EncoderError:
+    try:
+        return source_of(file, max_image_pixels)
+    except InvalidImageError as error:
+        return error

@@ -21,9 +21,10 @@ from bench.harness.calls import ms_of
 from bench.harness.tables import table
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Replica
-from encoder_service.cluster.redis import RedisIndex, RedisSettings, namespace
+from encoder_service.cluster.redis import RedisSettings, namespace
+from encoder_service.cluster.redis_cluster import RedisCluster
 from testing.checkpoints import write_checkpoint
-from testing.holding import Holding
+from testing.holding import cluster_of
 from testing.redis_servers import redis_cluster, redis_server
 from testing.replicas import ReplicaProcess, fleet_of
 from testing.traffic import Served, Supply, Traffic
@@ -165,13 +166,13 @@ GRID = Grid(1, 44, 80)
 BATCH = 32  # images of a large prompt
 
 
-async def join(stack: AsyncExitStack, url: str, name: str) -> RedisIndex:
-    """Return a registered index that the stack closes; its bound is one that a busy machine does not trip over."""
+async def join(stack: AsyncExitStack, url: str, name: str) -> RedisCluster:
+    """Return a joined cluster that the stack closes; its bound is one that a busy machine does not trip over."""
     settings = RedisSettings(url=url, namespace=namespace("encoder", MODEL), call_timeout_ms=2000)
-    index = RedisIndex(settings, Holding(), ())
-    await index.register(Replica(name, 1, f"{name}.encoder:50051", MODEL, b"p" * 32))
-    stack.push_async_callback(index.close)
-    return index
+    cluster = cluster_of(settings)
+    await cluster.join(Replica(name, 1, f"{name}.encoder:50051", MODEL, b"p" * 32))
+    stack.push_async_callback(cluster.close)
+    return cluster
 
 
 async def time_index(url: str, rounds: int) -> dict[str, float]:
@@ -179,20 +180,21 @@ async def time_index(url: str, rounds: int) -> dict[str, float]:
     draw = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in ("acquire", "publish", "locate", "hint")}
     async with AsyncExitStack() as stack:
-        a, b = await join(stack, url, "a"), await join(stack, url, "b")
+        holder, waiter = await join(stack, url, "a"), await join(stack, url, "b")
+        a, b = holder.index, waiter.index
         for _ in range(rounds):
             addresses = [draw.randbytes(32) for _ in range(BATCH)]
             times["acquire"].append(await ms_of(a.acquire(addresses)))
             times["publish"].append(await ms_of(a.publish(dict.fromkeys(addresses, GRID))))
             times["locate"].append(await ms_of(b.locate(addresses)))
-            hand_over = await _waited_for(a, b, [draw.randbytes(32) for _ in range(BATCH)])
+            hand_over = await _waited_for(holder, waiter, [draw.randbytes(32) for _ in range(BATCH)])
             times["hint"].append(await ms_of(hand_over()))
     submit = [a + p for a, p in zip(times["acquire"], times["publish"], strict=True)]
     return {"submit": median(submit), **{name: median(values) for name, values in times.items()}}
 
 
 async def _waited_for(
-    holder: RedisIndex, waiter: RedisIndex, addresses: list[bytes]
+    holder: RedisCluster, waiter: RedisCluster, addresses: list[bytes]
 ) -> Callable[[], Awaitable[object]]:
     """Return a call in which `holder` publishes what `waiter` already waits for, until `waiter` knows."""
     await holder.acquire(addresses)
@@ -200,7 +202,7 @@ async def _waited_for(
     await asyncio.sleep(0.005)
 
     async def hand_over() -> None:
-        await holder.publish(dict.fromkeys(addresses, GRID))
+        await holder.index.publish(dict.fromkeys(addresses, GRID))
         assert all(await asyncio.gather(*waits))
 
     return hand_over

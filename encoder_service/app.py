@@ -30,10 +30,10 @@ from encoder_service.api.messages import PIECE_BYTES, PUT_PIECE_BYTES
 from encoder_service.api.server import Listener
 from encoder_service.api.service import EncoderService
 from encoder_service.api.tenants import read_tenants
-from encoder_service.cluster.cluster import Cluster, IndexState, Replica, Solo
-from encoder_service.cluster.coordinator import Coordinator
+from encoder_service.cluster.cluster import Cluster, IndexState, Replica
 from encoder_service.cluster.peers import SILENCE_S, Peers, RowType
-from encoder_service.cluster.redis import RedisIndex, RedisSettings, namespace
+from encoder_service.cluster.redis import RedisSettings, namespace
+from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.cluster.tasks import DIED
 from encoder_service.collectors import (
     cluster_readings,
@@ -229,18 +229,13 @@ class Server:
     def _build_cluster(self) -> Cluster:
         config, recipe, tower = self._config, self._model.recipe, self._model.tower
         if config.index == "memory":
-            return Solo()
-        index = RedisIndex(
-            RedisSettings(
-                url=config.index,
-                namespace=namespace(config.index_prefix, recipe.model),
-                call_timeout_ms=config.index_timeout_ms,
-                source_ttl_s=int(config.source_ttl_s),
-                max_source_bytes=config.max_shared_bytes,
-            ).patient(self._patience),
-            self.store,
-            self.jobs,
-            on_call=self.metrics.index_call,
+            return Cluster()
+        settings = RedisSettings(
+            url=config.index,
+            namespace=namespace(config.index_prefix, recipe.model),
+            call_timeout_ms=config.index_timeout_ms,
+            source_ttl_s=int(config.source_ttl_s),
+            max_source_bytes=config.max_shared_bytes,
         )
         rows = RowType(tower.spec.width, tower.dtype, recipe.dtype, self._model.processor.geometry)
         peers = Peers(
@@ -253,7 +248,14 @@ class Server:
             on_fetch=self.metrics.peer_fetch,
             silence_s=SILENCE_S * self._patience,
         )
-        return Coordinator(index, peers, self.store, self._fleet_key)
+        return RedisCluster(
+            settings.patient(self._patience),
+            self.jobs,
+            peers,
+            self.store,
+            self._fleet_key,
+            on_call=self.metrics.index_call,
+        )
 
     def _build_images(self) -> Images:
         config = self._config

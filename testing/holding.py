@@ -1,6 +1,15 @@
 """What a replica holds that has no store: embeddings in name only."""
 
-from encoder_contract.geometry import Grid
+from typing import cast
+
+import torch
+
+from encoder_contract.geometry import Geometry, Grid
+from encoder_service.cluster.peers import Peers, RowType
+from encoder_service.cluster.redis import RedisSettings
+from encoder_service.cluster.redis.session import OnCall
+from encoder_service.cluster.redis_cluster import RedisCluster
+from encoder_service.store import Store
 
 
 class Holding(dict[bytes, Grid]):
@@ -9,3 +18,12 @@ class Holding(dict[bytes, Grid]):
     def grids(self) -> "Holding":
         """Return what is held."""
         return self
+
+
+def cluster_of(
+    settings: RedisSettings, held: Holding | None = None, on_call: OnCall = lambda *_: None
+) -> RedisCluster:
+    """Return the cluster of a replica without a store, which asks no peer for rows."""
+    rows = RowType(8, torch.float32, "float32", Geometry(16, 2, 65536, 1 << 24))
+    store = cast(Store, Holding() if held is None else held)
+    return RedisCluster(settings, (), Peers(b"m" * 32, b"p" * 32, rows), store, on_call=on_call)

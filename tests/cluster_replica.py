@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_service.app import Server
-from encoder_service.cluster.coordinator import Coordinator
 from encoder_service.cluster.redis import RedisIndex
+from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
@@ -33,8 +33,8 @@ class Replica:
         return self.server.endpoint
 
     @property
-    def cluster(self) -> Coordinator:
-        assert isinstance(self.server.cluster, Coordinator)
+    def cluster(self) -> RedisCluster:
+        assert isinstance(self.server.cluster, RedisCluster)
         return self.server.cluster
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from encoder_service.app import Server
-    from encoder_service.cluster.redis import RedisIndex
+    from encoder_service.cluster.redis_cluster import RedisCluster
     from encoder_service.config import Config
     from encoder_service.engine.model import Model
     from encoder_service.image.decoder import Decoder
@@ -192,24 +192,24 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
     """Return a function that makes a replica join the fleet of this test."""
-    from encoder_service.cluster.redis import RedisIndex, namespace
-    from testing.holding import Holding
+    from encoder_service.cluster.redis import namespace
+    from testing.holding import cluster_of
     from tests.index_replicas import MODEL, TTL_MS, as_replica, numbers, redis_settings
 
     url, space = request.getfixturevalue(f"{kind}_url"), namespace(f"test{next(numbers)}", MODEL)
-    joined: list[RedisIndex] = []
+    joined: list[RedisCluster] = []
 
     async def join(
         name: str, lease_ttl_ms: int = TTL_MS, replica_ttl_ms: int = TTL_MS, **identity: Any
-    ) -> RedisIndex:
+    ) -> RedisCluster:
         settings = replace(
             redis_settings(url, space), lease_ttl_ms=lease_ttl_ms, replica_ttl_ms=replica_ttl_ms
         )
-        index = RedisIndex(settings, Holding(), ())
-        joined.append(index)
-        await index.register(as_replica(name, **identity))  # type: ignore[arg-type]
-        return index
+        cluster = cluster_of(settings)
+        joined.append(cluster)
+        await cluster.join(as_replica(name, **identity))  # type: ignore[arg-type]
+        return cluster
 
     yield join
-    for index in joined:
-        await index.close()
+    for cluster in joined:
+        await cluster.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -10,7 +10,8 @@ from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import IndexState, Replica
 from encoder_service.cluster.redis import RedisIndex, RedisSettings
-from testing.holding import Holding
+from encoder_service.cluster.redis_cluster import RedisCluster
+from testing.holding import Holding, cluster_of
 from tests.waiting import PATIENCE_S, soon
 
 MODEL, PROCESSOR = b"m" * 32, b"p" * 32
@@ -19,7 +20,7 @@ TTL_MS = 60_000
 SHORT_TTL_MS, HEARTBEAT_MS = 800, 100
 GRID = Grid(1, 18, 20)
 numbers = itertools.count()
-Join = Callable[..., Awaitable[RedisIndex]]
+Join = Callable[..., Awaitable[RedisCluster]]
 CALL_TIMEOUT_S = 1.0  # ten times that of production: a busy machine holds a thread up for 0.1 s
 NAMESPACE = "faults"
 
@@ -52,17 +53,35 @@ def redis_settings(url: str, space: str) -> RedisSettings:
     )
 
 
+async def publish(cluster: RedisCluster, grids: Mapping[bytes, Grid]) -> None:
+    """Announce that a replica holds addresses, and wait until the index was told."""
+    for address, grid in grids.items():
+        cluster.publish(address, grid)
+    await cluster.leases.send()
+
+
+async def release(cluster: RedisCluster, addresses: Iterable[bytes]) -> None:
+    """Give leases up, and wait until the index was told."""
+    for address in addresses:
+        cluster.release(address)
+    await cluster.leases.send()
+
+
 @dataclass
 class Watched:
     """A replica, what it holds, and what it said about itself."""
 
-    index: RedisIndex
+    cluster: RedisCluster
     held: Holding = field(default_factory=Holding)
     said: list[tuple[IndexState, str]] = field(default_factory=list)
 
+    @property
+    def index(self) -> RedisIndex:
+        return self.cluster.index
+
     async def hold(self, addresses: list[bytes]) -> None:
         self.held |= grids(addresses)
-        await self.index.publish(grids(addresses))
+        await publish(self.cluster, grids(addresses))
 
     async def until(self, state: IndexState) -> None:
         await soon(lambda: self.index.state is state)
@@ -106,7 +125,7 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
             heartbeat_ms=HEARTBEAT_MS,
             replica_ttl_ms=ttl_ms,
         )
-        watched.index = RedisIndex(settings, watched.held, ())
+        watched.cluster = cluster_of(settings, watched.held)
         session = watched.index._session
         enter = session._enter
 
@@ -117,11 +136,11 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
 
         session._enter = entered  # type: ignore[method-assign]
         joined.append(watched)
-        await watched.index.register(Replica(name, epoch, f"{name}:1", model, b"p" * 32))
+        await watched.cluster.join(Replica(name, epoch, f"{name}:1", model, b"p" * 32))
         return watched
 
     try:
         yield join
     finally:
         for watched in joined:
-            await watched.index.close()
+            await watched.cluster.close()

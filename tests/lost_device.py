@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from encoder_service import cli
-from encoder_service.cluster.coordinator import Outbox
+from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
 from encoder_service.engine import model as loading
 from encoder_service.engine.device import CudaStream, Device
@@ -120,7 +120,7 @@ DEATHS: dict[str, tuple[type, str]] = {
     "copy-out dies": (CopyOut, "_keep"),
     "prepare-apart dies": (Prepare, "_prepare_apart"),
     "tier-migrator dies": (TierMigrator, "_demote"),
-    "cluster-outbox dies": (Outbox, "_send"),
+    "cluster-leases dies": (Leases, "send"),
 }
 
 

@@ -1,10 +1,9 @@
-"""The cluster, as the path of an image sees it: what that needs from the other replicas; and `Solo`, without any."""
+"""The other replicas, as the path of an image sees them: `Cluster`, which has none, and what its methods return."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
-from typing import Protocol
 
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
@@ -69,33 +68,44 @@ class ClusterStatus:
     foreign_sources: int = 0
 
 
-class Cluster(Protocol):
-    """The other replicas. Every method belongs to one event loop; an address is the 32 bytes of a store address.
+# ruff: noqa: ARG002 - alone, the answers do not depend on the arguments
 
-    What is always safe:
+
+class Cluster:
+    """The other replicas, as the path of an image sees them. This class is a server without Redis: there are none.
+
+    Every method belongs to one event loop; an address is the 32 bytes of a store address. `RedisCluster` overrides all
+    of this class. What is always safe:
+
     - **It never decides what bytes an address has.** A location may be stale, a lease may be lost: then an image is
       looked for once more, or encoded twice, to equal bits.
-    - **It may know nothing.** Without peers, or while the index is unavailable, nothing is found, every lease is
-      granted and nothing is shared, all at once. `Solo` always answers like that.
+    - **It may know nothing.** Alone, and while the index is unavailable, nothing is found, every lease is granted and
+      nothing is shared, all at once: as the methods of this class answer, without leases, tasks or I/O.
     - **Notifications return at once** (`publish`, `retract`, `release`, `share_source`, `asked`) and never fail.
     - **Queries are bounded in time**, take a batch in one step, and raise only what their docstrings name.
     """
 
+    def __init__(self) -> None:
+        self._state = IndexState.ALONE
+
     @property
     def status(self) -> ClusterStatus:
         """The cluster in numbers. No I/O."""
+        return ClusterStatus(self._state)
 
     async def join(self, replica: Replica) -> None:
         """Join as `replica`; called once. Raises `ModelMismatchError`; nothing has been started then.
 
         While the index is unavailable the replica is alone; it joins as soon as the index is back.
         """
+        self._state = IndexState.JOINED
 
     async def hand_over(self, within_s: float) -> None:
         """Have peers fetch the images that only this replica holds, most recently requested first."""
 
     async def leave(self) -> None:
-        """Drain: peers stop finding this replica, its leases are released; from now on it answers as `Solo` does."""
+        """Drain: peers stop finding this replica, its leases are released; from now on it answers as when alone."""
+        self._state = IndexState.LEFT
 
     async def close(self) -> None:
         """Stop everything and close connections. Without a `leave` before it, peers take this replica for dead."""
@@ -108,6 +118,7 @@ class Cluster(Protocol):
 
         The value says which peers hold the image; it is empty if they only share the image's bytes.
         """
+        return {}
 
     def search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
         """Call `found` with address and locations once `find` finds the image, unless `end_search` comes first."""
@@ -121,6 +132,7 @@ class Cluster(Protocol):
         An address that only the replicas in `without` hold is granted as if not held. A lease that this replica
         has already is granted again.
         """
+        return Acquired(frozenset(addresses), {})
 
     async def wait_published(
         self, address: bytes, timeout_s: float, without: Collection[str] = ()
@@ -130,6 +142,7 @@ class Cluster(Protocol):
         Empty if that replica gave up, at the timeout, or when alone: acquire the address then. Locations at the
         replicas in `without` do not count; while there are any, a replica that gives up is noticed at the timeout.
         """
+        return ()
 
     def publish(self, address: bytes, grid: Grid) -> None:
         """Announce that this replica holds the address now; ends its lease."""
@@ -142,6 +155,7 @@ class Cluster(Protocol):
 
     def transfer_s(self, tokens: int) -> float:
         """Return how long fetching an image of so many tokens from a peer should take, seconds."""
+        return inf
 
     async def fetch_from_peer(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
         """Fetch the rows from one of `locations` into the store; return None if none of them delivers.
@@ -150,80 +164,11 @@ class Cluster(Protocol):
         `holder`, and perhaps one pin, which keeps the entry until each of them has a pin of its own. Raises
         `OverloadedError` when the store has no room.
         """
+        return None
 
     def share_source(self, key: ImageKey, data: bytes) -> None:
         """Share an image's bytes, so that any replica can finish what this one begins."""
 
     async def find_source(self, key: ImageKey) -> bytes | None:
         """Return bytes that another replica shared. Anyone may have written them: check them against the digest."""
-
-
-# ruff: noqa: ARG002 - the answer never depends on the arguments
-
-
-class Solo:
-    """A `Cluster` without peers: no leases, no tasks, no I/O."""
-
-    def __init__(self) -> None:
-        self.status = ClusterStatus(IndexState.ALONE)
-
-    async def join(self, replica: Replica) -> None:
-        """Report as joined."""
-        self.status = ClusterStatus(IndexState.JOINED)
-
-    async def hand_over(self, within_s: float) -> None:
-        """There are no peers to take anything."""
-
-    async def leave(self) -> None:
-        """Report as left."""
-        self.status = ClusterStatus(IndexState.LEFT)
-
-    async def close(self) -> None:
-        """There is nothing to close."""
-
-    def asked(self, key: ImageKey) -> None:
-        """Only a handover would need to know."""
-
-    async def find(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Peers have nothing."""
-        return {}
-
-    def search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
-        """It will not turn up elsewhere."""
-
-    def end_search(self, address: bytes) -> None:
-        """Nothing is being looked for."""
-
-    async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        """Grant everything."""
-        return Acquired(frozenset(addresses), {})
-
-    async def wait_published(
-        self, address: bytes, timeout_s: float, without: Collection[str] = ()
-    ) -> Locations:
-        """No other replica encodes anything."""
-        return ()
-
-    def publish(self, address: bytes, grid: Grid) -> None:
-        """There is no index to tell."""
-
-    def retract(self, address: bytes) -> None:
-        """There is no index to tell."""
-
-    def release(self, address: bytes) -> None:
-        """There is no index to tell."""
-
-    def transfer_s(self, tokens: int) -> float:
-        """No peer sends anything."""
-        return inf
-
-    async def fetch_from_peer(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
-        """No peer has rows."""
-        return None
-
-    def share_source(self, key: ImageKey, data: bytes) -> None:
-        """No peer would read it."""
-
-    async def find_source(self, key: ImageKey) -> bytes | None:
-        """No peer shares anything."""
         return None

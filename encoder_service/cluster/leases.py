@@ -1,71 +1,168 @@
-"""What this replica has in the index: its leases and pending publications, and the entries it publishes again.
-
-Entries are published again before they expire, and when the index lost them.
-"""
+"""What this replica has in the index: its leases, changes yet to be sent, and the entries that it publishes again."""
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from time import monotonic
 from typing import Protocol
 
 from encoder_contract.geometry import Grid
+from encoder_service.cluster.cluster import IndexState
+from encoder_service.cluster.redis import RedisIndex
+from encoder_service.cluster.tasks import begin, end
 
 # After this a lease is no longer renewed, so that an address that its holder forgot does not stay locked for as long as
 # the holder lives. No caller waits this long for an image.
 MAX_LEASE_S = 300.0
+# Changes are collected for this long: all images of a batch end within it, and no caller notices the delay.
+COLLECT_S = 0.001
+
+
+class _Ended(Enum):
+    RETRACTED = "retracted"
+    RELEASED = "released"
+
+
+@dataclass(slots=True)
+class _Lease:
+    since: float
+    renew_at: float
+    ended: bool = False  # published, retracted or released; renewed until the index has heard of it
 
 
 class Leases:
-    """The addresses granted to us, with the time of each one's next renewal, and the publications that are pending.
+    """One table of leases, and the last change of each address that the index has yet to hear. One event loop's.
 
-    A publication is pending if it did not get through. Its lease is kept, so that no other replica encodes the image
-    meanwhile, and it is sent again with the next heartbeat.
+    `publish`, `retract` and `release` return at once; a task sends the changes in batches. A publication that does not
+    get through while this replica is joined is sent again with the next heartbeat. Its lease is renewed until then, so
+    that no other replica encodes the image in the meantime.
     """
 
-    def __init__(self, renew_s: float, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, index: RedisIndex, *, renew_s: float, clock: Callable[[], float] = monotonic) -> None:
+        self._index = index
         self._renew_s = renew_s
         self._clock = clock
-        self._forget_at: dict[bytes, float] = {}
-        self._renew_at: dict[bytes, float] = {}
-        self.pending: dict[bytes, Grid] = {}
+        self._leases: dict[bytes, _Lease] = {}
+        self._changes: dict[bytes, _Ended | Grid] = {}  # a grid: published
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
-    def add(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were just granted."""
+    def start(self) -> None:
+        """Start sending."""
+        self._task = begin(self._run(), "cluster-leases")
+
+    async def stop(self) -> None:
+        """Send what is left, and stop."""
+        await end(self._task)
+        await self.send()
+
+    def holds(self, address: bytes) -> bool:
+        """Whether this replica has the lease of the address, and has not ended it."""
+        lease = self._leases.get(address)
+        return lease is not None and not lease.ended
+
+    def granted(self, addresses: Iterable[bytes]) -> None:
+        """Note leases that were just granted; a release of them that was not sent yet is cancelled."""
         now = self._clock()
         for address in addresses:
-            self._forget_at.setdefault(address, now + MAX_LEASE_S)
-            self._renew_at[address] = now + self._renew_s
+            since = self._leases[address].since if self.holds(address) else now
+            self._leases[address] = _Lease(since, now + self._renew_s)
+            if self._changes.get(address) is _Ended.RELEASED:
+                del self._changes[address]
 
-    def renewed(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were just renewed, except those that have ended since."""
-        self.add(address for address in addresses if address in self._renew_at)
+    def publish(self, address: bytes, grid: Grid) -> None:
+        """Announce that this replica holds the address; ends its lease."""
+        self._end(address, grid)
 
-    def end(self, addresses: Iterable[bytes]) -> None:
-        """Forget leases and their pending publications."""
-        for address in addresses:
-            self._forget_at.pop(address, None)
-            self._renew_at.pop(address, None)
-            self.pending.pop(address, None)
+    def retract(self, address: bytes) -> None:
+        """Announce that this replica no longer holds the address; ends a lease that a publication was to end."""
+        self._note(address, _Ended.RETRACTED)
 
-    def all(self) -> list[bytes]:
-        """Return every lease held."""
-        return list(self._renew_at)
+    def release(self, address: bytes) -> None:
+        """Give up the lease of the address, if this replica has it."""
+        if self.holds(address):
+            self._end(address, _Ended.RELEASED)
+
+    def give_back(self, addresses: Iterable[bytes]) -> None:
+        """Release leases that were granted after their caller had left, unless another caller has them by now."""
+        unwanted = [address for address in addresses if not self.holds(address)]
+        self.granted(unwanted)
+        for address in unwanted:
+            self.release(address)
+
+    def release_all(self) -> None:
+        """Give up every lease."""
+        for address in list(self._leases):
+            self.release(address)
 
     def mark_due(self) -> None:
         """Make every lease due: the index may have lost them."""
-        self._renew_at = dict.fromkeys(self._renew_at, self._clock())
+        now = self._clock()
+        for lease in self._leases.values():
+            lease.renew_at = now
 
     def due(self) -> list[bytes]:
         """Return the leases to renew now; those held for too long are forgotten."""
         now = self._clock()
-        self.end([address for address, at in self._forget_at.items() if at <= now])
-        return [address for address, at in self._renew_at.items() if at <= now]
+        self._forget([a for a, lease in self._leases.items() if lease.since + MAX_LEASE_S <= now])
+        return [address for address, lease in self._leases.items() if lease.renew_at <= now]
 
-    def add_pending(self, grids: Mapping[bytes, Grid]) -> None:
-        """Note publications that did not get through; those without a lease are dropped: no replica waits for them."""
-        self.pending |= {address: grid for address, grid in grids.items() if address in self._renew_at}
+    async def renew(self) -> None:
+        """Renew the leases that are due, and send what is left to send; at every heartbeat."""
+        if due := self.due():
+            ours = await self._index.renew(due)
+            self._forget(set(due) - ours)  # another replica has taken them
+            now = self._clock()
+            for address in ours & self._leases.keys():  # those that have not ended since
+                self._leases[address].renew_at = now + self._renew_s
+        if self._changes:
+            self._changed.set()
+
+    async def send(self) -> None:
+        """Tell the index the changes that it has yet to hear."""
+        changes, self._changes = self._changes, {}
+        self._changed.clear()
+        if retracted := [address for address, change in changes.items() if change is _Ended.RETRACTED]:
+            await self._index.retract(retracted)
+        # Also of an address that was published and evicted before the index heard of either.
+        ended = [a for a, change in changes.items() if isinstance(change, _Ended) and self._has_ended(a)]
+        if ended:
+            self._forget(ended)
+            await self._index.release(ended)
+        if grids := {address: change for address, change in changes.items() if isinstance(change, Grid)}:
+            # While alone nothing is sent: after the outage, everything held is published.
+            if await self._index.publish(grids) or self._index.state is not IndexState.JOINED:
+                self._forget(filter(self._has_ended, grids))
+            else:
+                for address, grid in grids.items():
+                    if address in self._leases:  # otherwise no replica waits for it
+                        self._changes.setdefault(address, grid)
+
+    async def _run(self) -> None:
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(COLLECT_S)
+            await self.send()
+
+    def _end(self, address: bytes, change: _Ended | Grid) -> None:
+        if (lease := self._leases.get(address)) is not None:
+            lease.ended = True
+        self._note(address, change)
+
+    def _note(self, address: bytes, change: _Ended | Grid) -> None:
+        self._changes[address] = change
+        self._changed.set()
+
+    def _has_ended(self, address: bytes) -> bool:
+        lease = self._leases.get(address)
+        return lease is not None and lease.ended
+
+    def _forget(self, addresses: Iterable[bytes]) -> None:
+        for address in addresses:
+            self._leases.pop(address, None)
 
 
 # One batch blocks Redis for half a millisecond; a hundred replicas that come back at once take a third of its time.

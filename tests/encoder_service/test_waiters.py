@@ -13,7 +13,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
-from encoder_service.cluster.cluster import Location, Locations, Solo
+from encoder_service.cluster.cluster import Cluster, Location, Locations
 from encoder_service.images import Waiters
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget
@@ -35,7 +35,7 @@ def key(number: int) -> ImageKey:
 
 async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() -> None:
     sought: dict[bytes, Callable[[bytes, Locations], None]] = {}
-    cluster = Solo()
+    cluster = Cluster()
     cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
     cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign, assignment]
     waiters = Waiters(cluster, Budget(100, "images"))
@@ -58,7 +58,7 @@ async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() 
 
 
 async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
-    waiters = Waiters(Solo(), Budget(100, "images"))
+    waiters = Waiters(Cluster(), Budget(100, "images"))
     until = asyncio.get_running_loop().time() + PATIENCE_S
     greedy = [asyncio.create_task(waiters.wait(key(n), caller("greedy"), until)) for n in range(100)]
     await asyncio.sleep(0)

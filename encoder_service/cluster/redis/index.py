@@ -1,25 +1,30 @@
 """The index in Redis: who holds which embedding, and who encodes what. Answers as empty while Redis is unavailable.
 
-`Subscriptions` notify of changes; a notification may be lost, so waiters also read again in time. `SharedSources` are
-image files that one replica shares for a while, for any other to read.
+`Subscriptions` notify of changes; a notification may be lost, so who waits for one also reads again in time.
+`SharedSources` are image files that one replica shares for a while, for any other to read.
 """
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, Protocol
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Acquired, IndexState, Locations, Replica
-from encoder_service.cluster.leases import Held, Leases, Republisher
 from encoder_service.cluster.redis.connection import FAULTS, Connection, Script, batches, lost_connections
 from encoder_service.cluster.redis.schema import Keys, Membership, Peer, packed, records
-from encoder_service.cluster.redis.session import OnCall, RedisSession, RedisSettings
+from encoder_service.cluster.redis.session import OnCall, RedisSession, RedisSettings, SessionEvents
 from encoder_service.cluster.tasks import begin, end
-from encoder_service.cluster.waiting import Waiters
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
 RENEW, RELEASE = Script("renew"), Script("release")
+
+
+class IndexEvents(SessionEvents, Protocol):
+    """What the owner of an index does at its events."""
+
+    def on_changed(self, address: bytes) -> None:
+        """A change of the address was notified."""
 
 
 class RedisIndex:
@@ -35,29 +40,21 @@ class RedisIndex:
       round trip for a reasonable batch, never one for each address.
     - **One encoder per address.** While the index is joined, an address is granted to one replica at a time, and to
       none while a live peer has published it. A holder that died loses its leases within the lease's time to live;
-      a holder that lives keeps them until it publishes or releases, or forgets them for `MAX_LEASE_S`.
+      a holder that lives keeps those that it renews until it publishes or releases them.
     - **Time is that of Redis.** No clock of one machine is compared with that of another.
 
-    After an outage this replica registers again by itself, renews the leases it still holds, and publishes again what
-    it holds, paced and after a random delay, so that replicas do not all do so at once.
+    After an outage this replica registers again by itself. It keeps no leases here, and nothing that was published:
+    `IndexEvents` tell its owner when to renew and publish again.
     """
 
     def __init__(
-        self,
-        settings: RedisSettings,
-        held: Held,
-        jobs: Sized,
-        *,
-        on_call: OnCall = lambda *_: None,
+        self, settings: RedisSettings, jobs: Sized, events: IndexEvents, *, on_call: OnCall = lambda *_: None
     ) -> None:
-        """`held` is this replica's store, `jobs` its queue; `on_call` is called after every call to Redis."""
-        self._settings = settings
+        """`jobs` is this replica's queue; `on_call` is called after every call to Redis."""
+        self.settings = settings
         self._keys = Keys(settings.namespace)
-        self._leases = Leases(renew_s=settings.lease_ttl_ms / 3000)
-        self._waiters = Waiters(self._settled, self._subscribe)
-        self._republisher = Republisher(held, self._publish, settings.location_ttl_s)
-        self._republishing: asyncio.Task[None] | None = None
-        self._session = RedisSession(settings, jobs, on_call, self, self._keys.roll)
+        self._events = events
+        self._session = RedisSession(settings, jobs, on_call, events, self._keys.roll)
         self.sources = SharedSources(
             self._session, self._keys, ttl_s=settings.source_ttl_s, max_bytes=settings.max_source_bytes
         )
@@ -81,30 +78,30 @@ class RedisIndex:
         `ModelMismatchError` if a live replica of the namespace serves another model or processor.
         """
         await self._session.register(replica)
-        self._republishing = begin(self._republisher.run(), "index-republisher")
 
     async def leave(self) -> None:
-        """Drain: leases are released, peers stop finding this replica; from now on every call answers as when alone."""
-        await self.release(self._leases.all())
+        """Drain: peers stop finding this replica; from now on every call answers as when alone."""
         await self._session.leave()
 
     async def close(self) -> None:
-        """Stop everything and close connections. Without a `leave` before it, peers take this replica for dead."""
-        await end(self._republishing)
-        await self._waiters.close()
+        """Close connections. Without a `leave` before it, peers take this replica for dead."""
         await self._session.close()
         if self._subscriptions is not None:
             await self._subscriptions.close()
 
-    async def publish(self, grids: Mapping[bytes, Grid]) -> None:
-        """Announce that this replica holds these addresses, with the grid of each; `t` is 1.
+    async def publish(self, grids: Mapping[bytes, Grid]) -> bool:
+        """Announce that this replica holds these addresses, with the grid of each; return whether that got through.
 
-        Ends its leases on them and wakes replicas that wait for them.
+        Ends its leases on them and wakes replicas that wait for them. `t` of a grid is 1.
         """
-        if await self._publish(grids) or self.state is not IndexState.JOINED:
-            self._leases.end(grids)  # while alone: after the outage, everything held is published
-        else:
-            self._leases.add_pending(grids)
+        through = True
+        ttl_ms = self.settings.location_ttl_s * 1000
+        for batch in batches(list(grids)):
+            arguments = (self._token, ttl_ms, self._session.notify_command)
+            each = [packed(grids[address]) for address in batch]
+            replies = await self._session.run("publish", PUBLISH, self._pairs(batch), *arguments, each=each)
+            through &= replies is not None
+        return through
 
     async def retract(self, addresses: Sequence[bytes], replica_id: str | None = None) -> None:
         """Announce that this replica, or the live peer `replica_id`, does not hold `addresses`."""
@@ -128,8 +125,8 @@ class RedisIndex:
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
         """Ask for leases to encode `addresses`; those that peers hold are located instead, in the same step.
 
-        Locations at the replicas in `without` (which just failed) do not count. A granted lease is renewed until
-        `publish` or `release`. A lease that this replica has already is granted again.
+        Locations at the replicas in `without` (which just failed) do not count. A granted lease ends by itself after
+        its time to live, unless it is renewed. A lease that this replica has already is granted again.
         """
         granted: set[bytes] = set()
         located: dict[bytes, Locations] = {}
@@ -137,7 +134,6 @@ class RedisIndex:
             orphans = await self._acquire(batch, without, granted, located)
             # Only dead replicas hold or encode these. Now that they are known to be dead, they do not count.
             granted.update(await self._acquire(orphans, without, granted, located) if orphans else ())
-        self._leases.add(granted)
         return Acquired(frozenset(granted), located)
 
     async def renew(self, addresses: Sequence[bytes]) -> frozenset[bytes]:
@@ -145,58 +141,43 @@ class RedisIndex:
         ours: set[bytes] = set()
         for batch in batches(addresses):
             keys = [(self._keys.lease(address),) for address in batch]
-            replies = await self._session.run("renew", RENEW, keys, self._token, self._settings.lease_ttl_ms)
+            replies = await self._session.run("renew", RENEW, keys, self._token, self.settings.lease_ttl_ms)
             ours.update(batch if replies is None else (a for a, r in zip(batch, replies, strict=True) if r))
         return frozenset(ours)
 
     async def release(self, addresses: Sequence[bytes]) -> None:
         """Give leases up without having published, and wake waiting replicas. Leases of others are not touched."""
-        self._leases.end(addresses)
         for batch in batches(addresses):
             await self._session.run(
                 "release", RELEASE, self._pairs(batch), self._token, self._session.notify_command
             )
 
-    async def wait_published(
-        self, address: bytes, timeout_s: float, without: Collection[str] = ()
-    ) -> Locations:
-        """Wait until a peer that is not in `without` publishes `address`, and return where it is.
+    async def settled(self, addresses: Collection[bytes]) -> dict[bytes, Locations]:
+        """Return those that are published, with their locations, and those that no replica encodes (any more)."""
+        values = await self._read("wait", [key for pair in self._pairs(addresses) for key in pair])
+        if values is None:
+            return {} if self.state is IndexState.JOINED else dict.fromkeys(addresses, ())
+        holders = {a: holder for a, holder in zip(addresses, values[1::2], strict=True) if holder}
+        live = await self._live(dict(zip(addresses, values[::2], strict=True)), holders.values())
+        encoding = {address for address, holder in holders.items() if self._lives(holder)}
+        return {
+            address: live.get(address, ())
+            for address in addresses
+            if address in live or address not in encoding
+        }
 
-        Empty if the lease ended without that, at the timeout, or when alone: acquire the address then.
-        """
-        if self.state is not IndexState.JOINED:
-            return ()
-        return await self._waiters.wait(address, timeout_s, without)
+    async def subscribe(self, begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
+        """Have changes of some addresses notified from now on, and those of others no longer."""
 
-    def on_forgotten(self) -> None:
-        """Renew leases and publish everything again: Redis may have lost what it knew about us."""
-        self._leases.mark_due()
-        self._republisher.forgotten()
+        async def subscribe(connection: Connection, _: Membership) -> None:
+            if self._subscriptions is None or self._subscriptions.connection is not connection:
+                stale, self._subscriptions = self._subscriptions, Subscriptions(connection, self._on_message)
+                if stale is not None:
+                    await stale.close()
+            await self._subscriptions.subscribe(map(self._keys.location, begun))
+            await self._subscriptions.unsubscribe(map(self._keys.location, ceased))
 
-    def on_lost(self) -> None:
-        """Wake all waiters: the index is unavailable from now on."""
-        self._waiters.settle_all()
-
-    async def on_beat(self) -> None:
-        """Renew leases that are due, and send pending publications; at every heartbeat."""
-        if due := self._leases.due():
-            renewed = await self.renew(due)
-            self._leases.renewed(renewed)
-            self._leases.end(set(due) - renewed)
-        if pending := dict(self._leases.pending):
-            await self.publish(pending)
-
-    async def _publish(self, grids: Mapping[bytes, Grid]) -> bool:
-        through = True
-        ttl_ms = self._settings.location_ttl_s * 1000
-        for batch in batches(list(grids)):
-            arguments = (self._token, ttl_ms, self._session.notify_command)
-            each = [packed(grids[address]) for address in batch]
-            through &= (
-                await self._session.run("publish", PUBLISH, self._pairs(batch), *arguments, each=each)
-                is not None
-            )
-        return through
+        await self._session.ask("follow", subscribe)
 
     async def _acquire(
         self,
@@ -208,7 +189,7 @@ class RedisIndex:
         """Add to `granted` and `located`; return the addresses that only dead replicas hold or encode."""
         membership = self._session.membership
         uncounted = (b"".join(membership.dead), membership.tokens_of(without)) if membership else (b"", b"")
-        arguments = (self._token, self._settings.lease_ttl_ms, *uncounted)
+        arguments = (self._token, self.settings.lease_ttl_ms, *uncounted)
         replies = await self._session.run("acquire", ACQUIRE, self._pairs(addresses), *arguments)
         if replies is None:
             granted.update(addresses)
@@ -242,34 +223,10 @@ class RedisIndex:
         membership = self._session.membership
         return membership is not None and holder not in membership.dead
 
-    async def _settled(self, addresses: Collection[bytes]) -> dict[bytes, Locations]:
-        values = await self._read("wait", [key for pair in self._pairs(addresses) for key in pair])
-        if values is None:
-            return {} if self.state is IndexState.JOINED else dict.fromkeys(addresses, ())
-        holders = {a: holder for a, holder in zip(addresses, values[1::2], strict=True) if holder}
-        live = await self._live(dict(zip(addresses, values[::2], strict=True)), holders.values())
-        encoding = {address for address, holder in holders.items() if self._lives(holder)}
-        return {
-            address: live.get(address, ())
-            for address in addresses
-            if address in live or address not in encoding
-        }
-
-    async def _subscribe(self, begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
-        async def subscribe(connection: Connection, _: Membership) -> None:
-            if self._subscriptions is None or self._subscriptions.connection is not connection:
-                stale, self._subscriptions = self._subscriptions, Subscriptions(connection, self._on_message)
-                if stale is not None:
-                    await stale.close()
-            await self._subscriptions.subscribe(map(self._keys.location, begun))
-            await self._subscriptions.unsubscribe(map(self._keys.location, ceased))
-
-        await self._session.ask("follow", subscribe)
-
     def _on_message(self, channel: bytes) -> None:
         address = self._keys.address(channel)
         if address is not None:
-            self._waiters.changed(address)
+            self._events.on_changed(address)
 
     async def _read(self, name: str, keys: Sequence[bytes]) -> list[bytes | None] | None:
         return await self._session.ask(name, lambda connection, _: connection.read(keys))

@@ -10,7 +10,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
-from encoder_service.cluster.cluster import Solo
+from encoder_service.cluster.cluster import Cluster
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.images import Keeper, Waiters
@@ -133,7 +133,7 @@ async def test_calls_that_keep_images_leave_room_for_fetches(config: Config, mod
 
 
 async def test_when_the_keeper_that_was_asked_leaves_another_is_asked() -> None:
-    waiters, key = Waiters(Solo(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
+    waiters, key = Waiters(Cluster(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
     first, second, other = Keeper(), Keeper(), Keeper()
     waiters.keep(key.address, first)
     waiters.keep(key.address, second)

@@ -200,6 +200,6 @@ async def test_replicas_serve_each_other_and_tenants_find_their_images_through_a
         (submitted,) = await a.client.submit([photo(64, 64, 50)])
         made = await a.fetch(submitted.digest)
         assert made.error is None
-        assert await b.index.wait_published(submitted.address, 20)
+        assert await b.cluster.wait_published(submitted.address, 20)
         brought = await b.fetch(submitted.digest)
         assert (brought.error, brought.source) == (None, "peer")

@@ -27,6 +27,7 @@ from encoder_service.cluster.redis import RedisIndex
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import read_images
+from testing.holding import cluster_of
 from testing.photos import photo
 from tests.cluster_replica import PROMPTLY, Replica, Start, starting
 from tests.operator_view import numbers as metrics_of
@@ -106,14 +107,14 @@ async def forger(victim: Replica, sign: Sign) -> AsyncIterator[Forger]:
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {method: handler})])
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    index = RedisIndex(victim.index._settings, victim.server.store, victim.server.jobs)
-    forging = Forger(index, endpoint)
+    forged = cluster_of(victim.index.settings)
+    forging = Forger(forged.index, endpoint)
     fingerprints = description.model_fingerprint, description.processor_fingerprint
-    await index.register(cluster.Replica("forger", 1, endpoint, *fingerprints))
+    await forged.join(cluster.Replica("forger", 1, endpoint, *fingerprints))
     try:
         yield forging
     finally:
-        await index.close()
+        await forged.close()
         await server.stop(None)
 
 

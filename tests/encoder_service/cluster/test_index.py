@@ -6,8 +6,7 @@ from redis.exceptions import ResponseError
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Acquired, IndexState, Location, Replica
-from encoder_service.cluster.redis import RedisIndex
-from testing.holding import Holding
+from testing.holding import cluster_of
 from tests.index_replicas import (
     MODEL,
     PROCESSOR,
@@ -16,6 +15,7 @@ from tests.index_replicas import (
     grids,
     new_addresses,
     numbers,
+    publish,
     redis_settings,
 )
 from tests.waiting import soon
@@ -25,83 +25,85 @@ async def test_what_one_publishes_all_others_locate_and_itself_does_not(join: Jo
     a, b, c = await join("a"), await join("b"), await join("c")
     held, other = new_addresses(40), new_addresses(1)
     of = {address: Grid(1, 2 * n, 70_000) for n, address in enumerate(held)}
-    await a.publish(of)
+    await publish(a, of)
     expected = {address: (Location("a", "a.example:50051", of[address]),) for address in held}
-    assert await b.locate(held + other) == expected
-    assert await c.locate(held + held) == expected
-    assert await a.locate(held) == {}
+    assert await b.index.locate(held + other) == expected
+    assert await c.index.locate(held + held) == expected
+    assert await a.index.locate(held) == {}
 
 
 async def test_publishing_again_changes_nothing_and_retracting_ends_it(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]))
-    await b.publish(grids([address]))
-    await a.publish(grids([address]))
-    assert sorted(place.replica_id for place in (await c.locate([address]))[address]) == ["a", "b"]
-    await a.retract([address])
-    assert [place.replica_id for place in (await c.locate([address]))[address]] == ["b"]
-    await b.retract([address])
-    assert await c.locate([address]) == {}
+    await publish(a, grids([address]))
+    await publish(b, grids([address]))
+    await publish(a, grids([address]))
+    assert sorted(place.replica_id for place in (await c.index.locate([address]))[address]) == ["a", "b"]
+    await a.index.retract([address])
+    assert [place.replica_id for place in (await c.index.locate([address]))[address]] == ["b"]
+    await b.index.retract([address])
+    assert await c.index.locate([address]) == {}
 
 
 async def test_a_stale_location_can_be_retracted_by_whoever_found_out(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]))
-    assert address in await b.locate([address])
-    await b.retract([address], replica_id="a")
-    assert await b.locate([address]) == {}
-    await b.retract([address], replica_id="nobody")
+    await publish(a, grids([address]))
+    assert address in await b.index.locate([address])
+    await b.index.retract([address], replica_id="a")
+    assert await b.index.locate([address]) == {}
+    await b.index.retract([address], replica_id="nobody")
 
 
 async def test_a_restarted_replica_is_not_asked_for_what_its_earlier_life_held(join: Join) -> None:
     a, b = await join("a", epoch=1), await join("b")
     addresses = new_addresses(2)
-    await a.publish(grids(addresses))
-    assert set(await b.locate(addresses)) == set(addresses)
+    await publish(a, grids(addresses))
+    assert set(await b.index.locate(addresses)) == set(addresses)
     await a.close()
     await join("a", epoch=2)
 
     async def renewed() -> bool:
-        return [peer.epoch for peer in b.peers()] == [2]
+        return [peer.epoch for peer in b.index.peers()] == [2]
 
     await soon(renewed)
-    assert await b.locate(addresses) == {}
+    assert await b.index.locate(addresses) == {}
 
 
 async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     a, b = await join("a"), await join("b")
 
     async def both() -> bool:
-        return [p.replica_id for p in a.peers()] == ["b"] and [p.replica_id for p in b.peers()] == ["a"]
+        return [p.replica_id for p in a.index.peers()] == ["b"] and [
+            p.replica_id for p in b.index.peers()
+        ] == ["a"]
 
     await soon(both)
-    assert a.peers()[0].endpoint == "b.example:50051"
+    assert a.index.peers()[0].endpoint == "b.example:50051"
     held, working = new_addresses(2)
-    await b.publish(grids([held]))
+    await publish(b, grids([held]))
     await b.acquire([working])
     await b.leave()  # which is not waited for as a death is, a minute
-    assert b.state is IndexState.LEFT
+    assert b.index.state is IndexState.LEFT
 
     async def alone() -> bool:
-        return a.peers() == ()
+        return a.index.peers() == ()
 
     await soon(alone)
-    assert await a.locate([held]) == {}
+    assert await a.index.locate([held]) == {}
     assert (await a.acquire([working])).granted == {working}
 
 
 async def test_one_that_left_is_answered_as_by_an_empty_index(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(2)
-    await a.publish(grids(addresses))
+    await publish(a, grids(addresses))
     await b.leave()
-    assert await b.locate(addresses) == {}
+    assert await b.index.locate(addresses) == {}
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
     assert await b.wait_published(addresses[0], 5.0) == ()
-    assert not await b.sources.put(b"key", b"image")
-    await b.publish(grids(addresses))
+    assert not await b.index.sources.put(b"key", b"image")
+    await publish(b, grids(addresses))
     assert [place.replica_id for place in (await a.acquire(addresses)).located.get(addresses[0], ())] == []
 
 
@@ -110,34 +112,35 @@ async def test_a_replica_with_another_model_is_refused(join: Join, other: dict[s
     a = await join("a")
     with pytest.raises(ModelMismatchError, match=r"a serves|b serves"):
         await join("b", **other)
-    assert a.state is IndexState.JOINED
-    assert a.peers() == ()
+    assert a.index.state is IndexState.JOINED
+    assert a.index.peers() == ()
 
 
 async def test_sources_are_shared_within_their_limit(join: Join) -> None:
     a, b = await join("a"), await join("b")
     key, too_large = b"digest" * 5 + b"salt", b"other"
     image = bytes(range(256)) * 1000
-    assert await a.sources.put(key, image)
-    assert await b.sources.get(key) == image
-    assert not await a.sources.put(too_large, bytes((1 << 20) + 1))
-    assert await b.sources.get(too_large) is None
+    assert await a.index.sources.put(key, image)
+    assert await b.index.sources.get(key) == image
+    assert not await a.index.sources.put(too_large, bytes((1 << 20) + 1))
+    assert await b.index.sources.get(too_large) is None
 
 
 async def test_an_empty_batch_has_an_empty_answer(join: Join) -> None:
     a = await join("a")
-    assert await a.locate([]) == {}
+    assert await a.index.locate([]) == {}
     assert await a.acquire([]) == Acquired(frozenset(), {})
-    assert await a.renew([]) == frozenset()
+    assert await a.index.renew([]) == frozenset()
 
 
 async def test_an_empty_batch_is_no_call(redis_url: str) -> None:
     calls: list[str] = []
     settings = redis_settings(redis_url, f"empty{next(numbers)}")
-    index = RedisIndex(settings, Holding(), (), on_call=lambda name, *_: calls.append(name))
+    replica = cluster_of(settings, on_call=lambda name, *_: calls.append(name))
+    index = replica.index
     (address,) = new_addresses(1)
     try:
-        await index.register(as_replica("a"))
+        await replica.join(as_replica("a"))
         for addresses, called in (
             ([], set()),
             ([address], {"locate", "acquire", "publish", "renew", "retract", "release"}),
@@ -150,15 +153,15 @@ async def test_an_empty_batch_is_no_call(redis_url: str) -> None:
             await index.retract(addresses)
             assert set(calls) - {"beat"} == called
     finally:
-        await index.close()
+        await replica.close()
 
 
 async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(700)
     assert len((await a.acquire(addresses)).granted) == 700
-    await a.publish(grids(addresses))
-    assert len(await b.locate(addresses)) == 700
+    await publish(a, grids(addresses))
+    assert len(await b.index.locate(addresses)) == 700
 
 
 def test_a_replica_that_could_not_be_written_down_is_refused() -> None:
@@ -169,15 +172,15 @@ def test_a_replica_that_could_not_be_written_down_is_refused() -> None:
 async def test_a_single_server_url_to_a_cluster_node_says_so_and_stays_alone(cluster_url: str) -> None:
     reasons: list[str] = []
     node = "redis://" + cluster_url.removeprefix("redis+cluster://").split(",")[0]
-    index = RedisIndex(redis_settings(node, "wrong"), Holding(), ())
+    replica = cluster_of(redis_settings(node, "wrong"))
     try:
-        await index.register(as_replica("a"))
+        await replica.join(as_replica("a"))
         # The roll may live on this very node; any batch of addresses does not.
-        answer = await index.acquire(new_addresses(32))
+        answer = await replica.acquire(new_addresses(32))
         assert len(answer.granted) == 32
-        assert index.state is IndexState.ALONE
+        assert replica.index.state is IndexState.ALONE
     except ResponseError as escaped:
         reasons.append(str(escaped))
     finally:
-        await index.close()
+        await replica.close()
     assert reasons == []

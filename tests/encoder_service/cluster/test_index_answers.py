@@ -20,7 +20,7 @@ async def test_redis_that_is_flushed_is_told_again_without_anybody_being_alone(
     a, b = [await join_watched(redis.url, name, timeout_s=patient_s) for name in "ab"]
     held, working = new_addresses(150), new_addresses(2)
     await a.hold(held)
-    await a.index.acquire(working)
+    await a.cluster.acquire(working)
     with redis.client() as admin:
         admin.flushall()
 

@@ -29,7 +29,7 @@ async def test_a_fleet_struck_off_by_a_clock_set_forward_is_whole_again_with_the
         a, b = await join_watched(server.url, "a"), await join_watched(server.url, "b")
         held, leased = new_addresses(4), new_addresses(4)
         await a.hold(held)
-        assert (await a.index.acquire(leased)).granted == set(leased)
+        assert (await a.cluster.acquire(leased)).granted == set(leased)
         with server.client() as client:
             for name, record in client.hgetall(ROLL).items():
                 client.hset(ROLL, name, b"1 " + record.split(b" ", 1)[1])

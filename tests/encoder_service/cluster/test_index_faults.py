@@ -18,6 +18,7 @@ from tests.index_replicas import (
     Watched,
     grids,
     new_addresses,
+    publish,
 )
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
@@ -33,22 +34,22 @@ async def costs_nothing(replica: Watched) -> bool:
 
 async def slowest_empty_answer(replica: Watched) -> float:
     """Make every call once; each must answer as an empty index; return the seconds of the slowest."""
-    index, (a, b) = replica.index, new_addresses(2)
+    cluster, index, (a, b) = replica.cluster, replica.index, new_addresses(2)
     slowest = 0.0
     for call, expected in (
         (index.locate([a]), {}),
         (index.renew([b]), {b}),
-        (index.publish(grids([a])), None),
+        (publish(cluster, grids([a])), None),
         (index.retract([a]), None),
         (index.release([b]), None),
-        (index.wait_published(a, 120.0), ()),
+        (cluster.wait_published(a, 120.0), ()),
         (index.sources.put(b"key", b"image"), False),
         (index.sources.get(b"key"), None),
     ):
         began = time.monotonic()
         assert await call == expected
         slowest = max(slowest, time.monotonic() - began)
-    assert (await index.acquire([a, b])).granted == {a, b}
+    assert (await cluster.acquire([a, b])).granted == {a, b}
     return slowest
 
 
@@ -60,8 +61,8 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
     await a.hold(of_a)
     await b.hold(of_b)
     working = new_addresses(2)
-    await a.index.acquire(working)
-    waiting = asyncio.create_task(b.index.wait_published(working[0], 120.0))
+    await a.cluster.acquire(working)
+    waiting = asyncio.create_task(b.cluster.wait_published(working[0], 120.0))
     await asyncio.sleep(0.1)
     redis.kill()
     for replica in (a, b):
@@ -84,7 +85,7 @@ async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds
             return all(admin.exists(Keys(NAMESPACE).lease(address)) for address in working)
 
     await soon(lease_is_back)
-    waiting = asyncio.create_task(b.index.wait_published(working[0], 120.0))
+    waiting = asyncio.create_task(b.cluster.wait_published(working[0], 120.0))
     await asyncio.sleep(0.1)
     await a.hold(working)
     assert [place.replica_id for place in await asyncio.wait_for(waiting, PATIENCE_S)] == ["a"]
@@ -98,7 +99,7 @@ async def test_redis_that_answers_nothing_costs_three_bounds_and_then_nothing(
     held = new_addresses(40)
     await a.hold(held)
     redis.pause()
-    waiting = asyncio.create_task(b.index.wait_published(new_addresses(1)[0], 120.0))
+    waiting = asyncio.create_task(b.cluster.wait_published(new_addresses(1)[0], 120.0))
     assert await b.acquires_until_alone(held) <= FAILURES_TO_OPEN
     assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
     assert await costs_nothing(b)
@@ -119,7 +120,7 @@ async def test_one_slow_moment_does_not_send_a_busy_replica_alone(
         a.said.clear()
         paused = time.monotonic()
         redis.pause()
-        calls = [asyncio.create_task(a.index.acquire(new_addresses(4))) for _ in range(50)]
+        calls = [asyncio.create_task(a.cluster.acquire(new_addresses(4))) for _ in range(50)]
         await asyncio.sleep(1.5 * CALL_TIMEOUT_S)
         redis.resume()
         lasted = time.monotonic() - paused
@@ -135,11 +136,11 @@ async def test_a_publication_that_did_not_get_through_is_made_up_for_before_the_
 ) -> None:
     a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
     (address,) = new_addresses(1)
-    await a.index.acquire([address])
-    waiting = asyncio.create_task(b.index.wait_published(address, PATIENCE_S))
+    await a.cluster.acquire([address])
+    waiting = asyncio.create_task(b.cluster.wait_published(address, PATIENCE_S))
     await asyncio.sleep(0.1)
     redis.pause()
-    await a.index.publish(grids([address]))  # into the void, for one bound
+    await publish(a.cluster, grids([address]))  # into the void, for one bound
     redis.resume()
     places = await waiting
     assert [place.replica_id for place in places] == ["a"]
@@ -269,7 +270,7 @@ async def test_two_hundred_calls_at_once_are_served_without_a_failure(
     # All wait for one thread, which a busy machine may hold up.
     a = await join_watched(redis.url, "a", timeout_s=20.0)
     batches = [new_addresses(8) for _ in range(200)]
-    answers = await asyncio.gather(*(a.index.acquire(batch) for batch in batches))
+    answers = await asyncio.gather(*(a.cluster.acquire(batch) for batch in batches))
     assert all(answer.granted == set(batch) for answer, batch in zip(answers, batches, strict=True))
     with redis.client() as admin:
         leases = sum(1 for _ in admin.scan_iter("*:lease"))

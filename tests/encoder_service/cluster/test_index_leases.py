@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from encoder_service.cluster.cluster import Location
-from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.waiting import REREAD_S
-from testing.holding import Holding
+from testing.holding import cluster_of
 from tests.index_replicas import (
     GRID,
     SHORT_TTL_MS,
@@ -17,7 +16,9 @@ from tests.index_replicas import (
     grids,
     new_addresses,
     numbers,
+    publish,
     redis_settings,
+    release,
 )
 from tests.waiting import PATIENCE_S, soon
 
@@ -43,7 +44,7 @@ async def test_what_a_peer_holds_is_located_instead_of_granted(join: Join) -> No
     a, b = await join("a"), await join("b")
     held, free = new_addresses(2), new_addresses(2)
     await a.acquire(held)
-    await a.publish(grids(held))
+    await publish(a, grids(held))
     answer = await b.acquire(held + free)
     assert answer.granted == frozenset(free)
     assert set(answer.located) == set(held)
@@ -52,15 +53,15 @@ async def test_what_a_peer_holds_is_located_instead_of_granted(join: Join) -> No
 async def test_a_location_that_just_failed_does_not_keep_one_from_encoding(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]))
-    await b.locate([address])
+    await publish(a, grids([address]))
+    await b.index.locate([address])
     assert (await b.acquire([address], without={"a"})).granted == {address}
 
 
 async def test_what_only_we_published_and_lost_is_granted_to_us(join: Join) -> None:
     a = await join("a")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]))
+    await publish(a, grids([address]))
     assert (await a.acquire([address])).granted == {address}
 
 
@@ -68,9 +69,9 @@ async def test_a_released_lease_goes_to_the_next_who_asks(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(2)
     await a.acquire(addresses)
-    await b.release(addresses)
+    await release(b, addresses)
     assert (await b.acquire(addresses)).granted == frozenset()
-    await a.release(addresses)
+    await release(a, addresses)
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
 
 
@@ -79,7 +80,18 @@ async def test_renewing_keeps_ours_takes_the_free_and_leaves_those_of_others(joi
     ours, free, theirs = new_addresses(3)
     await a.acquire([ours])
     await b.acquire([theirs])
-    assert await a.renew([ours, free, theirs]) == {ours, free}
+    assert await a.index.renew([ours, free, theirs]) == {ours, free}
+
+
+async def test_a_lease_that_another_replica_has_taken_is_asked_for_again(join: Join) -> None:
+    a, b = await join("a"), await join("b")
+    (address,) = new_addresses(1)
+    await a.acquire([address])
+    await a.index.release([address])  # as one that lapsed while Redis could not be reached
+    assert (await b.acquire([address])).granted == {address}
+    a.on_forgotten()
+    await a.on_beat()
+    assert (await a.acquire([address])).granted == frozenset()
 
 
 async def test_a_living_holder_keeps_its_lease_beyond_the_time_to_live(join: Join) -> None:
@@ -110,16 +122,16 @@ async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
 async def test_a_dead_replica_vanishes_from_what_is_located_and_from_what_is_acquired(join: Join) -> None:
     a, b = [await join(name, replica_ttl_ms=SHORT_TTL_MS) for name in "ab"]
     addresses = new_addresses(3)
-    await a.publish(grids(addresses))
+    await publish(a, grids(addresses))
 
     async def there() -> bool:
-        return set(await b.locate(addresses)) == set(addresses)
+        return set(await b.index.locate(addresses)) == set(addresses)
 
     await soon(there)
     await a.close()
 
     async def gone() -> bool:
-        return await b.locate(addresses) == {} and b.peers() == ()
+        return await b.index.locate(addresses) == {} and b.index.peers() == ()
 
     await soon(gone)
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
@@ -132,7 +144,7 @@ async def test_a_waiter_is_told_where_an_address_was_published(join: Join) -> No
     waits = [asyncio.create_task(index.wait_published(x, 60.0)) for index in (b, c) for x in addresses]
     await asyncio.sleep(0.1)
     assert not any(task.done() for task in waits)
-    await a.publish(grids(addresses))
+    await publish(a, grids(addresses))
     async with asyncio.timeout(PATIENCE_S):  # the notification's own speed has its test below
         places = await asyncio.gather(*waits)
     assert places == [(Location("a", "a.example:50051", GRID),)] * 16
@@ -141,7 +153,7 @@ async def test_a_waiter_is_told_where_an_address_was_published(join: Join) -> No
 async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Join) -> None:
     a, b = await join("a"), await join("b")
     held, nobody = new_addresses(2)
-    await a.publish(grids([held]))
+    await publish(a, grids([held]))
     async with asyncio.timeout(PATIENCE_S):
         assert [place.replica_id for place in await b.wait_published(held, 60.0)] == ["a"]
         assert await b.wait_published(nobody, 60.0) == ()
@@ -150,13 +162,13 @@ async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Joi
 async def test_who_waits_is_told_nothing_of_replicas_that_failed_it_and_hears_of_another(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     (address,) = new_addresses(1)
-    await a.publish(grids([address]))
+    await publish(a, grids([address]))
     assert (await b.acquire([address], {"a"})).granted == {address}
     waiting = asyncio.create_task(c.wait_published(address, 60.0, {"a"}))
     assert [place.replica_id for place in await c.wait_published(address, 60.0)] == ["a"]
     await asyncio.sleep(2 * REREAD_S)
     assert not waiting.done()
-    await b.publish(grids([address]))
+    await publish(b, grids([address]))
     assert [place.replica_id for place in await asyncio.wait_for(waiting, PATIENCE_S)] == ["b"]
 
 
@@ -167,7 +179,7 @@ async def test_waiting_ends_at_its_timeout_and_when_the_holder_gives_up(join: Jo
     assert await b.wait_published(slow, 0.1) == ()
     waiting = asyncio.create_task(b.wait_published(given_up, 60.0))
     await asyncio.sleep(0.05)
-    await a.release([given_up])
+    await release(a, [given_up])
     assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
 
 
@@ -177,15 +189,15 @@ async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
 ) -> None:
     monkeypatch.setattr("encoder_service.cluster.waiting.REREAD_S", 300.0)
     settings = redis_settings(request.getfixturevalue(fixture), f"notified{next(numbers)}")
-    a, b = (RedisIndex(settings, Holding(), ()) for _ in range(2))
+    a, b = (cluster_of(settings) for _ in range(2))
     try:
-        await a.register(as_replica("a"))
-        await b.register(as_replica("b"))
+        await a.join(as_replica("a"))
+        await b.join(as_replica("b"))
         addresses = new_addresses(16)
         await a.acquire(addresses)
         waits = [asyncio.create_task(b.wait_published(address, 120.0)) for address in addresses]
         await asyncio.sleep(0.2)
-        await a.publish(grids(addresses))
+        await publish(a, grids(addresses))
         async with asyncio.timeout(PATIENCE_S):
             assert all(await asyncio.gather(*waits))
     finally:

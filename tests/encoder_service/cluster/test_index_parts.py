@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import cast
 
 import pytest
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.leases import ADDRESSES_PER_S, BATCH_ADDRESSES, Leases, Republisher
+from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis.connection import RedisUrl
 from encoder_service.cluster.redis.schema import Roll
 from encoder_service.cluster.redis.session import (
@@ -121,20 +123,21 @@ def test_a_replica_whose_names_are_none_is_not_on_the_roll(replica_id: str, endp
 
 def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_for_ever() -> None:
     now = 0.0
-    leases = Leases(renew_s=3.0, clock=lambda: now)
-    leases.add([b"a"])
+    leases = Leases(cast(RedisIndex, None), renew_s=3.0, clock=lambda: now)
+    leases.granted([b"a"])
     assert leases.due() == []
     now = 3.0
     assert leases.due() == [b"a"]
-    leases.renewed([b"a", b"ended meanwhile"])
+    leases.granted([b"a"])
     assert leases.due() == []
     leases.mark_due()
     assert leases.due() == [b"a"]
     now = 299.0
-    leases.add([b"a", b"b"])
+    leases.granted([b"a", b"b"])
     now = 302.0
     assert leases.due() == [b"b"]
-    assert leases.all() == [b"b"]
+    assert not leases.holds(b"a")
+    assert leases.holds(b"b")
 
 
 async def test_republishing_is_paced_and_complete() -> None:

@@ -20,12 +20,12 @@ from encoder_contract.framing import checksum, frame
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import Location, Locations
-from encoder_service.cluster.coordinator import MAX_OF_ONE_PEER, MAX_TRANSFERS, Outbox, Transfers
+from encoder_service.cluster.leases import Leases
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
-from encoder_service.cluster.redis import RedisIndex
+from encoder_service.cluster.redis_cluster import MAX_OF_ONE_PEER, MAX_TRANSFERS, Transfers
 from encoder_service.keys import ImageKey
 from encoder_service.store import Store
-from testing.holding import Holding
+from testing.holding import cluster_of
 from tests.index_replicas import redis_settings
 from tests.small_store import WIDTH, make_store
 from tests.waiting import PATIENCE_S
@@ -140,8 +140,8 @@ def transfers_from(fetch: Callable[..., Awaitable[tuple[Grid, Tensor]]], store: 
     """Transfers whose peers answer as `fetch`, beside an index that was never joined."""
     peers = Peers(b"m" * 32, b"p" * 32, ROWS)
     peers.fetch = fetch  # type: ignore[method-assign, assignment]
-    index = RedisIndex(redis_settings("redis://127.0.0.1:1", "none"), Holding(), ())
-    return Transfers(index, Outbox(index), peers, store)
+    index = cluster_of(redis_settings("redis://127.0.0.1:1", "none")).index
+    return Transfers(index, Leases(index, renew_s=1.0), peers, store)
 
 
 async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """Search: one sweep looks at the other replicas for all images that nobody has submitted here."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Location, Locations
-from encoder_service.cluster.coordinator import SWEEP_IMAGES, SWEEP_S, Search
+from encoder_service.cluster.waiting import REREAD_S, SEARCH_IMAGES, Waiters
 from encoder_service.keys import ImageKey
 from tests.waiting import soon
 
@@ -29,35 +29,49 @@ class Elsewhere:
         self.found[address] = locations
 
 
+def searching(elsewhere: Elsewhere, has_peers: Callable[[], bool]) -> Waiters:
+    """Waiters that only search: nobody waits for what another replica encodes."""
+
+    async def subscribe(begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
+        assert not {*begun, *ceased}
+
+    async def read(addresses: Collection[bytes]) -> dict[bytes, Locations]:
+        raise AssertionError(f"{addresses} are not waited for")
+
+    return Waiters(read, subscribe, elsewhere.find, has_peers)
+
+
 def address(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
 async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them() -> None:
-    elsewhere, count = Elsewhere(), 4 * SWEEP_IMAGES
-    search = Search(elsewhere.find, lambda: True)
+    elsewhere, count = Elsewhere(), 4 * SEARCH_IMAGES
+    waiters = searching(elsewhere, lambda: True)
     for n in range(count):
-        search.begin(ImageKey(address(n), bytes(32)), elsewhere.found_at)
+        waiters.search(ImageKey(address(n), bytes(32)), elsewhere.found_at)
     await soon(lambda: len(elsewhere.asked) == 4)
-    assert all(len(asked) == SWEEP_IMAGES for asked in elsewhere.asked)
+    assert all(len(asked) == SEARCH_IMAGES for asked in elsewhere.asked)
     assert len({address for asked in elsewhere.asked for address in asked}) == count
     where = (Location("r", "r:1", Grid(1, 2, 2)),)
     elsewhere.held = {address(7): where, address(8): ()}
     await soon(lambda: len(elsewhere.found) == 2)
     assert elsewhere.found == elsewhere.held
     for n in range(count):
-        search.end(address(n))
+        waiters.end_search(address(n))
     asked = len(elsewhere.asked)
-    await asyncio.sleep(2.5 * SWEEP_S)
+    await asyncio.sleep(2.5 * REREAD_S)
     assert len(elsewhere.asked) <= asked + 1, "nothing is looked for, nobody is asked"
+    await waiters.close()
 
 
 async def test_nobody_is_asked_while_there_is_no_peer() -> None:
     elsewhere, peers = Elsewhere(), list[str]()
-    search = Search(elsewhere.find, lambda: bool(peers))
-    search.begin(ImageKey(address(1), bytes(32)), elsewhere.found_at)
-    await asyncio.sleep(2.5 * SWEEP_S)
+    waiters = searching(elsewhere, lambda: bool(peers))
+    waiters.search(ImageKey(address(1), bytes(32)), elsewhere.found_at)
+    await asyncio.sleep(2.5 * REREAD_S)
     assert not elsewhere.asked
     elsewhere.held[address(1)] = ()
     peers.append("a")
     await soon(lambda: elsewhere.found == {address(1): ()})
+    await waiters.close()

@@ -15,7 +15,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.cluster import peers, redis
-from encoder_service.cluster.cluster import Solo
+from encoder_service.cluster.cluster import Cluster
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect
@@ -54,7 +54,7 @@ async def wakeups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counter[str]
 async def test_a_single_node_takes_no_lease_starts_no_task_of_the_cluster_and_asks_nobody(
     wakeups: Counter[str], server: Server, client: EncoderClient
 ) -> None:
-    assert isinstance(server.cluster, Solo)
+    assert type(server.cluster) is Cluster
     images = [photo(64, 64, n) for n in range(3)]
     known = await client.submit(images)
     outcomes = await collect(client, [RowRequest(image.digest) for image in known])

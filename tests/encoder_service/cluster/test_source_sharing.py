@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from encoder_service.cluster.cluster import IndexState
-from encoder_service.cluster.redis import RedisIndex, RedisSettings
+from encoder_service.cluster.redis import RedisSettings
 from encoder_service.cluster.redis.schema import Keys
+from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.cluster.sharing import AT_ONCE, MAX_WAITING_BYTES, MAX_WAITING_IMAGES, SourceSharing
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from testing.holding import Holding
+from testing.holding import cluster_of
 from testing.photos import photo
 from testing.redis_servers import RedisServer
 from tests.cluster_replica import Start, starting
@@ -73,74 +74,72 @@ async def test_what_was_submitted_before_a_replica_drains_is_shared_when_it_has_
     with a.gate.closed():
         images = await a.client.submit([new_picture() for _ in range(4)])
         await a.server.cluster.leave()
-    keys = Keys(a.index._settings.namespace)
+    keys = Keys(a.index.settings.namespace)
     with redis.client() as client:
         for image in images:
             assert client.exists(keys.source(a.server._model.recipe.key(image.digest).source_key))
 
 
-async def joined(proxy: TcpProxy, calls: Counter[str], **settings: int) -> RedisIndex:
-    index = RedisIndex(
+async def joined(proxy: TcpProxy, calls: Counter[str], **settings: int) -> RedisCluster:
+    cluster = cluster_of(
         RedisSettings(url=f"redis://127.0.0.1:{proxy.port}", namespace="slow", **settings),  # type: ignore[arg-type]
-        Holding(),
-        (),
         on_call=lambda name, _seconds, ok: calls.update([f"{name} {ok}"]),
     )
-    await index.register(as_replica("a"))
-    return index
+    await cluster.join(as_replica("a"))
+    return cluster
 
 
 async def test_large_values_rest_after_three_failures_while_small_ones_go_on(proxy: TcpProxy) -> None:
     calls: Counter[str] = Counter()
     patient = {"call_timeout_ms": 30_000, "socket_timeout_ms": 30_000, "beat_timeout_ms": 30_000}
-    index = await joined(proxy, calls, source_timeout_ms=SOURCE_TIMEOUT_MS, **patient)
+    cluster = await joined(proxy, calls, source_timeout_ms=SOURCE_TIMEOUT_MS, **patient)
     try:
         proxy.throttle(SLOW_BYTES_PER_S)
         picture = new_picture()
         for _ in range(40):
-            assert not await index.sources.put(b"key", picture)
-            assert (await index.acquire(new_addresses(1))).granted
-        assert index.state is IndexState.JOINED
+            assert not await cluster.index.sources.put(b"key", picture)
+            assert (await cluster.acquire(new_addresses(1))).granted
+        assert cluster.index.state is IndexState.JOINED
         assert 3 <= calls["put_source False"] < 20, "each of them took its time-out"
         assert calls["acquire True"] == 40
         proxy.mend()
-        await soon(lambda: index.sources.put(b"key", picture))
-        assert await index.sources.get(b"key") == picture
+        await soon(lambda: cluster.index.sources.put(b"key", picture))
+        assert await cluster.index.sources.get(b"key") == picture
     finally:
-        await index.close()
+        await cluster.close()
 
 
 async def test_a_redis_that_only_patient_heartbeats_can_use_counts_as_gone(proxy: TcpProxy) -> None:
-    index = await joined(proxy, Counter(), call_timeout_ms=100, heartbeat_ms=50)
+    cluster = await joined(proxy, Counter(), call_timeout_ms=100, heartbeat_ms=50)
     try:
         proxy.throttle(500)
         seen = set()
         for _ in range(12):
-            await index.locate(new_addresses(4))
-            seen.add(index.state)
+            await cluster.index.locate(new_addresses(4))
+            seen.add(cluster.index.state)
             if IndexState.ALONE in seen:
                 break
             await asyncio.sleep(1.2)  # at least one heartbeat gets through
-            seen.add(index.state)
+            seen.add(cluster.index.state)
         assert IndexState.ALONE in seen
     finally:
-        await index.close()
+        await cluster.close()
 
 
 async def test_a_source_larger_than_any_image_is_not_read(redis: RedisServer, proxy: TcpProxy) -> None:
     patient = dict.fromkeys(("call_timeout_ms", "source_timeout_ms", "socket_timeout_ms"), 60_000)
-    index = await joined(proxy, Counter(), max_source_bytes=1 << 20, **patient)
+    cluster = await joined(proxy, Counter(), max_source_bytes=1 << 20, **patient)
     try:
         with redis.client() as client:
             client.set(Keys("slow").source(b"fits"), bytes(1 << 20))
             client.set(Keys("slow").source(b"huge"), bytes(64 << 20))
             before = client.info("stats")["total_net_output_bytes"]
-            assert await index.sources.get(b"fits") == bytes(1 << 20)
-            assert await index.sources.get(b"huge") is None
-            assert await index.sources.get(b"none") is None
+            assert await cluster.index.sources.get(b"fits") == bytes(1 << 20)
+            assert await cluster.index.sources.get(b"huge") is None
+            assert await cluster.index.sources.get(b"none") is None
             assert client.info("stats")["total_net_output_bytes"] - before < 4 << 20
     finally:
-        await index.close()
+        await cluster.close()
 
 
 async def test_what_waits_to_be_shared_is_bounded_in_images_and_in_bytes() -> None:

@@ -113,11 +113,11 @@ async def test_a_thread_that_dies_of_a_bug_ends_what_waits_and_then_the_process(
     assert f"the server's thread {thread} died: ending the process" in (tmp_path / "server.log").read_text()
 
 
-@pytest.mark.parametrize("name", ["tier-migrator", "cluster-outbox"])
+@pytest.mark.parametrize("name", ["tier-migrator", "cluster-leases"])
 async def test_a_thread_or_task_for_which_nobody_waits_ends_the_process_as_well(
     name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    with redis_server() if name == "cluster-outbox" else nullcontext() as redis:
+    with redis_server() if name == "cluster-leases" else nullcontext() as redis:
         index = ["--index", redis.url] if redis else []
         async with (
             ending(f"{name} dies", checkpoint, tmp_path, *index) as endpoint,

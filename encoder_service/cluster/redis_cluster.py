@@ -1,29 +1,17 @@
 """The cluster over Redis: who holds an image, who encodes it, and how rows come from a peer.
 
-`Search` looks for images that nobody has submitted here, in one sweep for all of them. `Transfers` fetches rows from
-peers into the store: each once, a few at a time, not from peers that just failed. `Outbox` sends this replica's changes
-to the index in batches, and has its leases. `hand_over` runs before the replica leaves: its peers fetch the images that
-it alone holds, the most recently requested first.
+`Transfers` fetches rows from peers into the store: each once, a few at a time, not from peers that just failed.
+`hand_over` runs before the replica leaves: its peers fetch the images that it alone holds, the most recently requested
+first.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from enum import Enum
 from functools import partial
-from itertools import islice
 from time import monotonic
 from weakref import WeakValueDictionary
 
@@ -33,11 +21,22 @@ from torch import Tensor
 from encoder_contract.errors import EncoderError, UnknownImageError
 from encoder_contract.fleet_key import FleetKey
 from encoder_contract.geometry import Grid
-from encoder_service.cluster.cluster import Acquired, ClusterStatus, IndexState, Location, Locations, Replica
+from encoder_service.cluster.cluster import (
+    Acquired,
+    Cluster,
+    ClusterStatus,
+    IndexState,
+    Location,
+    Locations,
+    Replica,
+)
+from encoder_service.cluster.leases import Leases, Republisher
 from encoder_service.cluster.peers import MAX_CHANNELS, Peers
-from encoder_service.cluster.redis import RedisIndex
+from encoder_service.cluster.redis import RedisIndex, RedisSettings
+from encoder_service.cluster.redis.session import OnCall
 from encoder_service.cluster.sharing import SourceSharing
 from encoder_service.cluster.tasks import begin, end
+from encoder_service.cluster.waiting import Waiters
 from encoder_service.keys import ImageKey
 from encoder_service.store import Pin, Store
 
@@ -49,30 +48,36 @@ LAST_SHARE_S = 2.0
 RECENT_IMAGES = 4096
 
 
-class Coordinator:
-    """The `Cluster` of replicas that share an index."""
+class RedisCluster(Cluster):
+    """The replicas that share an index in Redis."""
 
     def __init__(
-        self, index: RedisIndex, peers: Peers, store: Store, fleet_key: FleetKey | None = None
+        self,
+        settings: RedisSettings,
+        jobs: Sized,
+        peers: Peers,
+        store: Store,
+        fleet_key: FleetKey | None = None,
+        *,
+        on_call: OnCall = lambda *_: None,
     ) -> None:
-        """With `fleet_key`, image files are shared under its signature; no others are used."""
-        self.index = index
+        """`jobs` is this replica's queue; `on_call` is called after every call to Redis.
+
+        With `fleet_key`, image files are shared under its signature; no others are used.
+        """
+        super().__init__()
+        self.index = RedisIndex(settings, jobs, self, on_call=on_call)
+        self.leases = Leases(self.index, renew_s=settings.lease_ttl_ms / 3000)
         self._peers = peers
         self._store = store
-        self._outbox = Outbox(index)
-        self._transfers = Transfers(index, self._outbox, peers, store)
-        self._sharing = SourceSharing(index.sources, fleet_key)
-        self._search = Search(self.find, lambda: bool(index.peers()))
+        self._waiters = Waiters(
+            self.index.settled, self.index.subscribe, self.find, lambda: bool(self.index.peers())
+        )
+        self._transfers = Transfers(self.index, self.leases, peers, store)
+        self._sharing = SourceSharing(self.index.sources, fleet_key)
+        self._republisher = Republisher(store, self.index.publish, settings.location_ttl_s)
+        self._republishing: asyncio.Task[None] | None = None
         self._recent: LRUCache[bytes, ImageKey] = LRUCache(RECENT_IMAGES)
-        # Calls that one component answers alone.
-        self.search = self._search.begin
-        self.end_search = self._search.end
-        self.wait_published = index.wait_published
-        self.publish = self._outbox.publish
-        self.retract = self._outbox.retract
-        self.release = self._outbox.release
-        self.transfer_s = peers.transfer_s
-        self.fetch_from_peer = self._transfers.fetch
 
     @property
     def status(self) -> ClusterStatus:
@@ -90,7 +95,8 @@ class Coordinator:
     async def join(self, replica: Replica) -> None:
         """Register with the index, or keep trying to. Raises `ModelMismatchError`."""
         await self.index.register(replica)
-        self._outbox.start()
+        self._republishing = begin(self._republisher.run(), "cluster-republisher")
+        self.leases.start()
         self._sharing.start()
 
     async def hand_over(self, within_s: float) -> None:
@@ -100,9 +106,11 @@ class Coordinator:
             await hand_over(held[::-1], self.index, self._peers, within_s)
 
     async def leave(self) -> None:
-        """Share the files that wait to be shared, and leave the index."""
+        """Share the files that wait to be shared, release all leases, and leave the index."""
         if self.index.state is IndexState.JOINED:
             await self._sharing.finish(LAST_SHARE_S)
+        self.leases.release_all()
+        await self.leases.send()
         await self.index.leave()
 
     async def close(self) -> None:
@@ -110,8 +118,10 @@ class Coordinator:
         async with AsyncExitStack() as stack:  # in reverse order, and all of them even if one fails
             stack.push_async_callback(self._peers.close)
             stack.push_async_callback(self.index.close)
+            stack.push_async_callback(self._waiters.close)
+            stack.push_async_callback(end, self._republishing)
             stack.callback(self._transfers.close)
-            stack.push_async_callback(self._outbox.stop)
+            stack.push_async_callback(self.leases.stop)
             stack.push_async_callback(self._sharing.stop)
 
     def asked(self, key: ImageKey) -> None:
@@ -128,10 +138,17 @@ class Coordinator:
         shared = await self.index.sources.existing([key.source_key for key in missing]) if missing else ()
         return located | {key.address: () for key in missing if key.source_key in shared}
 
+    def search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
+        """Call `found` once `find` finds the image, unless `end_search` comes first."""
+        self._waiters.search(key, found)
+
+    def end_search(self, address: bytes) -> None:
+        """Stop looking for the address."""
+        self._waiters.end_search(address)
+
     async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
         """Ask for leases to encode the addresses; the index is not asked about leases held already."""
-        leased = self._outbox.leased
-        asked = [address for address in addresses if address not in leased]
+        asked = [address for address in addresses if not self.leases.holds(address)]
         answer = Acquired(frozenset(), {})
         if asked:
             without = {*without, *self._transfers.quarantined}
@@ -141,8 +158,36 @@ class Coordinator:
             except asyncio.CancelledError:
                 asking.add_done_callback(self._give_back)  # or the other replicas would wait for us in vain
                 raise
-        self._outbox.granted(answer.granted)
-        return Acquired(answer.granted | (set(addresses) & leased), answer.located)
+        self.leases.granted(answer.granted)
+        return Acquired(frozenset(filter(self.leases.holds, addresses)), answer.located)
+
+    async def wait_published(
+        self, address: bytes, timeout_s: float, without: Collection[str] = ()
+    ) -> Locations:
+        """Wait until a peer that is not in `without` has published the address, and return where it is."""
+        if self.index.state is not IndexState.JOINED:
+            return ()
+        return await self._waiters.wait(address, timeout_s, without)
+
+    def publish(self, address: bytes, grid: Grid) -> None:
+        """Announce that this replica holds the address now; ends its lease."""
+        self.leases.publish(address, grid)
+
+    def retract(self, address: bytes) -> None:
+        """Announce that this replica no longer holds the address."""
+        self.leases.retract(address)
+
+    def release(self, address: bytes) -> None:
+        """Give up the lease of the address, if this replica has it."""
+        self.leases.release(address)
+
+    def transfer_s(self, tokens: int) -> float:
+        """Return how long fetching an image of so many tokens from a peer should take, seconds."""
+        return self._peers.transfer_s(tokens)
+
+    async def fetch_from_peer(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
+        """Fetch the rows from one of `locations` into the store; return None if none of them delivers."""
+        return await self._transfers.fetch(key, locations, holder)
 
     def share_source(self, key: ImageKey, data: bytes) -> None:
         """Share an image's bytes in the background, unless the index is too slow for them."""
@@ -152,6 +197,25 @@ class Coordinator:
     async def find_source(self, key: ImageKey) -> bytes | None:
         """Return bytes that another replica shared."""
         return await self._sharing.find(key.source_key)
+
+    # Events of the index
+
+    def on_forgotten(self) -> None:
+        """Renew leases and publish everything again: Redis may have lost what it knew about us."""
+        self.leases.mark_due()
+        self._republisher.forgotten()
+
+    def on_lost(self) -> None:
+        """Wake all waiters: the index is unavailable from now on."""
+        self._waiters.settle_all()
+
+    async def on_beat(self) -> None:
+        """Renew the leases that are due."""
+        await self.leases.renew()
+
+    def on_changed(self, address: bytes) -> None:
+        """Read an address whose change was notified."""
+        self._waiters.changed(address)
 
     async def _located(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
         """Return where the addresses are, without peers in quarantine."""
@@ -163,137 +227,7 @@ class Coordinator:
 
     def _give_back(self, asking: "asyncio.Future[Acquired]") -> None:
         if not asking.cancelled() and asking.exception() is None:
-            self._outbox.give_back(asking.result().granted - self._outbox.leased)
-
-
-# How often the sweep asks whether images have turned up elsewhere, and about how many, those first that were looked up
-# longest ago: about a thousand keys a second, however many images are waited for.
-SWEEP_S = 0.25
-SWEEP_IMAGES = 256
-
-# As `Cluster.find`.
-Find = Callable[[Collection[ImageKey]], Awaitable[Mapping[bytes, Locations]]]
-Found = Callable[[bytes, Locations], None]
-
-
-class Search:
-    """Looks for any number of images, each until it is found or `end` is called. Belongs to one event loop."""
-
-    def __init__(self, find: Find, has_peers: Callable[[], bool]) -> None:
-        """`find` looks many images up at once; it is called only while `has_peers` is true."""
-        self._find = find
-        self._has_peers = has_peers
-        self._sought: dict[bytes, tuple[ImageKey, Found]] = {}  # the next to look up first
-        self._sweeping: asyncio.Task[None] | None = None
-
-    def begin(self, key: ImageKey, found: Found) -> None:
-        """Call `found` once the image turns up."""
-        self._sought[key.address] = key, found
-        if self._sweeping is None:
-            self._sweeping = begin(self._sweep(), "cluster-search")
-
-    def end(self, address: bytes) -> None:
-        """Stop looking for the address."""
-        self._sought.pop(address, None)
-
-    async def _sweep(self) -> None:
-        try:
-            while self._sought:
-                await asyncio.sleep(SWEEP_S)
-                if self._has_peers():
-                    await self._look()
-        finally:
-            self._sweeping = None
-
-    async def _look(self) -> None:
-        keys = [key for key, _ in islice(self._sought.values(), SWEEP_IMAGES)]
-        for key in keys:
-            self._sought[key.address] = self._sought.pop(key.address)  # last in line
-        for address, locations in (await self._find(keys)).items():
-            if address in self._sought:
-                self._sought.pop(address)[1](address, locations)
-
-
-# Changes are collected for this long: all images of a batch end within it, and no caller notices the delay.
-COLLECT_S = 0.001
-
-
-class _Change(Enum):
-    RETRACTED = "retracted"
-    RELEASED = "released"
-
-
-class Outbox:
-    """`publish`, `retract` and `release` return at once; a task sends the index the last change of each address.
-
-    Belongs to one event loop.
-    """
-
-    def __init__(self, index: RedisIndex) -> None:
-        self._index = index
-        self.leased: set[bytes] = set()  # granted, and neither published nor released since
-        self._changes: dict[bytes, _Change | Grid] = {}  # a grid: published
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start sending."""
-        self._task = begin(self._run(), "cluster-outbox")
-
-    async def stop(self) -> None:
-        """Send what is left, and stop."""
-        await end(self._task)
-        await self._send()
-
-    def publish(self, address: bytes, grid: Grid) -> None:
-        """Announce that this replica holds the address; ends its lease."""
-        self.leased.discard(address)
-        self._note(address, grid)
-
-    def retract(self, address: bytes) -> None:
-        """Announce that it no longer holds the address."""
-        self._note(address, _Change.RETRACTED)
-
-    def release(self, address: bytes) -> None:
-        """Give up the lease of the address, if it has one."""
-        if address in self.leased:
-            self.leased.discard(address)
-            self.give_back([address])
-
-    def give_back(self, addresses: Iterable[bytes]) -> None:
-        """Release leases that arrived after their caller had left."""
-        for address in addresses:
-            self._note(address, _Change.RELEASED)
-
-    def granted(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were just granted; a release of them that was not sent yet is cancelled."""
-        for address in addresses:
-            self.leased.add(address)
-            if self._changes.get(address) is _Change.RELEASED:
-                del self._changes[address]
-
-    def _note(self, address: bytes, change: _Change | Grid) -> None:
-        self._changes[address] = change
-        self._changed.set()
-
-    async def _run(self) -> None:
-        while True:
-            await self._changed.wait()
-            await asyncio.sleep(COLLECT_S)
-            await self._send()
-
-    async def _send(self) -> None:
-        changes, self._changes = self._changes, {}
-        self._changed.clear()
-        retracted = [address for address, change in changes.items() if change is _Change.RETRACTED]
-        released = [address for address, change in changes.items() if change is _Change.RELEASED]
-        if retracted:
-            await self._index.retract(retracted)
-        # An address that was held and evicted before it was announced still has its lease.
-        if ended := retracted + released:
-            await self._index.release(ended)
-        if grids := {address: change for address, change in changes.items() if isinstance(change, Grid)}:
-            await self._index.publish(grids)
+            self.leases.give_back(asking.result().granted)
 
 
 # A peer that is unreachable or sends wrong data is not asked again for this time: a prompt of many images pays for it
@@ -307,9 +241,9 @@ MAX_OF_ONE_PEER = 4  # of them, so that a slow peer leaves turns for the others
 class Transfers:
     """Concurrent callers for one address share one transfer. Belongs to one event loop."""
 
-    def __init__(self, index: RedisIndex, outbox: Outbox, peers: Peers, store: Store) -> None:
+    def __init__(self, index: RedisIndex, leases: Leases, peers: Peers, store: Store) -> None:
         self._index = index
-        self._outbox = outbox
+        self._leases = leases
         self._peers = peers
         self._store = store
         self._under_way: dict[bytes, asyncio.Task[Pin | None]] = {}
@@ -347,7 +281,7 @@ class Transfers:
                 loop = asyncio.get_running_loop()
                 put = partial(self._store.put, key.address, rows, grid, holder=holder)
                 pin = await loop.run_in_executor(self._threads, put)
-                self._outbox.publish(key.address, grid)
+                self._leases.publish(key.address, grid)
                 return pin
         return None
 

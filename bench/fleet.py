@@ -1,6 +1,6 @@
-"""What a fleet of three replicas saves and what its faults cost: real servers, a real Redis, one of them killed.
+"""What a fleet of three replicas saves, and what clients see when one of them is killed: real servers, a real Redis.
 
-And what its index costs: the time of each call that a Submit makes, on one Redis and on a cluster of three.
+It also times the index: each call that a Submit makes, on one Redis and on a Redis Cluster of three.
 """
 
 import asyncio
@@ -60,8 +60,8 @@ BENCHMARK = Benchmark(
 
 PROMPT = 32  # images of a large prompt, half of them sent before by somebody
 BEFORE_S, AFTER_S = 6.0, 10.0
-# An image is late when it takes so much longer than nearly all did before the death: what others do on this machine
-# delays some by a quarter of a second at any time.
+# An image is late when it takes this much longer than the p99 before the kill. Other work on the machine delays some
+# images by a quarter of a second at any time.
 LATE_S = 0.5
 
 
@@ -167,7 +167,7 @@ BATCH = 32  # images of a large prompt
 
 
 async def join(stack: AsyncExitStack, url: str, name: str) -> RedisCluster:
-    """Return a joined cluster that the stack closes; its bound is one that a busy machine does not trip over."""
+    """Return a joined cluster that the stack closes. Its timeout is long enough for a busy machine."""
     settings = RedisSettings(url=url, namespace=namespace("encoder", MODEL), call_timeout_ms=2000)
     cluster = cluster_of(settings)
     await cluster.join(Replica(name, 1, f"{name}.encoder:50051", MODEL, b"p" * 32))

@@ -1,7 +1,7 @@
-"""On a CUDA machine: is every path right, and how fast is it. One command, in parts; on a CPU, a dry run of them all.
+"""Checks and times every path on a CUDA machine, in parts; on a CPU, runs all parts without meaningful figures.
 
     python -m bench.gpu --part env attention --out DIR [--budget-s 600]
-    python -m bench.gpu --dry-run             # every part on a tiny tower on the CPU: no figure means anything
+    python -m bench.gpu --dry-run             # every part on a tiny tower on the CPU
     python -m bench.gpu --keep DIR/gpu.jsonl  # what came back from such a machine, into bench/results/
 
 A line of JSON for each measurement goes to DIR/gpu.jsonl as it is made, and a summary to the end of the output. Each
@@ -26,9 +26,9 @@ from typing import Any
 
 from bench.harness.benchmark import Benchmark, command_line
 from bench.harness.results import ROOT, Result, keep, path_of
-from bench.harness.tables import markdown
+from bench.harness.tables import markdown, shown
 
-# Part → its share of the time. In the order of what is worth knowing first.
+# Part → its share of the time, the most important first.
 PARTS = {
     "env": 1,
     "attention": 4,
@@ -43,9 +43,8 @@ BUDGET_S = 1500.0
 DRY_BUDGET_S = 86_400.0  # nothing is left out because a machine is busy
 LATE_S = 60.0  # a part looks at its time between measurements; one that is so late hangs
 MAX_SUMMARY = 8000  # characters
-# Torch is imported once, by a process that leaves CUDA alone; it begins in each of its children. In a dry run so is all
-# that parts share, which takes longer than what they do; else a library that a machine lacks, or that breaks, is to
-# cost the part that needs it, and no other.
+# Parts are forked from a process that has imported torch, but has not touched CUDA. In a dry run it also imports what
+# several parts need, to save time. On a GPU it does not, so that a missing or broken library fails only its own part.
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["bench.gpu_parts.probe"]
 PRELOADED_DRY = [*PRELOADED, "bench.gpu_parts.server", "bench.gpu_parts.tower", "pytest"]
@@ -72,7 +71,7 @@ def comparison(figures: Mapping[str, Any]) -> str:
 
 
 def _best_product(lines: Lines) -> float:
-    """TFLOP/s of the best product, which no tower exceeds."""
+    """Return the TFLOP/s of the best product: an upper bound for a tower."""
     return max((line["tflops"] for line in _rows_of("products", lines) if "tflops" in line), default=math.nan)
 
 
@@ -229,7 +228,7 @@ def _rows_of(part: str, lines: Lines) -> Lines:
 
 
 def _in_short(line: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name}={_shown(value)}" for name, value in line.items() if name != "part")
+    return "  ".join(f"{name}={_cell(value)}" for name, value in line.items() if name != "part")
 
 
 def _table(rows: Lines) -> str:
@@ -237,12 +236,12 @@ def _table(rows: Lines) -> str:
     kinds: dict[tuple[str, ...], list[list[str]]] = {}
     for row in rows:
         names = tuple(name for name in row if name != "part")
-        kinds.setdefault(names, []).append([_shown(row[name]) for name in names])
+        kinds.setdefault(names, []).append([_cell(row[name]) for name in names])
     return "\n\n".join(markdown(names, cells) for names, cells in kinds.items())
 
 
-def _shown(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "/")
+def _cell(value: object) -> str:
+    return shown(value) if isinstance(value, float) else str(value).replace("|", "/")
 
 
 def _keep(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The real server on this machine: Submit and hit latency, what serving adds to the bare engine, busy share, lag."""
+"""A real server on this machine: latency of Submit and hits, overhead over the bare engine, device use, overload."""
 
 import asyncio
 import math
@@ -69,7 +69,7 @@ BUDGET_S = 240.0
 SIDE = 256
 BATCH = 8  # images of SIDE x SIDE: what the ratio to the bare engine is taken on
 THREADS = torch.get_num_threads()
-# Of the time there is: the rest is for the overload, whose length is given.
+# Shares of the time budget.
 SHARE_OF_OVERHEAD, SHARE_OF_LOAD, SHARE_OF_LATENCY = 0.4, 0.3, 0.5
 LEAST_ROUNDS, LEAST_PHOTOS = 2, 5
 PHOTOS = 15
@@ -77,7 +77,7 @@ DEPTH = 27  # full: a shallow tower would flatter or blame the service, whicheve
 SHALLOW = 4  # blocks, where it is the service alone that is measured
 # Batches that pass through the deep tower at least: warming up, `LEAST_ROUNDS`, both ways, and the full load.
 LEAST_BATCHES = 2 * (1 + LEAST_ROUNDS) + 2
-# A refusal whose hint lies beyond this is an outcome: the client would otherwise wait and ask again.
+# The client waits and asks again unless the refusal's hint is later than this.
 REFUSED_S = 2.0
 
 

@@ -1,1 +1,1 @@
-"""The parts of `bench.gpu`: each a module with a `run(probe)`, which imports nothing that it does not need."""
+"""The parts of `bench.gpu`: each is a module with a `run(probe)`, and imports only what it measures."""

@@ -1,4 +1,4 @@
-"""The attention backends of the server: does each pass its trial, how exact and how fast is it."""
+"""The attention backends of the server: the trial, error and speed of each."""
 
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ def _case(probe: Probe, attend: Attention, head_size: int, lengths: tuple[int, .
 
 
 def _truth(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
-    """The last segment in float32, a head at a time: its scores alone are gigabytes."""
+    """Return the last segment in float32, one head at a time, since all scores together take gigabytes."""
     heads = [
         functional.softmax((q.float() @ k.float().T) * scale, -1) @ v.float()
         for q, k, v in zip(*(part[-length:].unbind(1) for part in (query, key, value)), strict=True)

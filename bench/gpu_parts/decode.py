@@ -1,4 +1,4 @@
-"""JPEG decoders and the resize to patches: milliseconds until the device is done, for one photo and for many."""
+"""JPEG decoders and the resize to patches: milliseconds until the device is done, for one photo or many."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +53,7 @@ def _files(width: int, height: int, count: int) -> list[bytes]:
 
 
 def _decoders(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
-    """Yield the server's decoders, and those that it could have; note those that are not there."""
+    """Yield the server's decoders and alternatives to them; note those that are not installed."""
     on_gpu = probe.device.type == "cuda"
     for threads in THREADS[: 1 if probe.dry else None]:
         for device in ("cuda:0", "cpu") if on_gpu else ("cpu",):
@@ -76,7 +76,7 @@ def _on_threads(threads: int) -> Decode:
 
 
 def _whole(decoder: Decoder) -> Decode:
-    """Decode, and raise the error of a file that could not be."""
+    """Return a call that decodes files, and raises the error of one that cannot be decoded."""
 
     def decode(files: list[bytes]) -> list[Tensor]:
         pixels = []
@@ -115,7 +115,7 @@ def _nvimgcodec(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
 
 
 def _torchvision(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
-    """Yield torchvision's nvJPEG: no smooth chroma, so a figure of speed alone."""
+    """Yield torchvision's nvJPEG. It does not smooth chroma, so only its speed counts."""
     try:
         from torchvision.io import decode_jpeg
     except ImportError as error:
@@ -143,7 +143,7 @@ def _decoded(probe: Probe, decode: Decode, files: list[bytes]) -> dict[str, Any]
 
 
 def _resizes(probe: Probe) -> Iterator[Resize]:
-    """Yield the plain form, and the kernels if a server here would use them; it should on a GPU."""
+    """Yield the plain resize, and the kernels if a server here would use them, as it should on a GPU."""
     plain, chosen = PlainResize(GEOMETRY), make_resize(GEOMETRY, probe.device)
     yield plain
     if chosen.name != plain.name:

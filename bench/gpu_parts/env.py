@@ -1,4 +1,4 @@
-"""What the machine is: device, driver, versions, libraries; and how fast memory reaches the device."""
+"""The machine: device, driver, versions, libraries, and the speed of copies to and from the device."""
 
 import ctypes
 from functools import partial
@@ -10,7 +10,7 @@ import torch
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import hardware, versions
 
-# Found, but not imported: what a part imports, it reports on itself.
+# Looked for, but not imported: each part reports on what it imports.
 MODULES = (
     "triton",
     "fa3_fwd_interface",
@@ -80,7 +80,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _copies(probe: Probe, pinned: bool) -> dict[str, float]:
-    """Gigabytes a second up and down."""
+    """Return gigabytes per second to and from the device."""
     size = (1 if probe.dry else 128) << 20
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and not probe.dry)
     device = torch.empty(size, dtype=torch.uint8, device=probe.device)

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for a GPU that need not be here; print what the compiler says of each.
+"""Compiles the Triton kernels for a GPU, without one, and prints what the compiler says of each.
 
 Registers a thread, bytes spilled to memory, and the widest access to memory: with sizes of the published towers.
 """
@@ -110,7 +110,7 @@ def resizes() -> list[Case]:
 
 
 def compiled(case: Case, capability: int) -> Compiled:
-    """Compile a kernel; addresses and counts are multiples of 16, as in the towers, but for those it takes as any."""
+    """Compile a kernel. Addresses and counts are multiples of 16, as in the towers, unless it declares otherwise."""
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, kind in enumerate(case.arguments.values())
@@ -130,7 +130,7 @@ def compiled(case: Case, capability: int) -> Compiled:
 
 
 def main() -> None:
-    """Print a line a kernel, or with --json a list."""
+    """Print a line for each kernel, or with --json a list."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90, help="90: H100 and H200 (default %(default)s)")
     parser.add_argument("--json", action="store_true")

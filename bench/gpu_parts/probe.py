@@ -1,4 +1,4 @@
-"""Notes what a part measures, a JSON line each as it is made, and times calls by the device's clock."""
+"""Times calls by the device's clock, and writes a JSON line for each measurement of a part at once."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ class Probe:
     """
 
     def __init__(self, part: str, out: Path, scratch: Path, *, budget_s: float, dry: bool) -> None:
-        """`out` is kept, `scratch` is for what the part needs while it runs."""
+        """`out` is kept; `scratch` is deleted when the part ends."""
         self.part, self.out, self.scratch, self.dry = part, out, scratch, dry
         self.device = torch.device("cpu" if dry else "cuda:0")
         self._file = (out / "gpu.jsonl").open("a", buffering=1)
@@ -77,7 +77,7 @@ class Probe:
         return {"ms": max(median(device_ms), LEAST_MS), "host_ms": median(host_ms)}
 
     def ms_until_done(self, call: Callable[[], object], repeats: int = 7) -> float:
-        """Return the median time from a call to the end of all it began, milliseconds."""
+        """Return the median milliseconds from a call until the device has finished its work."""
         spent = []
         for _ in range(2 if self.dry else repeats + 2):
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The tower's matrix products with the epilogues that it uses, and what passes over memory between them."""
+"""The tower's matrix products with their epilogues, and the passes over memory between them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -25,7 +25,7 @@ WALKED = "walked: "  # before what was run
 
 
 def run(probe: Probe) -> None:
-    """Note what each tool finds; a dry run has the workload alone run, on the CPU."""
+    """Note what each tool finds. A dry run runs only the workload, on the CPU."""
     from testing.checkpoints import write_checkpoint
 
     model = write_checkpoint(probe.scratch / "model", dtype=torch.bfloat16)

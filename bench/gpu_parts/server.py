@@ -36,7 +36,7 @@ START_S, CONNECT_S = 600.0, 100.0  # on any machine
 
 
 def run(probe: Probe) -> None:
-    """Note each of them."""
+    """Note the figures of a server without a device tier and of one with it."""
     model = write_checkpoint(probe.scratch) if probe.dry else full_checkpoint("qwen3_vl")
     for device_gib in (0.02,) if probe.dry else (0.0, 8.0):
         label = {"device_tier_gib": device_gib}
@@ -135,7 +135,7 @@ async def _device_hits(probe: Probe, endpoint: str, width: int, height: int, cou
 
 
 async def _on_device(client: EncoderClient, requests: Sequence[RowRequest], transport: str) -> list[Tensor]:
-    """Return the rows of each, as tensors to keep: by "device" on the GPU."""
+    """Return the rows of each image as tensors; with the transport "device" they are on the GPU."""
     found: dict[int, Tensor] = {}
     async with client.fetch(requests, transports=[transport]) as stream:
         async for outcome in stream:
@@ -168,7 +168,7 @@ def _turned(probe: Probe, model: Path, endpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def _on_the_cpu(probe: Probe, model: Path, endpoint: str) -> Iterator[str]:
-    """Give the address of a server on the CPU: in a dry run the one that there is."""
+    """Give the address of a server on the CPU; a dry run already has one."""
     if probe.device.type == "cpu":
         yield endpoint
         return

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, each noted as it ends. A file whose imports are missing here fails by itself."""
+"""The tests that need a GPU, each noted as it ends. A file whose imports are missing fails alone."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from bench.harness.results import ROOT
 FORKS = multiprocessing.get_context("fork")
 _OUTCOME = re.compile(r"^(tests/\S+?\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 _REASON = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py\S*) - (.+)$")
-# Nothing of conftest.py: it imports what servers need. Plugins and options are those of the machine.
+# Without conftest.py, which imports what servers need, and without our pytest options, whose plugins may be missing.
 OPTIONS = (
     "-m",
     "gpu",
@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 def run(probe: Probe) -> None:
-    """Run them for as long as there is time; a dry run collects them."""
+    """Run the tests for as long as there is time; a dry run only collects them."""
     files = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")

@@ -1,4 +1,4 @@
-"""The vision towers on the device: exact beside `transformers`, and how fast, how large and how busy."""
+"""The vision towers on the device: exactness beside `transformers`, speed, memory and kernels."""
 
 import tempfile
 import time
@@ -55,7 +55,7 @@ def _load(probe: Probe, folder: Path, **options: Any) -> Tower:
 
 
 def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
-    """What is served by default first, and what only answers a question last."""
+    """Yield the variants: what is served by default first."""
     yield {"attention": "auto", "graphs": True}
     yield {"attention": "auto", "graphs": False}
     yield {"attention": "auto", "graphs": True, "batch_invariant": True}
@@ -90,7 +90,7 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
 
 
 def _held_mib(probe: Probe) -> float:
-    """What torch has taken of the device; what other variants left goes first."""
+    """Return the memory that torch holds on the device, after freeing what other variants left."""
     if probe.device.type == "cpu":
         return 0.0
     torch.cuda.empty_cache()
@@ -98,7 +98,7 @@ def _held_mib(probe: Probe) -> float:
 
 
 def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
-    """Patches lie on the device, as after decoding there; rows stay there."""
+    """Time a case. Patches are on the device, as after decoding there, and rows stay there."""
     grids = case_grids(tower, name)
     patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
     if probe.device.type == "cuda":
@@ -114,13 +114,13 @@ def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _replay_alone(probe: Probe, tower: Tower, grids: Sequence[Grid]) -> dict[str, float]:
-    """Milliseconds of a graph without its inputs being loaded and its rows copied; nothing where a batch is eager."""
+    """Return the milliseconds of a graph alone, without loading inputs and copying rows; empty if it has no graph."""
     found = tower._graphs and tower._graphs.for_batch(tower._layout(grids))
     return {"replay_ms": probe.ms(found[1])["ms"]} if found else {}
 
 
 def _new_grids(probe: Probe, tower: Tower) -> dict[str, float]:
-    """Milliseconds for each of many images whose grids were never seen: tables, plans and choices are all new."""
+    """Return the milliseconds for each of many images of new grids, then for each of them again."""
     side = tower.spec.merge_size
     sizes = [(8 + n, 9 + n) for n in range(2 if probe.dry else NEW_GRIDS)]
     grids = [Grid(1, side * height, side * width) for height, width in sizes]

@@ -1,4 +1,4 @@
-"""Gathers into one folder the few wheels that a machine with torch for CUDA 13 lacks: run by `make gpu-wheels`.
+"""Downloads the few wheels that a machine with torch for CUDA 13 lacks into a folder: run by `make gpu-wheels`.
 
 python -m bench.gpu_parts.wheels FOLDER
 # there:
@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The modules that such a machine has: torch and triton, transformers and pytest with what they depend on, and these.
+# The modules that such a machine has: torch, triton, transformers and pytest with their dependencies, and these.
 THERE = frozenset(
     {
         *("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest"),
         *("PIL", "grpc", "google", "xxhash", "prometheus_client"),
     }
 )
-# What is gathered, and the module that it brings.
+# Package → the module that it brings.
 PACKAGES = {
     # Flash attention 3, forward alone; one person's build of the published sources.
     "fa3-fwd==0.0.3": "fa3_fwd_interface",
@@ -41,7 +41,7 @@ MAX_BYTES = 60 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Gather them; 1 when the folder is larger than it may be."""
+    """Download them; return 1 when the folder is larger than it may be."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,7 +23,7 @@ def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> R
     command = benchmark.command(quick=quick)
     LOGS.mkdir(exist_ok=True)
     log = LOGS / f"{benchmark.name}.log"
-    busy, began = load(), monotonic()
+    measured, busy, began = versions(), load(), monotonic()
     with log.open("w") as output:
         status = _status(command, output.fileno(), limit_s)
     seconds = monotonic() - began
@@ -40,7 +40,7 @@ def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> R
         round(busy, 2),
         figures,
         error or ("" if status == "ok" else last_line(log)),
-        versions(),
+        measured,
     )
 
 

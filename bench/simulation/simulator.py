@@ -44,14 +44,14 @@ class Machine:
     prefill_engines: int = 1
     # Seconds the device needs for a batch, given the patches of each image.
     encode_s: Callable[[Sequence[int]], float] = sum
-    # Decode and preprocess of one image; one stage beside the device, taking what is next when it is free.
+    # Decode and preprocess of one image: a stage beside the device, which takes the next image when it is free.
     prepare_s: float = 0.0
     prefill_s: float = 0.8  # prefill of one chunk
     images_per_chunk: int = 1
     budget_patches: int = 1
     max_ahead_patches: int = 2
     max_ahead_images: int = 64
-    # Latency of the index in front of each admission and behind each encode.
+    # Latency of the index before each admission and after each encode.
     index_s: float = 0.0
     limits: Limits = UNLIMITED
     # Whether the images of a request spread over the replicas by content, or stay together.
@@ -244,7 +244,7 @@ class Load:
     """A stream of requests: how many images each has, how much work an image is, how fast they come."""
 
     sizes: dict[int, int]  # images of a request -> weight
-    # Work that arrives in a second over work one encoder does in a second, by its `replicas`.
+    # Work that arrives in a second over the work that all `replicas` do in a second.
     load: float = 0.8
     image_s: float = 1.0  # seconds of one image on the device
     image_patches: int = 1

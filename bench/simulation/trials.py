@@ -87,7 +87,7 @@ def run_seed(trial: Trial, seed: int) -> Run:
 
 
 def answer(trials: Sequence[Trial]) -> list[Figures]:
-    """Run all trials on the processors there are."""
+    """Run all trials, on several processes."""
     tasks = [(trial, seed) for trial in trials for seed in range(trial.seeds)]
     with ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         runs = iter(list(pool.map(run_seed, *zip(*tasks, strict=True))))

@@ -1,8 +1,8 @@
-"""A bare gRPC server: what a stream of bytes costs when nothing else is done. Inline rows are measured by it.
+"""A bare gRPC server, which only moves bytes: what rows inline are compared with.
 
 python -m bench.transport.bare BYTES [CERT KEY]    prints its port and serves until it is terminated; by TLS with files
 
-It sends so many ready-made bytes to everyone who asks, and takes any number and throws them away.
+It sends so many ready-made bytes to each caller that asks for them, and discards the bytes that it gets.
 """
 
 import asyncio

@@ -82,7 +82,7 @@ async def _figures(client: EncoderClient, rounds: int) -> Figures:
 async def _tls_figures(
     plain: EncoderClient, by_tls: EncoderClient, secure: tuple[Credentials, Issued], rounds: int
 ) -> Figures:
-    """Return what a hit takes by TLS, in times of what it takes without; and what a bare stream does, which is gRPC's.
+    """Return the time of a hit by TLS over its time without, and the same for a bare stream: gRPC's own cost.
 
     `secure` are the credentials of a client of a bare stream by TLS, and the files of its server.
     """
@@ -107,7 +107,7 @@ async def _tls_figures(
 
 
 async def _ratios(pairs: Pairs, rounds: int) -> Figures:
-    """Return for each pair how many times as long the second takes; all take turns, and none is always the first."""
+    """Return for each pair the time of the second over that of the first; all take turns, in alternating order."""
     order = [(name, which) for name in pairs for which in (0, 1)]
     ms: dict[tuple[str, int], list[float]] = {each: [] for each in order}
     for _ in range(rounds + 1):

@@ -11,7 +11,7 @@ from bench.gpu_parts.probe import Probe
 from encoder_service.vision.attention import BACKENDS, FIXED, build, why_not
 from encoder_service.vision.layers import Attention, Segments
 
-HEADS, HEAD_SIZES = 16, (72, 80, 96)  # of Qwen3-VL's tower, as it is and widened
+HEADS, HEAD_SIZES = 16, (72, 80)  # of the towers of Qwen3-VL and Qwen2.5-VL
 # Patches of a small photo, 1280×720, 960×1280, 1920×1080 and 2560×1440; then of eight small photos packed together.
 CASES = ((1024,), (3520,), (4800,), (8160,), (14400,), (1024,) * 8)
 DRY_CASES = ((64,), (32, 16))

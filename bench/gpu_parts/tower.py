@@ -63,7 +63,6 @@ def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
         return  # the others are the same code
     runs = [name for name in PACKED if not why_not(name, probe.device, torch.bfloat16)]
     yield from ({"attention": name, "graphs": name != "sdpa"} for name in runs)
-    yield from ({"attention": name, "graphs": name != "sdpa", "head_size": 80} for name in runs)
 
 
 def _cases(probe: Probe) -> Sequence[str]:

@@ -222,26 +222,6 @@ class Layout:
         return list(torch.split(packed, self.tile)) if self.tile else [packed]
 
 
-class TowerModule(nn.Module):
-    """The network of a family, parameters under their names in checkpoints.
-
-    `forward` takes uint8 packs [patches, channels × patch × patch] with the layout of each and returns the rows
-    [rows, width] of each; it calls `between`, a third argument, before each block. `positions` is the learned position
-    table [side², embed], None without one.
-    """
-
-    spec: TowerSpec
-    blocks: nn.ModuleList
-
-    @property
-    def positions(self) -> Tensor | None:
-        """The learned position table."""
-        return None
-
-    def align(self, multiple: int) -> None:
-        """Widen, with zeros, what lies inside the blocks' MLPs to a multiple of so many columns; it is exact."""
-
-
 class PatchProjection(nn.Module):
     """The convolution over one patch, under its name in checkpoints; `PatchEmbed` uses its folded form."""
 
@@ -319,21 +299,6 @@ class SelfAttention(nn.Module):
         assert self.qkv.bias is not None
         self.qkv.weight = frozen(self.qkv.weight[order])
         self.qkv.bias = frozen(self.qkv.bias[order])
-
-    def pad_heads(self, head_size: int) -> None:
-        """Widen every head to `head_size` with zero weights, once, for kernels that prefer it.
-
-        It is exact, zeros add nothing. Call it after `interleave`; the rotation of the added pairs does not matter.
-        """
-        extra = head_size - self._head_size
-        assert self.qkv.bias is not None
-        weight = self.qkv.weight.view(3, self._heads, self._head_size, -1)
-        bias = self.qkv.bias.view(3, self._heads, self._head_size)
-        self.qkv.weight = frozen(functional.pad(weight, (0, 0, 0, extra)).flatten(0, 2))
-        self.qkv.bias = frozen(functional.pad(bias, (0, extra)).flatten())
-        columns = self.proj.weight.view(-1, self._heads, self._head_size)
-        self.proj.weight = frozen(functional.pad(columns, (0, extra)).flatten(1))
-        self._head_size = head_size  # the scale stays that of the model's own head size
 
     def forward(self, hidden: Residual, norm: Norm, segments: Segments, layout: Layout) -> list[Tensor]:
         """Normalise and mix the stream → tiles [patches, embed], before the output projection."""

@@ -19,9 +19,9 @@ from encoder_contract.tower_spec import Precision, TowerSpec
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision.attention import make_attention
 from encoder_service.vision.fp8 import FP8_MULTIPLE, multiplies_fp8, quantise_blocks
-from encoder_service.vision.layers import Linear, PatchEmbed, SelfAttention, TowerModule
+from encoder_service.vision.layers import Linear, PatchEmbed, SelfAttention
 from encoder_service.vision.pointwise import PlainPointwise, Pointwise
-from encoder_service.vision.qwen import TOWERS
+from encoder_service.vision.qwen import TowerModule
 from encoder_service.vision.tower import CPU_TILE_PATCHES, Tower
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ def load_tower(
     batch_patches: int = 0,
     batch_invariant: bool = False,
     graphs: bool = True,
-    head_size: int = 0,
     precision: Precision = "full",
 ) -> Tower:
     """Load the vision tower of a Hugging Face checkpoint folder; of its weights only the vision tensors are read.
@@ -51,9 +50,8 @@ def load_tower(
     `device` is "cpu" or "cuda[:n]", `dtype` one of `DTYPES`; 0 `batch_patches` are as many as suit the device.
     On CUDA the device becomes this thread's current one.
     `batch_invariant` makes an image's rows independent of its neighbours to the bit by running every image alone; on
-    the CPU they always are. `graphs` (CUDA only) captures CUDA graphs. `head_size` widens attention heads with zeros;
-    0 leaves them as they are. `precision` "fp8" quantises the products of most blocks: on CUDA it is faster, on the CPU
-    it is the same arithmetic, for comparison.
+    the CPU they always are. `graphs` (CUDA only) captures CUDA graphs. `precision` "fp8" quantises the products of
+    most blocks: on CUDA it is faster, on the CPU it is the same arithmetic, for comparison.
     Raises `ValueError` or `FileNotFoundError` naming what is unsupported, missing, unexpected or of the wrong shape.
     """
     started = time.perf_counter()
@@ -62,18 +60,16 @@ def load_tower(
     where, kind = _device(device), _dtype(dtype)
     _make_current(where)
     check_geometry(spec, processor)
-    heads = _head_size(spec, head_size)
-    attend = make_attention(attention, where, kind, heads)
+    attend = make_attention(attention, where, kind, spec.head_size)
     module = _load_module(folder, spec)
     pointwise = make_pointwise(spec, where, kind)
-    _prepare(module, processor, pointwise, where, kind, heads, precision)
+    _prepare(module, processor, pointwise, where, kind, precision)
     tower = Tower(
         module,
         attend,
         pointwise,
         device=where,
         dtype=kind,
-        head_size=heads,
         batch_patches=batch_patches or BATCH_PATCHES[where.type],
         image_by_image=batch_invariant and where.type == "cuda",
     )
@@ -87,10 +83,14 @@ def load_tower(
 
 def _load_module(folder: Path, spec: TowerSpec) -> TowerModule:
     with torch.device("meta"):
-        module = TOWERS[spec.architecture](spec)
+        module = TowerModule(spec)
+    names = {name: module.name_in_checkpoint(name) for name in module.state_dict()}
     tensors = vision_tensors(folder)
-    _check(folder, tensors, {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()})
-    module.load_state_dict(_read(tensors), assign=True)
+    _check(
+        folder, tensors, {names[name]: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    )
+    read = _read(tensors)
+    module.load_state_dict({name: read[stored] for name, stored in names.items()}, assign=True)
     return module.eval().requires_grad_(False)
 
 
@@ -127,7 +127,6 @@ def _prepare(
     pointwise: Pointwise,
     device: torch.device,
     dtype: torch.dtype,
-    head_size: int,
     precision: Precision,
 ) -> None:
     """Convert stored weights into the form used; every step is exact, except for one rounding to `dtype`, and fp8."""
@@ -136,7 +135,6 @@ def _prepare(
             part.fold(processor, dtype)
         elif isinstance(part, SelfAttention):
             part.interleave()
-            part.pad_heads(head_size)
     if device.type == "cuda":
         # A GPU's products of rows that are no multiple of 16 bytes (the 3420 columns of Qwen2.5-VL) are slower.
         module.align(FP8_MULTIPLE)
@@ -169,13 +167,6 @@ def _warm_up(tower: Tower, graphs: bool) -> None:
         tower.capture_graphs()
     if tower.device.type == "cuda":
         torch.cuda.synchronize(tower.device)  # the threads that use it do so on streams of their own
-
-
-def _head_size(spec: TowerSpec, asked: int) -> int:
-    size = asked or spec.head_size
-    if size < spec.head_size or size % 2:
-        raise ValueError(f"head_size {size} must be even and at least the model's {spec.head_size}")
-    return size
 
 
 def check_geometry(spec: TowerSpec, processor: ProcessorSettings) -> None:

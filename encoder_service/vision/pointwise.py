@@ -36,11 +36,8 @@ class Pointwise(Protocol):
 
     name: str
 
-    def rotations(self, grid: Grid, spec: TowerSpec, head_size: int) -> Tensor:
-        """What `rotate` needs to know of each patch of a grid [patches, ...], in merge order, on the CPU.
-
-        Heads wider than the model's end in pairs that are not rotated.
-        """
+    def rotations(self, grid: Grid, spec: TowerSpec) -> Tensor:
+        """What `rotate` needs to know of each patch of a grid [patches, ...], in merge order, on the CPU."""
         ...
 
     def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
@@ -72,7 +69,7 @@ class PlainPointwise:
 
     name = "torch"
 
-    def rotations(self, grid: Grid, spec: TowerSpec, head_size: int) -> Tensor:
+    def rotations(self, grid: Grid, spec: TowerSpec) -> Tensor:
         """Rotations [patches, 1, 1, head size / 2] complex64: first the row's frequencies, then the column's.
 
         As the axial rotary embedding of `transformers`: cosine and sine in float32.
@@ -80,7 +77,6 @@ class PlainPointwise:
         row, column = patch_coordinates(grid, spec.merge_size)
         frequencies = rotary_frequencies(spec)
         angle = torch.cat([axis.float()[:, None] * frequencies for axis in (row, column)], dim=1)
-        angle = functional.pad(angle, (0, (head_size - spec.head_size) // 2))
         return torch.complex(angle.cos(), angle.sin())[:, None, None]
 
     def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:

@@ -66,13 +66,12 @@ def rotate_kernel(
     count: tl.tensor,
     stride: tl.tensor,
     pairs: tl.constexpr,
-    head_pairs: tl.constexpr,
     axis_pairs: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     """Pairs of queries and keys, in place: `pairs` a patch, `stride` values from one patch to the next.
 
-    The first `axis_pairs` pairs of a head turn by the patch's row, the next by its column, the rest by nothing.
+    The first `axis_pairs` pairs of a head turn by the patch's row, the other half by its column.
     """
     # Whole words of memory, both values of a pair side by side in one thread.
     value = 2 * block * tl.program_id(0) + tl.arange(0, 2 * block)
@@ -82,14 +81,14 @@ def rotate_kernel(
     first, second = tl.split(tl.reshape(x.to(tl.float32), (block, 2)))
 
     pair = block * tl.program_id(0) + tl.arange(0, block)
-    of_head = pair % head_pairs
+    of_head = pair % (2 * axis_pairs)
     by_column = of_head >= axis_pairs
-    turned = (pair < count) & (of_head < 2 * axis_pairs)
+    inside = pair < count
     frequency = tl.where(by_column, of_head - axis_pairs, of_head)
-    place = tl.load(coordinates + 2 * (pair // pairs) + by_column.to(tl.int32), mask=turned, other=0)
+    place = tl.load(coordinates + 2 * (pair // pairs) + by_column.to(tl.int32), mask=inside, other=0)
     turn = turns + 2 * (place * axis_pairs + frequency)
-    cosine = tl.load(turn, mask=turned, other=1.0)
-    sine = tl.load(turn + 1, mask=turned, other=0.0)
+    cosine = tl.load(turn, mask=inside, other=1.0)
+    sine = tl.load(turn + 1, mask=inside, other=0.0)
 
     rotated = tl.join(first * cosine - second * sine, first * sine + second * cosine)
     tl.store(at, tl.reshape(rotated, (2 * block,)).to(x.dtype), mask=value < 2 * count)
@@ -145,7 +144,7 @@ class TritonPointwise:
         angle = torch.arange(MAX_SIDE).float()[:, None] * rotary_frequencies(spec)
         self._turns = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
 
-    def rotations(self, grid: Grid, spec: TowerSpec, head_size: int) -> Tensor:  # noqa: ARG002 - the kernel knows
+    def rotations(self, grid: Grid, spec: TowerSpec) -> Tensor:
         """Row and column of each patch, int32 [patches, 2]."""
         if max(grid.h, grid.w) > MAX_SIDE:
             raise ValueError(f"{grid}: no side may be longer than {MAX_SIDE} patches")
@@ -156,6 +155,7 @@ class TritonPointwise:
         assert out is values
         patches, two, heads, head_size = values.shape
         assert values.stride()[1:] == (heads * head_size, head_size, 1), values.stride()
+        assert head_size == 4 * self._turns.shape[1], head_size
         pairs = two * heads * head_size // 2
         count = patches * pairs
         assert 2 * count < 2**31, "the kernel counts values in 32 bits"
@@ -166,7 +166,6 @@ class TritonPointwise:
             count,
             values.stride(0),
             pairs=pairs,
-            head_pairs=head_size // 2,
             axis_pairs=self._turns.shape[1],
             block=BLOCK,
         )
@@ -235,7 +234,7 @@ def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8
     packed = values(grid.patches, 3, spec.heads, spec.head_size)
     turned, expected = packed.clone(), packed.clone()
     for form, tensor in ((ours, turned), (plain, expected)):
-        rotations = form.rotations(grid, spec, spec.head_size).to(device)
+        rotations = form.rotations(grid, spec).to(device)
         queries_and_keys = tensor[:, :2]
         form.rotate(queries_and_keys, rotations, queries_and_keys)
     pairs = {"rotation": (turned, expected)}

@@ -1,65 +1,113 @@
-"""The towers of Qwen3-VL (dense and mixture of experts), Qwen2.5-VL and Qwen3.5; `TOWERS` lists them.
+"""The network of every family: Qwen3-VL (dense and mixture of experts), Qwen2.5-VL and Qwen3.5.
 
-Their dimensions are in `encoder_contract.tower_spec`. Qwen3-VL has full attention and DeepStack levels. Qwen2.5-VL has
-attention inside windows, in a few blocks over the whole image. Qwen3.5 is Qwen3-VL without DeepStack levels.
+Its dimensions are in `encoder_contract.tower_spec`; `FORMS` has what else the families differ in. Qwen3-VL has
+DeepStack levels. Qwen2.5-VL has gated MLPs, and attention inside windows, in a few blocks over the whole image. Qwen3.5
+is Qwen3-VL without DeepStack levels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from encoder_contract.tower_spec import QWEN2_5_VL, QWEN3_5, QWEN3_VL, TowerSpec
-from encoder_service.vision.layers import Layout, Linear, PatchEmbed, Residual, SelfAttention, TowerModule
+from encoder_service.vision.layers import Layout, Linear, PatchEmbed, Residual, SelfAttention
 from encoder_service.vision.pointwise import Norm, Pointwise
 
 
-class Qwen3VLMlp(nn.Module):
-    """Two products with a tanh GELU between them."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a family's network has that its dimensions do not say.
+
+    `names` are parts of the names of its tensors in checkpoints: ours (those of Qwen3-VL) → the family's.
+    """
+
+    rms: bool = False
+    patch_bias: bool = True
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def name_in_checkpoint(self, name: str) -> str:
+        """Return the name that one of our tensors has in the family's checkpoints."""
+        for ours, theirs in self.names.items():
+            name = name.replace(ours, theirs)
+        return name
+
+
+FORMS = {
+    QWEN3_VL.name: Form(),
+    QWEN2_5_VL.name: Form(
+        rms=True,
+        patch_bias=False,
+        names={
+            ".mlp.linear_fc1.": ".mlp.up_proj.",
+            ".mlp.linear_fc2.": ".mlp.down_proj.",
+            "merger.norm.": "merger.ln_q.",
+            "merger.linear_fc1.": "merger.mlp.0.",
+            "merger.linear_fc2.": "merger.mlp.2.",
+        },
+    ),
+    QWEN3_5.name: Form(),
+}
+
+
+class Mlp(nn.Module):
+    """Two products with a tanh GELU between them; or gated: silu(gate) × the first, then the second."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
+        self.gate_proj = Linear(spec.embed, spec.intermediate) if spec.gated else None
         self.linear_fc1 = Linear(spec.embed, spec.intermediate)
         self.linear_fc2 = Linear(spec.intermediate, spec.embed)
 
     def add_to(self, hidden: Residual, number: int, norm: Norm) -> None:
         """Add to a tile of the stream the MLP of its norm."""
-        hidden.add(number, self.linear_fc2, self.linear_fc1.gelu_tanh(hidden.normed(number, norm)))
+        x = hidden.normed(number, norm)
+        if self.gate_proj is None:
+            inside = self.linear_fc1.gelu_tanh(x)
+        else:
+            inside = functional.silu(self.gate_proj(x)).mul_(self.linear_fc1(x))
+        hidden.add(number, self.linear_fc2, inside)
 
     def align(self, multiple: int) -> None:
-        """Widen the values between the products to a multiple of so many columns: the GELU of 0 is 0."""
+        """Widen the values between the products to a multiple of so many columns: the activation of 0 is 0."""
         extra = -self.linear_fc1.weight.shape[0] % multiple
+        if self.gate_proj is not None:
+            self.gate_proj.widen_outputs(extra)
         self.linear_fc1.widen_outputs(extra)
         self.linear_fc2.widen_inputs(extra)
 
 
-class Qwen3VLBlock(nn.Module):
-    """One transformer block over the residual stream."""
+class Block(nn.Module):
+    """One transformer block over the residual stream, whose attention is over whole images or inside windows."""
 
-    def __init__(self, spec: TowerSpec) -> None:
+    def __init__(self, spec: TowerSpec, *, rms: bool, windowed: bool) -> None:
         super().__init__()
-        self.norm1 = Norm(spec.embed)
-        self.norm2 = Norm(spec.embed)
+        self.norm1 = Norm(spec.embed, rms=rms)
+        self.norm2 = Norm(spec.embed, rms=rms)
         self.attn = SelfAttention(spec)
-        self.mlp = Qwen3VLMlp(spec)
+        self.mlp = Mlp(spec)
+        self._windowed = windowed
 
     def forward(self, hidden: Residual, layout: Layout) -> None:
         """Advance the residual stream."""
-        mixed = self.attn(hidden, self.norm1, layout.segments, layout)
+        segments = layout.windows if self._windowed else layout.segments
+        assert segments is not None
+        mixed = self.attn(hidden, self.norm1, segments, layout)
         for number, tile in enumerate(mixed):
             hidden.add(number, self.attn.proj, tile)
             self.mlp.add_to(hidden, number, self.norm2)
 
 
-class Qwen3VLMerger(nn.Module):
+class Merger(nn.Module):
     """Neighbouring patches → one row of the language model's width; a DeepStack merger normalises after the merge."""
 
-    def __init__(self, spec: TowerSpec, *, after_merge: bool) -> None:
+    def __init__(self, spec: TowerSpec, *, rms: bool, after_merge: bool) -> None:
         super().__init__()
         self._merged = spec.embed * spec.merge_unit
         self._after_merge = after_merge
-        self.norm = Norm(self._merged if after_merge else spec.embed)
+        self.norm = Norm(self._merged if after_merge else spec.embed, rms=rms)
         self.linear_fc1 = Linear(self._merged, self._merged)
         self.linear_fc2 = Linear(self._merged, spec.hidden)
 
@@ -71,27 +119,42 @@ class Qwen3VLMerger(nn.Module):
         return rows
 
 
-class Qwen3VLTower(TowerModule):
+class TowerModule(nn.Module):
     """uint8 patches of any images → their rows, [main | DeepStack level 0 | ...]."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
+        form = FORMS[spec.architecture]
         self.spec = spec
-        self.patch_embed = PatchEmbed(spec, bias=True)
-        # Of values that are yet to come: to draw some, torch imports its compiler, seconds of a start.
-        size = spec.position_side**2, spec.embed
-        self.pos_embed = nn.Embedding(*size, _weight=torch.empty(size))
-        self.blocks = nn.ModuleList(Qwen3VLBlock(spec) for _ in range(spec.depth))
-        self.merger = Qwen3VLMerger(spec, after_merge=False)
-        if spec.deepstack:
-            self.deepstack_merger_list = nn.ModuleList(
-                Qwen3VLMerger(spec, after_merge=True) for _ in spec.deepstack
-            )
+        self.patch_embed = PatchEmbed(spec, bias=form.patch_bias)
+        self.pos_embed: nn.Embedding | None = None
+        if spec.position_side:
+            # Of values that are yet to come: to draw some, torch imports its compiler, seconds of a start.
+            size = spec.position_side**2, spec.embed
+            self.pos_embed = nn.Embedding(*size, _weight=torch.empty(size))
+        self.blocks = nn.ModuleList(
+            Block(spec, rms=form.rms, windowed=bool(spec.window) and number not in spec.full_attention)
+            for number in range(spec.depth)
+        )
+        self.merger = Merger(spec, rms=form.rms, after_merge=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            Merger(spec, rms=form.rms, after_merge=True) for _ in spec.deepstack
+        )
 
     @property
-    def positions(self) -> Tensor:
-        """The learned position table [side², embed]."""
-        return self.pos_embed.weight
+    def positions(self) -> Tensor | None:
+        """The learned position table [side², embed]; None without one."""
+        return None if self.pos_embed is None else self.pos_embed.weight
+
+    def name_in_checkpoint(self, name: str) -> str:
+        """Return the name that one of our tensors has in the family's checkpoints."""
+        return FORMS[self.spec.architecture].name_in_checkpoint(name)
+
+    def align(self, multiple: int) -> None:
+        """Widen, with zeros, what lies inside the blocks' MLPs to a multiple of so many columns; it is exact."""
+        for part in self.modules():
+            if isinstance(part, Mlp):
+                part.align(multiple)
 
     def forward(
         self,
@@ -99,10 +162,13 @@ class Qwen3VLTower(TowerModule):
         layouts: Sequence[Layout],
         between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
-        """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step."""
+        """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step.
+
+        `between` is called before each block.
+        """
         spec = self.spec
-        dtype = self.pos_embed.weight.dtype
-        streams = [self.patch_embed(*pack, dtype) for pack in zip(packs, layouts, strict=True)]
+        dtype = self.merger.norm.weight.dtype
+        streams = [self._embed(*pack, dtype) for pack in zip(packs, layouts, strict=True)]
         rows = [
             torch.empty(len(pack) // spec.merge_unit, spec.width, dtype=dtype, device=pack.device)
             for pack in packs
@@ -117,11 +183,12 @@ class Qwen3VLTower(TowerModule):
         self._merge(self.merger, streams, layouts, rows, 0)
         return rows
 
-    def align(self, multiple: int) -> None:
-        """See `TowerModule`."""
-        for part in self.modules():
-            if isinstance(part, Qwen3VLMlp):
-                part.align(multiple)
+    def _embed(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> Residual:
+        if layout.order is not None:
+            values = patches.shape[1]
+            patches = patches.view(-1, self.spec.merge_unit * values)[layout.order].view(-1, values)
+        embedded: Residual = self.patch_embed(patches, layout, dtype)
+        return embedded
 
     def _merge(
         self,
@@ -133,118 +200,5 @@ class Qwen3VLTower(TowerModule):
     ) -> None:
         columns = slice(part * self.spec.hidden, (part + 1) * self.spec.hidden)
         for hidden, layout, out in zip(streams, layouts, rows, strict=True):
-            out[:, columns] = merger(hidden.whole(), layout.pointwise)
-
-
-class Qwen25VLMlp(nn.Module):
-    """Gated: silu(gate) × up, then down."""
-
-    def __init__(self, spec: TowerSpec) -> None:
-        super().__init__()
-        self.gate_proj = Linear(spec.embed, spec.intermediate)
-        self.up_proj = Linear(spec.embed, spec.intermediate)
-        self.down_proj = Linear(spec.intermediate, spec.embed)
-
-    def add_to(self, hidden: Residual, number: int, norm: Norm) -> None:
-        """Add to a tile of the stream the MLP of its norm."""
-        x = hidden.normed(number, norm)
-        hidden.add(number, self.down_proj, functional.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
-
-    def align(self, multiple: int) -> None:
-        """Widen the gated values to a multiple of so many columns: silu(0) × 0 adds 0 to the last product."""
-        extra = -self.gate_proj.weight.shape[0] % multiple
-        self.gate_proj.widen_outputs(extra)
-        self.up_proj.widen_outputs(extra)
-        self.down_proj.widen_inputs(extra)
-
-
-class Qwen25VLBlock(nn.Module):
-    """One transformer block over the residual stream, whole or windowed."""
-
-    def __init__(self, spec: TowerSpec, *, windowed: bool) -> None:
-        super().__init__()
-        self.norm1 = Norm(spec.embed, rms=True)
-        self.norm2 = Norm(spec.embed, rms=True)
-        self.attn = SelfAttention(spec)
-        self.mlp = Qwen25VLMlp(spec)
-        self._windowed = windowed
-
-    def forward(self, hidden: Residual, layout: Layout) -> None:
-        """Advance the residual stream."""
-        segments = layout.windows if self._windowed else layout.segments
-        assert segments is not None
-        mixed = self.attn(hidden, self.norm1, segments, layout)
-        for number, tile in enumerate(mixed):
-            hidden.add(number, self.attn.proj, tile)
-            self.mlp.add_to(hidden, number, self.norm2)
-
-
-class Qwen25VLMerger(nn.Module):
-    """Neighbouring patches → one row of the language model's width."""
-
-    def __init__(self, spec: TowerSpec) -> None:
-        super().__init__()
-        self._merged = spec.embed * spec.merge_unit
-        self.ln_q = Norm(spec.embed, rms=True)
-        # Numbered as in checkpoints: 0 and 2 are products, 1 the activation between them.
-        self.mlp = nn.ModuleDict(
-            {"0": Linear(self._merged, self._merged), "2": Linear(self._merged, spec.hidden)}
-        )
-
-    def forward(self, hidden: Tensor, pointwise: Pointwise) -> Tensor:
-        """[patches, embed] → [rows, hidden]."""
-        normed = pointwise.add_norm(hidden, None, self.ln_q).view(-1, self._merged)
-        first, second = self.mlp["0"], self.mlp["2"]
-        assert isinstance(first, Linear)
-        rows: Tensor = second(first.gelu_erf(normed, pointwise))
-        return rows
-
-
-class Qwen25VLTower(TowerModule):
-    """uint8 patches of any images → their rows, the window order undone."""
-
-    def __init__(self, spec: TowerSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self.patch_embed = PatchEmbed(spec, bias=False)
-        self.blocks = nn.ModuleList(
-            Qwen25VLBlock(spec, windowed=number not in spec.full_attention) for number in range(spec.depth)
-        )
-        self.merger = Qwen25VLMerger(spec)
-
-    def forward(
-        self,
-        packs: Sequence[Tensor],
-        layouts: Sequence[Layout],
-        between: Callable[[], None] = lambda: None,
-    ) -> list[Tensor]:
-        """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step."""
-        streams = [self._embed(*pack) for pack in zip(packs, layouts, strict=True)]
-        for block in self.blocks:
-            between()
-            for hidden, layout in zip(streams, layouts, strict=True):
-                block(hidden, layout)
-        return [
-            self.merger(hidden.whole(), layout.pointwise)[layout.inverse]
-            for hidden, layout in zip(streams, layouts, strict=True)
-        ]
-
-    def align(self, multiple: int) -> None:
-        """See `TowerModule`."""
-        for part in self.modules():
-            if isinstance(part, Qwen25VLMlp):
-                part.align(multiple)
-
-    def _embed(self, patches: Tensor, layout: Layout) -> Residual:
-        unit = self.spec.merge_unit
-        ordered = patches.view(-1, unit * patches.shape[1])[layout.order].view(-1, patches.shape[1])
-        embedded: Residual = self.patch_embed(ordered, layout, self.merger.ln_q.weight.dtype)
-        return embedded
-
-
-TOWERS: Mapping[str, Callable[[TowerSpec], TowerModule]] = {
-    QWEN3_VL.name: Qwen3VLTower,
-    QWEN2_5_VL.name: Qwen25VLTower,
-    QWEN3_5.name: Qwen3VLTower,
-}
-"""What makes the module of a family, with the checkpoint's tensor names."""
+            merged = merger(hidden.whole(), layout.pointwise)
+            out[:, columns] = merged if layout.inverse is None else merged[layout.inverse]

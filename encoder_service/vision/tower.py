@@ -14,8 +14,9 @@ from torch import Tensor
 from encoder_contract.geometry import Grid
 from encoder_contract.tower_spec import TowerSpec
 from encoder_service.vision.graphs import CudaCapture, Graphs
-from encoder_service.vision.layers import Attention, Layout, Segments, TowerModule, moved
+from encoder_service.vision.layers import Attention, Layout, Segments, moved
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
+from encoder_service.vision.qwen import TowerModule
 
 # A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): at most 170 MB on the
 # CPU, eighteen different 720p grids; 1.7 GB on a GPU, where a grid that is not here costs more than its forward.
@@ -176,14 +177,12 @@ class Tower:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        head_size: int,
         batch_patches: int,
         image_by_image: bool,
     ) -> None:
         self.spec = module.spec
         self.device = device
         self.dtype = dtype
-        self.head_size = head_size
         self.batch_patches = batch_patches
         self.image_by_image = image_by_image
         self._module = module
@@ -268,7 +267,7 @@ class Tower:
     def _layouts(self, grids: Sequence[Grid]) -> list[Layout]:
         """One layout for each image; they share the memory that gathers their tiles."""
         largest = max(grid.patches for grid in grids)
-        shape = (largest, 3, self.spec.heads, self.head_size)
+        shape = (largest, 3, self.spec.heads, self.spec.head_size)
         gathered = torch.empty(shape if largest > CPU_TILE_PATCHES else 0, dtype=self.dtype)
         return [
             replace(
@@ -297,7 +296,7 @@ class Tower:
         )
 
     def _make_tables(self, grid: Grid) -> GridTables:
-        rotations = self._pointwise.rotations(grid, self.spec, self.head_size)
+        rotations = self._pointwise.rotations(grid, self.spec)
         return make_tables(grid, self.spec, self._module.positions, rotations, self.device)
 
     def _check(self, image: Tensor, grid: Grid) -> None:

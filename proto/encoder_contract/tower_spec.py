@@ -77,9 +77,14 @@ class TowerSpec:
         return self.merge_size**2
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLPs are gated: in every family a SiLU is half of a gated pair."""
+        return self.activation == "silu"
+
+    @property
     def mlp_products(self) -> int:
-        """Products in one MLP: a SiLU is half of a gated pair in every family, so it comes with a third."""
-        return 3 if self.activation == "silu" else 2
+        """Products in one MLP."""
+        return 3 if self.gated else 2
 
 
 _DEFAULTS_OF_ALL = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from PIL import Image
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, is_shortage
 
 ROOT = Path(__file__).resolve().parents[3]
-SIDE = 3000
+# Large enough that what a decoder takes whatever the image does not count; beyond what a shortage leaves.
+SIDE = 2000
 
 MODES = [
     ("PNG", "RGB", {}), ("PNG", "RGBA", {}), ("PNG", "P", {}), ("PNG", "P", {"transparency": 0}), ("PNG", "LA", {}),
@@ -76,6 +78,7 @@ for line in sys.stdin:
 """
 
 
+@cache
 def picture(mode: str, side: int) -> Image.Image:
     smooth = Image.fromarray(np.random.default_rng(1).integers(0, 255, (side // 20, side // 20, 3), np.uint8))
     rgb = smooth.resize((side, side))

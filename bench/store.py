@@ -17,7 +17,7 @@ from bench.transport.hits import hit_figures
 from bench.transport.puts import put_figures
 from encoder_contract.framing import checksum, frame_rows, parse_fetch_response
 from encoder_service.store import Store
-from encoder_service.store.table import Layout, Tier
+from encoder_service.store.arena import Layout, Tier
 from prefill_client import SharedRows
 
 BENCHMARK = Benchmark(

@@ -23,7 +23,6 @@ from encoder_service.engine.model import Model
 from encoder_service.engine.workers import CopyOut, Prepare, Vit
 from encoder_service.image.decoder import Decoder
 from encoder_service.store import store as storing
-from encoder_service.store.store import TierMigrator
 from encoder_service.vision import Tower
 from tests.engines import Changed, in_batches
 
@@ -119,7 +118,7 @@ DEATHS: dict[str, tuple[type, str]] = {
     "vit dies": (Vit, "_with_room"),
     "copy-out dies": (CopyOut, "_keep"),
     "prepare-apart dies": (Prepare, "_prepare_apart"),
-    "tier-migrator dies": (TierMigrator, "_demote"),
+    "tier-migrator dies": (storing.Store, "_demote"),
     "cluster-leases dies": (Leases, "send"),
 }
 

@@ -259,11 +259,11 @@ class CopyOut:
                 if not is_finite:  # kept, they would be served again and again
                     raise ArithmeticError("the tower's rows contain a NaN or an infinity")
                 outcome: Pin | EncoderError = self._store.put(
-                    job.key.address, rows, job.grid, holder=job.task.holder, is_set_aside=True
+                    job.key.address, rows, job.grid, holder=job.task.holder, is_reserved=True
                 )
             except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
                 outcome = self._jobs.known_error(error)
-            self._store.give_back(self._tokens(job.grid))
+            self._store.release(self._tokens(job.grid))
             job.stage("copy_out", began, monotonic())
             self._jobs.end(job, outcome)
 
@@ -271,7 +271,7 @@ class CopyOut:
         """End a batch whose rows never came to be: what a kernel did wrong shows where it is waited for."""
         known = self._jobs.known_error(error)
         for job in batch.jobs:
-            self._store.give_back(self._tokens(job.grid))
+            self._store.release(self._tokens(job.grid))
             self._jobs.drop(job, known)
 
 
@@ -359,7 +359,7 @@ class Vit:
         The others wait for another batch; if the store has no room in time for the first image, that image fails.
         """
         try:
-            count = self._store.set_aside([self._tokens(job.grid) for job in jobs])
+            count = self._store.reserve([self._tokens(job.grid) for job in jobs])
         except EncoderError as error:
             self._jobs.drop(jobs.pop(0), error)
             count = 0
@@ -369,7 +369,7 @@ class Vit:
     def _with_room_now(self, jobs: list[Job]) -> list[Job]:
         """Likewise in the middle of a batch, which is not to wait: what has no room now comes after it."""
         try:
-            count = self._store.set_aside([self._tokens(job.grid) for job in jobs], wait=False)
+            count = self._store.reserve([self._tokens(job.grid) for job in jobs], wait=False)
         except EncoderError:
             count = 0
         self._jobs.put_back(jobs[count:])
@@ -402,7 +402,7 @@ class Vit:
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
-            self._store.give_back(self._tokens(job.grid))
+            self._store.release(self._tokens(job.grid))
         if self._jobs.lost_device(error):
             return
         log.warning("a batch of %d images failed; smaller ones follow", len(jobs), exc_info=error)

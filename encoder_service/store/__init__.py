@@ -1,8 +1,8 @@
 """The embedding store: arenas, tiers, eviction, pins, shared memory. See docs/store.md."""
 
+from encoder_service.store.arena import TierName
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.segment import StoreSizeError
 from encoder_service.store.store import EntryStats, Store, StoreStats, TierStats
-from encoder_service.store.table import TierName
 
 __all__ = ["EntryStats", "Incoming", "Pin", "Store", "StoreSizeError", "StoreStats", "TierName", "TierStats"]

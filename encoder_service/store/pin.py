@@ -6,9 +6,8 @@ reader sees them until they are complete.
 
 import math
 import os
-import time
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -16,8 +15,29 @@ import torch
 from encoder_contract.errors import InternalError, InvalidRequestError
 from encoder_contract.framing import Checksum, checksum
 from encoder_contract.handle import Handle
+from encoder_service.store.arena import Entry, Grid, TierName
 from encoder_service.store.segment import Segment
-from encoder_service.store.table import Entry, EntryTable, Grid, Tier, TierName
+
+
+class EntryStore(Protocol):
+    """What pins need of the store that made them."""
+
+    segment: Segment
+
+    def unpin(self, entry: Entry) -> None:
+        """Undo one pin."""
+
+    def unpin_later(self, entry: Entry) -> None:
+        """Undo one pin at the next call. For the garbage collector, which may run while the lock is held."""
+
+    def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
+        """Return a pinned copy of a pinned entry in the host tier, made now if there is none."""
+
+    def commit(self, entry: Entry) -> None:
+        """Make a reserved entry visible whose bytes are written; it stays pinned once."""
+
+    def abandon(self, entry: Entry) -> None:
+        """Free the pages of a reserved entry whose bytes will not be complete."""
 
 
 class Pin:
@@ -27,12 +47,11 @@ class Pin:
     `to_host` first, which copies: call it from a worker thread.
     """
 
-    __slots__ = ("_entry", "_segment", "_table")
+    __slots__ = ("_entry", "_store")
 
-    def __init__(self, table: EntryTable, segment: Segment, entry: Entry) -> None:
-        """Own one pin of `entry` that `table` has already counted."""
-        self._table = table
-        self._segment = segment
+    def __init__(self, store: EntryStore, entry: Entry) -> None:
+        """Own one pin of `entry` that `store` has already counted."""
+        self._store = store
         self._entry: Entry | None = entry
 
     @property
@@ -60,22 +79,13 @@ class Pin:
 
         Raises `OverloadedError` if the host tier stays full of pins for `wait_s`; the pin is then unchanged.
         """
-        entry = self._held
-        host = self._table.host
-        if entry.tier is not host:
-            self._entry = self._table.copy(entry, host, time.monotonic() + wait_s)
-            self._table.unpin(entry)
+        if self.tier != "host":
+            self.move_to(self._store.copy_to_host(self._held, wait_s))
 
-    def move_to(self, tier: Tier) -> bool:
-        """Move this pin to the copy in `tier` if there is one; return whether it is there now. Takes microseconds."""
-        held = self._held
-        if held.tier is tier:
-            return True
-        if (copy := self._table.pin_in(tier, held.address)) is None:
-            return False
-        self._entry = copy
-        self._table.unpin(held)
-        return True
+    def move_to(self, copy: Entry) -> None:
+        """Own a pin of a copy in another tier, which the store has already counted, instead."""
+        held, self._entry = self._held, copy
+        self._store.unpin(held)
 
     def rows(self, begin: int = 0, end: int | None = None) -> list[memoryview]:
         """Return the bytes of rows [begin, end), in order, viewed in place: valid until the pin is released.
@@ -83,7 +93,7 @@ class Pin:
         Raises `InvalidRequestError` for a window outside the embedding.
         """
         assert self.tier == "host", "call to_host first"
-        view = self._segment.view
+        view = self._store.segment.view
         return [view[offset : offset + length] for offset, length in self._extents(begin, end)]
 
     def checksum(self, begin: int = 0, end: int | None = None) -> int:
@@ -105,7 +115,7 @@ class Pin:
 
         Raises `InvalidRequestError` for a window outside the embedding.
         """
-        segment, entry = self._segment, self._held
+        segment, entry = self._store.segment, self._held
         on_device = entry.tier.name == "device"
         return Handle(
             segment=str(segment.path),
@@ -122,7 +132,7 @@ class Pin:
         """Release the pin; idempotent."""
         entry, self._entry = self._entry, None
         if entry is not None:
-            self._table.unpin(entry)
+            self._store.unpin(entry)
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +144,7 @@ class Pin:
 
     def __del__(self) -> None:
         if self._entry is not None:
-            self._table.unpin_later(self._entry)
+            self._store.unpin_later(self._entry)
 
     @property
     def entry(self) -> Entry:
@@ -154,7 +164,7 @@ class Pin:
             raise InvalidRequestError(
                 f"row window [{begin}, {end}) is outside the image's {entry.tokens} rows"
             )
-        base = self._segment.data_offset if entry.tier.name == "host" else 0
+        base = self._store.segment.data_offset if entry.tier.name == "host" else 0
         return [(base + offset, length) for offset, length in entry.extents(begin, end)]
 
 
@@ -167,16 +177,14 @@ _CHECKED_BYTES = 256 << 10
 class Incoming:
     """One embedding on its way into the store; `complete` or `drop` it. Not thread-safe: one writer at a time."""
 
-    def __init__(self, table: EntryTable, segment: Segment, entry: Entry, dtype: torch.dtype) -> None:
-        """Own a reserved entry of rows of `dtype`, and the claim on its address."""
+    def __init__(self, store: EntryStore, entry: Entry, dtype: torch.dtype) -> None:
+        """Own a reserved entry of rows of `dtype`, in the host tier."""
         self._dtype = dtype
-        self._table = table
-        self._segment = segment
+        self._store = store
         self._entry: Entry | None = entry
-        base = segment.data_offset
+        view, base = store.segment.view, store.segment.data_offset
         self._rows = [
-            segment.view[base + offset : base + offset + length]
-            for offset, length in entry.extents(0, entry.tokens)
+            view[base + offset : base + offset + length] for offset, length in entry.extents(0, entry.tokens)
         ]
         self._room = list(self._rows)
         self._left = entry.row_bytes
@@ -253,16 +261,14 @@ class Incoming:
         assert entry is not None, "the rows are complete, or were dropped"
         self._entry, self._rows = None, []
         entry.checksum = checksum
-        self._table.commit(entry)
-        self._table.unclaim(entry.address)
-        return Pin(self._table, self._segment, entry)
+        self._store.commit(entry)
+        return Pin(self._store, entry)
 
     def drop(self) -> None:
         """Discard rows that are not complete; afterwards, or once they are, this does nothing."""
         entry, self._entry, self._rows = self._entry, None, []
         if entry is not None:
-            self._table.abandon(entry)
-            self._table.unclaim(entry.address)
+            self._store.abandon(entry)
 
     def _use(self, count: int) -> None:
         self._room[0] = self._room[0][count:]

@@ -1,14 +1,15 @@
 """The embedding store: embeddings by address, in a host tier and an optional device tier, each bounded in bytes.
 
-`TierMigrator` moves embeddings between the tiers, in its own thread.
+One short lock guards all bookkeeping. Bytes are copied outside the lock, into pages that no reader can see yet.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_service.store import segment
+from encoder_service.store.arena import Entry, Grid, Layout, Tier, TierName
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
-from encoder_service.store.table import Entry, EntryTable, Grid, Layout, Tier, TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,23 @@ class StoreStats:
 PAGE_BYTES = 64 << 10
 """A page is as many rows as fit this, at least one: an embedding wastes half a page on average."""
 _LARGEST = 10
+_NAP_S = 0.05
+"""Longest sleep of a waiter: pins released by the garbage collector do not notify waiters."""
+LOW_WATER = 0.1
+"""Share of the device tier kept free: a new embedding that does not fit there goes to the host tier."""
+PROMOTE_READERS = 3
+"""An embedding is copied to the device tier for every third reader who would read it there and found it on the host."""
+_SUGGESTIONS = 64
+"""Pending promotions kept; those that overflow are suggested again by later readers."""
+_IDLE_S = 0.02
+"""Pause of the migrator when nothing is due: far shorter than the time in which encoding fills the share kept free."""
 
 
 class Store:
     """Thread-safe. `pin`, `contains`, `tier_of` and `Pin.release` take microseconds: call them from an event loop.
 
-    `put` and `Pin.to_host` copy megabytes and may wait for other threads: call them from worker threads.
+    `put` and `Pin.to_host` copy megabytes and may wait for other threads: call them from worker threads. An address is
+    written by one thread at a time: other writers wait for it and then find the embedding held.
     """
 
     def __init__(
@@ -100,6 +112,7 @@ class Store:
         row_bytes = width * dtype.itemsize
         self.layout = Layout(row_bytes, max(1, PAGE_BYTES // row_bytes))
         self._wait_s = wait_s
+        self._on_evict = on_evict
         self._device_name = device
         self._closed = threading.Event()
         on_device = _allocate(device, self._whole_pages(device_bytes, "device")) if device_bytes else None
@@ -115,26 +128,61 @@ class Store:
         if on_device is not None:
             flat = _tensor_over(on_device, device)
             self._device = Tier("device", flat, self.layout, self.segment.device_generations, on_device.name)
-        self._table = EntryTable(
-            [self._host] if self._device is None else [self._host, self._device], on_evict
-        )
-        self._migrator = None if self._device is None else TierMigrator(self._table, self._device, self._host)
+        # In the order in which readers prefer them.
+        self._tiers = (self._host,) if self._device is None else (self._host, self._device)
         self._registered = device.startswith("cuda") and segment.register_memory(memory, device)
         if prefault and not self._registered:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._waiting = 0  # threads that wait for `_freed`
+        self._writing: set[bytes] = set()
+        self._forgotten: deque[Entry] = deque()
+        self._reserved_pages = 0
+        self._wanting_since: float | None = None  # since when there has been no space for `_wanting_pages`
+        self._wanting_pages = 0
+        self._low_pages = 0 if self._device is None else max(1, int(self._device.arena.pages * LOW_WATER))
+        self._suggested: deque[bytes] = deque(maxlen=_SUGGESTIONS)
+        self._misses = self._waits = self._refusals = self._demotions = self._promotions = 0
 
     def pin(self, address: bytes) -> Pin | None:
-        """Return a pin on the embedding, on its host copy if there is one; None if it is not held."""
-        entry = self._table.lookup(address)
-        return None if entry is None else Pin(self._table, self.segment, entry)
+        """Return a pin on the embedding, on its host copy if there is one; None if it is not held.
+
+        It counts as a hit; a copy in another tier counts as used.
+        """
+        found = None
+        with self._lock:
+            self._settle()
+            for tier in self._tiers:
+                entry = tier.entries.get(address)
+                if entry is None:
+                    continue
+                if found is None:
+                    found = entry
+                    tier.pin(entry)
+                    tier.hits += 1
+                    entry.hits += 1
+                else:
+                    tier.touch(entry)
+            if found is None:
+                self._misses += 1
+                return None
+        return Pin(self, found)
 
     def to_device(self, pin: Pin) -> None:
         """Move a pin to the device tier's copy for someone who reads there; if there is none, it stays as it is.
 
         What such readers find on the host again and again is copied to the device. Takes microseconds; for one thread.
         """
-        if self._device is not None and self._migrator is not None and not pin.move_to(self._device):
-            self._migrator.wanted(pin.entry)
+        entry = pin.entry
+        if self._device is None or entry.tier is self._device:
+            return
+        if (copy := self._pin_in(self._device, entry.address)) is not None:
+            pin.move_to(copy)
+            return
+        entry.device_readers += 1
+        if entry.device_readers % PROMOTE_READERS == 0:
+            self._suggested.append(entry.address)
 
     @property
     def has_device(self) -> bool:
@@ -142,14 +190,14 @@ class Store:
         return self._device is not None
 
     def put(
-        self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_set_aside: bool = False
+        self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False
     ) -> Pin:
         """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
 
         First writer wins: if the address is held, or another thread is writing it, `rows` are discarded.
         With a device tier, rows go there while it has space. The rows count against `holder`, whose least recently used
-        go first while it has the most. `is_set_aside`: into the caller's own `set_aside`.
-        Raises `OverloadedError` if everything stays pinned, or set aside for others, for `wait_s`, and
+        go first while it has the most. `is_reserved`: into space that the caller reserved with `reserve`.
+        Raises `OverloadedError` if everything stays pinned, or reserved by others, for `wait_s`, and
         `ImageLimitError` for an embedding larger than the host tier.
         """
         assert rows.ndim == 2, rows.shape
@@ -157,56 +205,55 @@ class Store:
         tokens = len(rows)
         self._check_size(tokens)
         deadline = time.monotonic() + self._wait_s
-        table = self._table
-        entry = table.claim(address, table.tiers, deadline)
-        if entry is not None:
-            return Pin(table, self.segment, entry)
-        try:
-            source = rows.contiguous().view(torch.uint8).view(-1)
-            if self._device is not None:
-                entry = table.reserve_free(self._device, address, tokens, grid, holder, promised=is_set_aside)
-            if entry is None:
-                entry = table.reserve(
-                    self._host, address, tokens, grid, holder, deadline, promised=is_set_aside
-                )
-            return Pin(table, self.segment, table.fill(entry, [source]))
-        finally:
-            table.unclaim(address)
+        into = tuple(reversed(self._tiers))
+        entry, is_new = self._begin(
+            address, tokens, grid, holder, self._tiers, into, deadline, is_reserved=is_reserved
+        )
+        if is_new:
+            self._fill(entry, map(_flat, [rows]))  # rows that are discarded are not even made contiguous
+        return Pin(self, entry)
 
     def receive(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Incoming | None:
         """Return where to write rows that arrive piece by piece, in the host tier; None if they are held.
 
         They count against `holder` from now on.
-        Takes microseconds: call it from an event loop. Raises `OverloadedError` at once if everything is pinned or set
-        aside, or another thread is writing the address, and `ImageLimitError` if the host tier is too small for it.
+        Takes microseconds: call it from an event loop. Raises `OverloadedError` at once if everything is pinned or
+        reserved, or another thread is writing the address, and `ImageLimitError` if the host tier is too small for it.
         """
         self._check_size(tokens)
-        table, now = self._table, time.monotonic()
-        if (held := table.claim(address, table.tiers, now)) is not None:
-            table.unpin(held)
-            return None
-        try:
-            entry = table.reserve(self._host, address, tokens, grid, holder, now)
-        except BaseException:  # any error: an address that stays claimed can never be put
-            table.unclaim(address)
-            raise
-        return Incoming(table, self.segment, entry, self.dtype)
+        entry, is_new = self._begin(
+            address, tokens, grid, holder, self._tiers, (self._host,), time.monotonic()
+        )
+        if is_new:
+            return Incoming(self, entry, self.dtype)
+        self.unpin(entry)
+        return None
 
-    def set_aside(self, tokens: Sequence[int], *, wait: bool = True) -> int:
+    def reserve(self, tokens: Sequence[int], *, wait: bool = True) -> int:
         """Reserve space for embeddings about to be computed; return how many of them, from the first on, fit.
 
-        May `wait` while too much is pinned for the first; without that, none may fit. Raises what `put` would, before
-        rows are computed that could not be stored. No other writer takes the space. Call `give_back` once for each
-        embedding reserved, after `put` or instead of it.
+        No other writer takes the space. Call `release` once for each embedding reserved, after `put` or instead of it.
+        Raises what `put` would, before rows are computed that could not be stored: with `wait`, `OverloadedError` once
+        space for the first, or for less, has been lacking for `wait_s`, for any caller who waits; later callers get it
+        at once. Without `wait`, none may fit.
         """
         self._check_size(tokens[0])
-        return self._table.promise(
-            [self.layout.pages(count) for count in tokens], self._wait_s if wait else None
-        )
+        pages = [self.layout.pages(count) for count in tokens]
+        with self._lock:
+            self._settle()
+            while not (count := self._room_for(pages)) and wait:
+                if self._wanting_since is None or pages[0] < self._wanting_pages:
+                    self._wanting_since, self._wanting_pages = time.monotonic(), pages[0]
+                self._wait(self._wanting_since + self._wait_s)
+                self._settle()
+            self._reserved_pages += sum(pages[:count])
+            return count
 
-    def give_back(self, tokens: int) -> None:
-        """Undo `set_aside` for one embedding."""
-        self._table.unpromise(self.layout.pages(tokens))
+    def release(self, tokens: int) -> None:
+        """Undo `reserve` for one embedding."""
+        with self._lock:
+            self._reserved_pages -= self.layout.pages(tokens)
+            self._wake()
 
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding now."""
@@ -214,41 +261,76 @@ class Store:
 
     def tier_of(self, address: bytes) -> TierName | None:
         """Return the tier that `pin` would find, or None; takes no pin and counts no hit."""
-        return self._table.tier_of(address)
+        with self._lock:
+            return next((tier.name for tier in self._tiers if address in tier.entries), None)
 
     def grids(self) -> dict[bytes, Grid]:
         """Return address and grid of every embedding held now."""
-        return self._table.grids()
+        with self._lock:
+            return {address: entry.grid for tier in self._tiers for address, entry in tier.entries.items()}
 
     def evict(self, address: bytes) -> bool:
-        """Drop the embedding from all tiers; return False, and do nothing, if it is not held or is pinned."""
-        return self._table.evict(address)
+        """Drop the embedding from all tiers; return False, and do nothing, if it is absent, pinned or being written."""
+        with self._lock:
+            self._settle()
+            entries = [tier.entries[address] for tier in self._tiers if address in tier.entries]
+            if not entries or any(entry.pins for entry in entries) or address in self._writing:
+                return False
+            for entry in entries:
+                entry.tier.drop(entry)
+            self._wake()
+        self._tell(entries)
+        return True
 
     def flush(self) -> int:
         """Drop every embedding that is not pinned; return how many copies were dropped."""
-        return self._table.flush()
+        with self._lock:
+            self._settle()
+            entries = [entry for tier in self._tiers for entry in tier.entries.values() if not entry.pins]
+            for entry in entries:
+                entry.tier.drop(entry)
+            self._wake()
+        self._tell(entries)
+        return len(entries)
 
     def keep_moving(self) -> None:
         """Demote and promote until the store is closed: a thread's target. Returns at once without a device tier."""
-        if self._migrator is not None:
-            self._migrator.run(self._closed)
+        while self._device is not None and not self._closed.is_set():
+            if not self.move_once():
+                self._closed.wait(_IDLE_S)
 
     def move_once(self) -> bool:
-        """Make one move between the tiers; return False if none is due or possible."""
-        return self._migrator is not None and self._migrator.move_once()
+        """Make one move between the tiers; return False if none is due or possible. Takes milliseconds: it copies.
+
+        Demotion copies an embedding from the device to the host, then drops it from the device. Promotion copies one
+        that `to_device` found on the host to the device.
+        """
+        if (device := self._device) is None:
+            return False
+        with self._lock:
+            self._settle()
+            is_due = device.arena.free_pages < self._low_pages
+            victim = device.order.victim(time.monotonic()) if is_due else None
+            if victim is not None:
+                device.pin(victim)
+        if victim is not None:
+            return self._demote(victim)
+        return bool(self._suggested) and self._promote(self._suggested.popleft(), device)
 
     def stats(self) -> StoreStats:
         """Return current statistics. Walks all entries: for scrapes and admin calls, not for every request."""
-        tiers = self._table.snapshot()
+        with self._lock:
+            self._settle()
+            tiers = [(tier, list(tier.entries.values())) for tier in reversed(self._tiers)]
         entries = [entry for _, held in tiers for entry in held]
         return StoreStats(
-            tiers=tuple(_tier_stats(tier, held) for tier, held in reversed(tiers)),
+            tiers=tuple(_tier_stats(tier, held) for tier, held in tiers),
             pins=sum(entry.pins for entry in entries),
-            misses=self._table.misses,
-            waits=self._table.waits,
-            refusals=self._table.refusals,
-            demotions=0 if self._migrator is None else self._migrator.demotions,
-            promotions=0 if self._migrator is None else self._migrator.promotions,
+            misses=self._misses,
+            waits=self._waits,
+            refusals=self._refusals,
+            demotions=self._demotions,
+            promotions=self._promotions,
             largest=tuple(map(_entry_stats, nlargest(_LARGEST, entries, key=lambda entry: entry.tokens))),
         )
 
@@ -260,6 +342,207 @@ class Store:
         if self._registered:
             segment.unregister_memory(self._host.memory, self._device_name)
         self.segment.close()
+
+    # For pins: see `EntryStore`
+
+    def unpin(self, entry: Entry) -> None:
+        """Undo one pin."""
+        with self._lock:
+            entry.tier.unpin(entry)
+            self._wake()
+
+    def unpin_later(self, entry: Entry) -> None:
+        """Undo one pin at the next call. For the garbage collector, which may run while the lock is held."""
+        self._forgotten.append(entry)
+
+    def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
+        """Return a pinned copy of a pinned entry in the host tier, made now if there is none."""
+        host, deadline = (self._host,), time.monotonic() + wait_s
+        copy, is_new = self._begin(
+            entry.address, entry.tokens, entry.grid, entry.holder, host, host, deadline
+        )
+        if is_new:
+            self._fill(copy, entry.tier.pieces(entry))
+        return copy
+
+    def commit(self, entry: Entry) -> None:
+        """Make a reserved entry visible whose bytes are written; it stays pinned once."""
+        with self._lock:
+            entry.tier.commit(entry)
+            self._writing.discard(entry.address)
+            self._wake()
+
+    def abandon(self, entry: Entry) -> None:
+        """Free the pages of a reserved entry whose bytes will not be complete."""
+        with self._lock:
+            entry.tier.release(entry)
+            self._writing.discard(entry.address)
+            self._wake()
+
+    # Writing and moving
+
+    def _begin(
+        self,
+        address: bytes,
+        tokens: int,
+        grid: Grid,
+        holder: str,
+        held_in: Sequence[Tier],
+        into: Sequence[Tier],
+        deadline: float,
+        *,
+        is_reserved: bool = False,
+    ) -> tuple[Entry, bool]:
+        """Return the embedding, pinned, if a tier in `held_in` has it, and False; else reserved pages, and True.
+
+        The caller is then the address's only writer, until `commit` or `abandon`. Waits for another writer, and while
+        too much is pinned or reserved by others, until `deadline` (monotonic): then `OverloadedError`.
+        """
+        dropped: list[Entry] = []
+        try:
+            with self._lock:
+                while True:
+                    self._settle()
+                    for tier in held_in:
+                        if (held := tier.entries.get(address)) is not None:
+                            tier.pin(held)
+                            return held, False
+                    if address not in self._writing:
+                        break
+                    self._wait(deadline)
+                self._writing.add(address)
+                try:
+                    while True:
+                        if is_reserved or self._room_for([self.layout.pages(tokens)]):
+                            entry = self._place(address, tokens, grid, holder, into, dropped)
+                            if entry is not None:
+                                return entry, True
+                        self._wait(deadline)
+                        self._settle()
+                except BaseException:  # any error: an address that stays in `_writing` can never be put
+                    self._writing.discard(address)
+                    self._wake()
+                    raise
+        finally:
+            self._tell(dropped)
+
+    def _place(
+        self,
+        address: bytes,
+        tokens: int,
+        grid: Grid,
+        holder: str,
+        into: Sequence[Tier],
+        dropped: list[Entry],
+    ) -> Entry | None:
+        """Reserve pages in the first tier that has them free; else evict others from the last, the host."""
+        for tier in into:
+            if (entry := tier.reserve(address, tokens, grid, holder)) is not None:
+                return entry
+        host = into[-1]
+        for victim in host.make_room(tokens, holder):
+            dropped.append(victim)
+            if (entry := host.reserve(address, tokens, grid, holder)) is not None:
+                return entry
+        return None
+
+    def _fill(self, entry: Entry, sources: Iterable[Tensor]) -> None:
+        """Copy the embedding's bytes into its reserved pages and make it visible; it stays pinned once."""
+        try:
+            copy_bytes(entry.tier.pieces(entry), sources)
+        except BaseException:  # any error: pages that stay reserved are lost
+            self.abandon(entry)
+            raise
+        self.commit(entry)
+
+    def _demote(self, victim: Entry) -> bool:
+        """Copy a pinned entry to the host unless it is there, then drop it; not while the host is full."""
+        try:
+            copy = self.copy_to_host(victim, wait_s=0.0)
+        except OverloadedError:
+            self.unpin(victim)
+            return False
+        self.unpin(copy)
+        with self._lock:
+            victim.tier.unpin(victim)
+            is_gone = not victim.pins  # no reader has pinned it since
+            if is_gone:
+                victim.tier.drop(victim)
+                self._demotions += 1
+            self._wake()
+        if is_gone:
+            self._tell([victim])
+        return is_gone
+
+    def _promote(self, address: bytes, device: Tier) -> bool:
+        """Copy a host entry into free pages of the device; demotion keeps some free."""
+        if (source := self._pin_in(self._host, address)) is None:
+            return False
+        try:
+            with self._lock:
+                if address in self._writing or address in device.entries:
+                    return False
+                copy = device.reserve(address, source.tokens, source.grid, source.holder)
+                if copy is None:
+                    return False
+                self._writing.add(address)
+            self._fill(copy, source.tier.pieces(source))
+        finally:
+            self.unpin(source)
+        self.unpin(copy)
+        self._promotions += 1
+        return True
+
+    def _pin_in(self, tier: Tier, address: bytes) -> Entry | None:
+        """Return the copy in `tier`, pinned, or None; not counted as a hit."""
+        with self._lock:
+            entry = tier.entries.get(address)
+            if entry is not None:
+                tier.pin(entry)
+            return entry
+
+    # With the lock held
+
+    def _room_for(self, pages: Sequence[int]) -> int:
+        """Return how many of these embeddings, from the first on, fit beside what is pinned, written or reserved."""
+        free = sum(tier.arena.free_pages for tier in self._tiers)
+        room = free + self._host.evictable_pages - self._reserved_pages
+        return sum(needed <= room for needed in accumulate(pages))
+
+    def _wait(self, deadline: float) -> None:
+        """Wait until something is freed; raises `OverloadedError` at the deadline."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            self._refusals += 1
+            raise OverloadedError(
+                "the store is full of embeddings that are in use: retry", retry_after_ms=1000
+            )
+        self._waits += 1
+        self._waiting += 1
+        try:
+            self._freed.wait(min(left_s, _NAP_S))
+        finally:
+            self._waiting -= 1
+
+    def _wake(self) -> None:
+        """Wake the threads that wait: pages, or an address, may be free now."""
+        if self._wanting_since is not None and self._room_for([self._wanting_pages]):
+            self._wanting_since = None
+        if self._waiting:
+            self._freed.notify_all()
+
+    def _settle(self) -> None:
+        """Undo pins whose holders were garbage-collected."""
+        while self._forgotten:
+            entry = self._forgotten.popleft()
+            entry.tier.unpin(entry)
+            self._wake()
+
+    def _tell(self, dropped: Iterable[Entry]) -> None:
+        """Report the entries dropped from a tier: without the lock."""
+        if self._on_evict is not None:
+            for entry in dropped:
+                self._on_evict(entry.address, entry.tier.name)
 
     def _check_size(self, tokens: int) -> None:
         if self.layout.pages(tokens) > self._host.arena.pages:
@@ -277,6 +560,35 @@ class Store:
                 f"raise --store-{name}-gib"
             )
         return size_bytes
+
+
+def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy flat uint8 tensors into others of the same total length but different boundaries, and wait for completion.
+
+    Between a GPU and registered host memory, pieces are copied asynchronously and synchronised once. The sources
+    must be ready on the calling thread's current stream.
+    """
+    streams = set()
+    rest = iter(sources)
+    source = next(rest)
+    for target in targets:
+        filled = 0
+        while filled < target.numel():
+            if not source.numel():
+                source = next(rest)
+            count = min(target.numel() - filled, source.numel())
+            target[filled : filled + count].copy_(source[:count], non_blocking=True)
+            streams |= {piece.device for piece in (source, target) if piece.is_cuda}
+            source = source[count:]
+            filled += count
+    for device in streams:
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(device))
+        copied.synchronize()  # uses no core while it waits, unlike waiting for the stream
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8).view(-1)
 
 
 def _allocate(device: str, size_bytes: int) -> DeviceMemory:
@@ -313,78 +625,3 @@ def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:
 
 def _entry_stats(entry: Entry) -> EntryStats:
     return EntryStats(entry.address, entry.tier.name, entry.row_bytes, entry.tokens, entry.pins, entry.hits)
-
-
-LOW_WATER = 0.1
-"""Share of the device tier kept free: a new embedding that does not fit there goes to the host tier."""
-PROMOTE_READERS = 3
-"""An embedding is copied to the device tier for every third reader who would read it there and found it on the host."""
-_SUGGESTIONS = 64
-"""Pending promotions kept; those that overflow are suggested again by later readers."""
-_NAP_S = 0.02
-"""Pause when nothing is due: far shorter than the time in which encoding fills the share kept free."""
-
-
-class TierMigrator:
-    """Demotion (device to host, then off the device); promotion (host to device, on both) of what `wanted` names."""
-
-    def __init__(self, table: EntryTable, device: Tier, host: Tier) -> None:
-        """Move between these two tiers of `table`."""
-        self.demotions = 0
-        self.promotions = 0
-        self._table = table
-        self._device = device
-        self._host = host
-        self._low_pages = max(1, int(device.arena.pages * LOW_WATER))
-        self._suggested: deque[bytes] = deque(maxlen=_SUGGESTIONS)
-
-    def wanted(self, entry: Entry) -> None:
-        """Count a reader of a host copy who would read on the device: microseconds, from one thread."""
-        entry.device_readers += 1
-        if entry.device_readers % PROMOTE_READERS == 0:
-            self._suggested.append(entry.address)
-
-    def run(self, closed: threading.Event) -> None:
-        """Make due moves until `closed` is set: the target of a thread."""
-        while not closed.is_set():
-            if not self.move_once():
-                closed.wait(_NAP_S)
-
-    def move_once(self) -> bool:
-        """Make one move; return False if none is due or possible. Takes milliseconds: it copies."""
-        victim = self._table.pin_victim(self._device, self._low_pages)
-        if victim is not None:
-            return self._demote(victim)
-        try:
-            address = self._suggested.popleft()
-        except IndexError:
-            return False
-        return self._promote(address)
-
-    def _demote(self, victim: Entry) -> bool:
-        """Copy an entry to the host unless it is there, then drop it from the device; not while the host is full."""
-        try:
-            copy = self._table.copy(victim, self._host, deadline=time.monotonic())
-        except OverloadedError:
-            self._table.unpin(victim)
-            return False
-        self._table.unpin(copy)
-        gone = self._table.unpin_and_drop(victim)
-        self.demotions += gone
-        return gone
-
-    def _promote(self, address: bytes) -> bool:
-        """Copy a host entry into free pages of the device; demotion keeps some free."""
-        table = self._table
-        source = table.pin_in(self._host, address)
-        if source is None:
-            return False
-        try:
-            copy = table.copy_if_free(source, self._device)
-        finally:
-            table.unpin(source)
-        if copy is None:
-            return False
-        table.unpin(copy)
-        self.promotions += 1
-        return True

@@ -187,7 +187,7 @@ async def test_rows_in_the_store_count_against_the_tenant_that_had_them_encoded_
             async with client.put(PRODUCER) as session:
                 (answer,) = await session.name([new_image()])
                 assert (await session.put(answer, rows_for(client, 1))).state == "held"
-        holders = [entry.holder for entry in server.store._table.host.entries.values()]
+        holders = [entry.holder for entry in server.store._host.entries.values()]
         assert holders == ["tenant chat"] * 2
 
 

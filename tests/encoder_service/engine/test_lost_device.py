@@ -26,7 +26,7 @@ from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
 from encoder_service.store import segment
-from encoder_service.store.table import copy_bytes
+from encoder_service.store.store import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.redis_servers import redis_server

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.store.arena import Arena
-from encoder_service.store.table import Layout, Tier
+from encoder_service.store.arena import Arena, Layout, Tier
 
 # A positive number allocates as many pages; a negative one frees the allocation of that rank.
 steps = st.lists(st.integers(-8, 12), max_size=60)

@@ -105,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_page_has_two_owners_and_none_is_lost(self):
-        for tier in self.store._table.tiers:
+        for tier in self.store._tiers:
             runs = [run for slot in tier.entries.values() for run in slot.runs]
             pages = [page for start, count in runs for page in range(start, start + count)]
             assert len(pages) == len(set(pages))
@@ -113,7 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_in_use_counts_against_one_holder(self):
-        for tier in self.store._table.tiers:
+        for tier in self.store._tiers:
             pages = Counter()
             for entry in tier.entries.values():
                 pages[entry.holder] += tier.layout.pages(entry.tokens)

@@ -132,7 +132,7 @@ def test_holders_beyond_the_bound_share_one_part_until_a_name_is_free(tmp_path: 
         put(store, f"named {number}", 0)
     for number in range(16):
         put(store, f"other {number}", 0)
-    order = store._table.host.order
+    order = store._host.order
     assert (len(order), order.pages("")) == (MAX_HOLDERS + 1, 16)
     put(store, "late", *range(40))
     assert {address for address in store.grids() if address.startswith(b"named")} == {
@@ -151,14 +151,14 @@ def test_the_device_tier_is_shared_too_and_a_copy_is_its_holders(tmp_path: Path)
     put(store, "a", 0, 1)
     put(store, "b", *range(8))
     assert store.move_once()
-    on_device = next(tier for tier in store._table.tiers if tier.name == "device")
+    on_device = next(tier for tier in store._tiers if tier.name == "device")
     assert (on_device.order.pages("a"), on_device.order.pages("b")) == (2, 7)
-    assert (store._table.host.order.pages("a"), store._table.host.order.pages("b")) == (0, 1)
+    assert (store._host.order.pages("a"), store._host.order.pages("b")) == (0, 1)
     pin = store.pin(b"a 0")
     assert pin is not None
     pin.to_host()
     pin.release()
-    assert store._table.host.order.pages("a") == 1
+    assert store._host.order.pages("a") == 1
     store.close()
 
 
@@ -166,7 +166,7 @@ def test_who_writes_an_address_first_holds_it(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=4)
     store.put(b"same", ROWS, GRID, holder="a").release()
     store.put(b"same", ROWS, GRID, holder="b").release()
-    order = store._table.host.order
+    order = store._host.order
     assert (order.pages("a"), order.pages("b")) == (1, 0)
     assert store.stats().tiers[0].used_bytes == PAGE_BYTES
     store.close()

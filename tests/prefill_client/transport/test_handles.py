@@ -11,8 +11,8 @@ import pytest
 
 from encoder_contract.errors import InternalError, StaleHandleError, UnavailableError
 from encoder_contract.handle import Handle
-from encoder_service.store import table
-from encoder_service.store.table import copy_bytes
+from encoder_service.store import store as storing
+from encoder_service.store.store import copy_bytes
 from prefill_client import DeviceRows, SharedRows
 from tests.rows_by_handle import (
     WIDTH,
@@ -73,7 +73,7 @@ def test_no_byte_is_written_where_a_handle_still_says_that_its_rows_lie(store, m
             overwritten.extend(under)
         copy_bytes(targets, sources)
 
-    monkeypatch.setattr(table, "copy_bytes", watched)
+    monkeypatch.setattr(storing, "copy_bytes", watched)
     for n in range(120):
         with store.put(bytes([n]), embedding(n, 200 + n * 97 % 3000), (1, 1, 1)) as pin:
             issued.append(pin.handle())

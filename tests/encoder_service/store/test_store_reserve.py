@@ -1,4 +1,4 @@
-"""Space set aside for embeddings about to be computed: nobody else takes it, and asking for it costs no one else."""
+"""Space reserved for embeddings about to be computed: no other writer takes it, and asking costs no one else."""
 
 import threading
 import time
@@ -16,17 +16,17 @@ SIX, FIVE, FOUR = (pages * PAGE_ROWS for pages in (6, 5, 4))
 GRID = (1, 2, 2)
 
 
-def test_no_other_writer_takes_what_was_set_aside(tmp_path: Path) -> None:
+def test_no_other_writer_takes_what_was_reserved(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=10)
-    assert store.set_aside([SIX, FIVE]) == 1
+    assert store.reserve([SIX, FIVE]) == 1
     with pytest.raises(OverloadedError):
         store.receive(b"put by a caller", FIVE, GRID)
     with pytest.raises(OverloadedError):
         store.put(b"from a peer", embedding(1, 5), GRID)
     incoming = store.receive(b"put by another caller", FOUR, GRID)
     assert incoming is not None
-    store.put(b"computed", embedding(2, 6), GRID, is_set_aside=True).release()
-    store.give_back(SIX)
+    store.put(b"computed", embedding(2, 6), GRID, is_reserved=True).release()
+    store.release(SIX)
     incoming.drop()
     store.put(b"from a peer", embedding(1, 5), GRID).release()
     store.close()
@@ -34,10 +34,10 @@ def test_no_other_writer_takes_what_was_set_aside(tmp_path: Path) -> None:
 
 def test_with_a_device_tier_no_other_writer_takes_it_either(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=6, device_pages=4)
-    assert store.set_aside([FOUR, FOUR]) == 2
+    assert store.reserve([FOUR, FOUR]) == 2
     with pytest.raises(OverloadedError):
         store.put(b"from a peer", embedding(1, 4), GRID)
-    pins = [store.put(name, embedding(2, 4), GRID, is_set_aside=True) for name in (b"a", b"b")]
+    pins = [store.put(name, embedding(2, 4), GRID, is_reserved=True) for name in (b"a", b"b")]
     assert [pin.tier for pin in pins] == ["device", "host"]
     store.close()
 
@@ -47,11 +47,11 @@ def test_asking_without_waiting_starts_nobodys_patience(
 ) -> None:
     """As when an image might overtake a large batch, and is put back: its own turn comes when that batch is done."""
     store = make_store(tmp_path, host_pages=10, wait_s=PATIENCE_S)
-    assert store.set_aside([SIX]) == 1
-    assert store.set_aside([SIX], wait=False) == 0
+    assert store.reserve([SIX]) == 1
+    assert store.reserve([SIX], wait=False) == 0
     later(monkeypatch, 2 * PATIENCE_S)
-    threading.Timer(0.1, lambda: store.give_back(SIX)).start()
-    assert store.set_aside([SIX]) == 1
+    threading.Timer(0.1, lambda: store.release(SIX)).start()
+    assert store.reserve([SIX]) == 1
     store.close()
 
 
@@ -62,13 +62,13 @@ def test_room_that_came_and_went_begins_patience_anew(
     store = make_store(tmp_path, host_pages=10, wait_s=0.2)
     release = taken(store, how)
     with pytest.raises(OverloadedError):
-        store.set_aside([SIX])
+        store.reserve([SIX])
     release()
     store._wait_s = PATIENCE_S
     later(monkeypatch, 2 * PATIENCE_S)
-    assert store.set_aside([SIX]) == 1
-    threading.Timer(0.1, lambda: store.give_back(SIX)).start()
-    assert store.set_aside([SIX]) == 1
+    assert store.reserve([SIX]) == 1
+    threading.Timer(0.1, lambda: store.release(SIX)).start()
+    assert store.reserve([SIX]) == 1
     store.close()
 
 

@@ -264,6 +264,7 @@ class Server:
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             formats=config.accepted_formats,
+            read_rare_header=self._model.decoder.read_header,
             on_hash=partial(self.metrics.stage, "hash"),
         )
         return Images(

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 from encoder_contract.certificates import Certificates
 from encoder_contract.endpoint import is_local
 from encoder_contract.fleet_key import SIGNATURE_BYTES, FleetKey
-from encoder_contract.header import FORMATS
+from encoder_contract.header import FORMATS, RARE_FORMATS
 from encoder_contract.settings import ConfigError, Settings, flag, knob
 
 __all__ = ["GIB", "Config", "ConfigError", "flag"]
@@ -170,8 +170,9 @@ class Config(Settings):
     )
     source_ttl_s: float = knob(600.0, help="seconds a submitted image file is kept after its last use")
     formats: str = knob(
-        ",".join(FORMATS),
-        help="accepted image formats, comma-separated; others are refused with INVALID_ARGUMENT",
+        "all",
+        help="accepted image formats, comma-separated; others are refused with INVALID_ARGUMENT; all: "
+        f"{', '.join(FORMATS)}, and what else Pillow reads by itself: {', '.join(RARE_FORMATS)}",
     )
     max_image_bytes: int = knob(32 << 20, help="largest accepted image file, bytes")
     max_image_pixels: int = knob(
@@ -212,8 +213,8 @@ class Config(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.accepted_formats and {*self.accepted_formats} <= {*FORMATS}
-        self._require(bool(known), "formats", f"must be some of {', '.join(FORMATS)}")
+        known = self.accepted_formats and {*self.accepted_formats} <= {*FORMATS, *RARE_FORMATS}
+        self._require(bool(known), "formats", f"must be some of {', '.join((*FORMATS, *RARE_FORMATS))}")
         self._require_endpoint("listen")
         if self.advertise:
             self._require_endpoint("advertise")
@@ -299,7 +300,8 @@ class Config(Settings):
     @property
     def accepted_formats(self) -> tuple[str, ...]:
         """The names in `formats`."""
-        return tuple(name for each in self.formats.split(",") if (name := each.strip().upper()))
+        names = tuple(name for each in self.formats.split(",") if (name := each.strip().upper()))
+        return (*FORMATS, *RARE_FORMATS) if names == ("ALL",) else names
 
     @property
     def index_for_people(self) -> str:

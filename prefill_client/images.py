@@ -15,7 +15,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError, StaleHandleError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
-from encoder_contract.header import read_header
+from encoder_contract.header import format_of, read_header
 from encoder_contract.producer import EngineKey
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.rows import OwnRows, Rows
@@ -31,16 +31,18 @@ class Image:
     """An image file with what its bytes say: the content digest, and from the header the grid and token count.
 
     `data` is the file. `digest` has 32 bytes (BLAKE3). `tokens` is the number of its rows and of its prompt tokens.
+    Only the server reads the header of a file in a rare format (TIFF, AVIF, ...): `grid` is None and `tokens` 0, and
+    the answer to its Submit has both.
     """
 
     data: bytes = field(repr=False)
     digest: bytes
-    grid: Grid
+    grid: Grid | None
     tokens: int
 
     def to_message(self, index: int) -> pb.ImageName:
         """Return the message that names the image in a Submit call."""
-        grid = pb.Grid(t=self.grid.t, h=self.grid.h, w=self.grid.w)
+        grid = pb.Grid(t=self.grid.t, h=self.grid.h, w=self.grid.w) if self.grid else None
         return pb.ImageName(index=index, digest=self.digest, grid=grid, size_bytes=len(self.data))
 
 
@@ -257,6 +259,8 @@ def read_images(files: Sequence[bytes | Image], geometry: Geometry) -> list[Imag
 
 def _read(data: bytes, geometry: Geometry) -> Image | EncoderError:
     try:
+        if format_of(data) is None:
+            return Image(data, content_digest(data), None, 0)
         grid = geometry.grid(*read_header(data).upright)
     except EncoderError as error:
         return error

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -116,10 +116,12 @@ class Chat:
         with trace.span("hash"):
             images = await asyncio.to_thread(self._read, messages)
         trace.images([image.digest for image in images])
+        images = await self._with_grids(images, trace.request_id)
         with trace.span("lay out"):
             layout = await asyncio.to_thread(self._layout, messages, images)
         prefix = self._prefixes.take(layout, [image.digest for image in images])
-        prompt = self._engine.start(layout, [image.grid for image in images], prefix)
+        grids = [image.grid for image in images if image.grid is not None]
+        prompt = self._engine.start(layout, grids, prefix)
         begin = prompt.done
         with trace.span("submit"):
             submitted = await self._submit(
@@ -169,6 +171,14 @@ class Chat:
                 raise of_image(number, image)
             images.append(image)
         return images
+
+    async def _with_grids(self, images: Sequence[Image], request_id: str) -> list[Image]:
+        """Return the images with their grids. Those in a rare format are submitted: the answer has theirs."""
+        rare = {number: image for number, image in enumerate(images) if image.grid is None}
+        found = dict(enumerate(images))
+        for number, answer in (await self._submit(rare, request_id)).items():
+            found[number] = replace(found[number], grid=answer.grid, tokens=answer.tokens)
+        return list(found.values())
 
     async def _submit(self, images: Mapping[int, Image], request_id: str) -> dict[int, Submitted]:
         """Submit the images that have rows to fetch."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
-from encoder_contract.header import check_limits, read_header
+from encoder_contract.header import RARE_FORMATS, check_limits, format_of, read_header
 from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.pillow import read_rare_header
 from encoder_service.image.source import Source
 
 
@@ -19,7 +20,9 @@ def pillow_decoder() -> Decoder:
 
 def source_of(file: bytes, max_image_pixels: int = 100_000_000) -> Source:
     """Return a file with its header. Raises `InvalidImageError` for one that the server refuses by its header."""
-    header = read_header(file)
+    header = read_rare_header(file, RARE_FORMATS) if format_of(file) is None else read_header(file)
+    if isinstance(header, EncoderError):
+        raise header
     check_limits(header, len(file), max_image_bytes=sys.maxsize, max_image_pixels=max_image_pixels)
     return Source(b"", file, header)
 

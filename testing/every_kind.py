@@ -6,7 +6,8 @@ from typing import Any
 
 from PIL import Image, ImageCms
 
-from testing.photos import FORMATS, encoded, pixels, with_a_style_of_its_tile
+from encoder_contract.header import FORMATS, RARE_FORMATS
+from testing.photos import encoded, pixels, with_a_style_of_its_tile
 
 _TRANSPARENT = (9, 8, 7)
 _PICTURE = Image.fromarray(pixels(24, 17, 1))
@@ -42,9 +43,9 @@ _OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 def files() -> Iterator[tuple[str, bytes]]:
     """Yield what each file is, and the file; none that Pillow cannot write or load."""
-    for kind in FORMATS:
+    for kind in (*FORMATS, *RARE_FORMATS):
         for mode in _MODES:
-            for options in _OPTIONS[kind]:
+            for options in _OPTIONS.get(kind, [{}]):
                 try:
                     image = encoded(_in_mode(mode), kind, **options)
                     _load(image)

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
 ORIENTATION_TAG = 0x0112
 
 # What a phone writes: a 720p JPEG comes out at 0.2 to 0.4 MB.
@@ -95,6 +94,7 @@ _KINDS = (
     ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"),
     ("PNG", "I;16"), ("WEBP", "RGB"), ("WEBP", "RGBA"), ("GIF", "P"), ("BMP", "RGB"), ("BMP", "P"),
     ("TIFF", "RGB"), ("TIFF", "P"), ("TIFF", "I;16"), ("AVIF", "RGB"), ("AVIF", "RGBA"), ("JPEG2000", "RGB"),
+    ("PPM", "RGB"), ("ICO", "RGBA"), ("TGA", "RGB"), ("PCX", "RGB"),
 )  # fmt: skip
 
 

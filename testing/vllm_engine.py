@@ -103,11 +103,11 @@ class Engine:
 
     def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
         """The part that the middleware would put in the place of an image; nothing is submitted."""
-        image = self.image(data)
-        name = ImageName(content_digest(data), image.grid, self.producer)
+        grid = grid_of(self.image(data))
+        name = ImageName(content_digest(data), grid, self.producer)
         part = {
             "type": "image_embeds",
-            "image_embeds": {"image_grid_thw": list(image.grid)},
+            "image_embeds": {"image_grid_thw": list(grid)},
             "uuid": self.signer.identifier(name),
         }
         return {**part, **changes}
@@ -216,8 +216,9 @@ def sampling(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0, logprobs=5, ignore_eos=True)
 
 
-def grid(image: Image) -> Grid:
-    """The grid of an image."""
+def grid_of(image: Image) -> Grid:
+    """The grid of an image, whose format is not rare."""
+    assert image.grid is not None
     return image.grid
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError
+from encoder_contract.header import Header
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from tests.waiting import START_S
@@ -24,6 +25,10 @@ class Gate:
     def batches(self, source: Source) -> bool:
         """Say what the decoder says."""
         return self._decoder.batches(source)
+
+    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
+        """Return what the decoder returns."""
+        return self._decoder.read_header(file, formats)
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Wait for the gate, then decode."""

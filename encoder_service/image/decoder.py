@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError
+from encoder_contract.header import Header, unknown
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.pillow import Pixels, decode_file
 from encoder_service.image.source import Source
@@ -45,6 +46,9 @@ class FileDecoder(Protocol):
     def start(self) -> None:
         """Wait until it is ready to decode."""
 
+    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
+        """Return the header of a file in one of some `RARE_FORMATS`, or the error of that file alone."""
+
     def decode(self, source: Source) -> Pixels | EncoderError:
         """Return the upright pixels of an image, uint8 [H, W, 3], or the error of that image alone."""
 
@@ -61,6 +65,10 @@ class PillowDecoder:
 
     def start(self) -> None:
         """Do nothing: it is ready."""
+
+    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:  # noqa: ARG002
+        """Refuse the file: what Pillow does to read its header is bounded only in a decoder process."""
+        return unknown(file)
 
     def decode(self, source: Source) -> Pixels | EncoderError:
         """Decode an image, as `FileDecoder.decode`."""
@@ -106,6 +114,10 @@ class Decoder:
     def close(self) -> None:
         """End what works for it; a further use starts it again."""
         self._files.close()
+
+    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
+        """Return the header of a file in one of some `RARE_FORMATS`, as `FileDecoder.read_header`."""
+        return self._files.read_header(file, formats)
 
     def batches(self, source: Source) -> bool:
         """Whether an image is for `decode_batch`."""

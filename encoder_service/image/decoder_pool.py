@@ -19,18 +19,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import PIL
 
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError, UndecodableImageError
+from encoder_contract.header import Header
+from encoder_contract.orientation import UPRIGHT
 from encoder_service.image.decoder import DEATHS
 from encoder_service.image.decoder_process import MESSAGE_BYTES, MESSAGE_CHARACTERS
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, Pixels, is_shortage
@@ -156,12 +158,6 @@ def pixels_at(source: Source) -> int:
     return -(-len(source.data) // _ALIGNED) * _ALIGNED
 
 
-def needed_bytes(source: Source) -> int:
-    """Return the size of a memory that has room for an image's file and pixels: a power of two."""
-    needed = pixels_at(source) + 3 * source.header.pixels
-    return max(_SMALLEST_BYTES, 1 << (needed - 1).bit_length())
-
-
 class _Process:
     """A process that was started; `sandbox` is what the kernel enforces once it is ready."""
 
@@ -199,11 +195,11 @@ class _Process:
                     self.sandbox = tuple(json.loads(hello)["sandbox"])
         return self.sandbox is not None
 
-    def room_for(self, source: Source) -> tuple[int, PixelMemory]:
+    def room(self, needed_bytes: int) -> tuple[int, PixelMemory]:
         """Return an unused memory that has room, with its number."""
         number = next(n for n, each in enumerate(self.memories) if each.is_free)
-        if self.memories[number].size < (needed := needed_bytes(source)):
-            self.memories[number] = PixelMemory(needed)
+        if self.memories[number].size < needed_bytes:
+            self.memories[number] = PixelMemory(max(_SMALLEST_BYTES, 1 << (needed_bytes - 1).bit_length()))
         return number, self.memories[number]
 
 
@@ -220,6 +216,8 @@ _HANGING_CPU_S, _HANGING_S = 0.01, 5.0
 _CPU_CLOCK = 2  # of <linux/posix-timers.h>: CPUCLOCK_SCHED of a process
 # What a process may take beside pixels: the file, copies of it without metadata, and what its libraries keep.
 _BESIDE_PIXELS_BYTES = 256 << 20
+# Of a processor, for a header that Pillow reads: a sound one takes a few milliseconds.
+_HEADER_CPU_S = 1.0
 # Of the clock, for each second of a processor: it shares those with the vision tower.
 _WALL_PER_CPU, _WALL_S = 3.0, 3.0
 
@@ -236,7 +234,7 @@ class DecoderChild:
     """A process, and the next one when it has died; used by one thread at a time.
 
     It may take `memory_bytes`, and for an image `cpu_s` of a processor. `launcher` is the thread that starts processes:
-    they end with it.
+    they end with it. `read_header` and `decode` raise `DecoderDiedError`, and what `ready` raises.
     """
 
     def __init__(
@@ -246,7 +244,6 @@ class DecoderChild:
         self._printed = printed
         self._memory_bytes = memory_bytes
         self._cpu_s = cpu_s
-        self._wall_s = _WALL_S + _WALL_PER_CPU * cpu_s
         self._launched: Future[_Process] | None = None
 
     def launch(self) -> None:
@@ -272,24 +269,43 @@ class DecoderChild:
             raise DecoderStartError(f"no decoder process starts; the last one printed: {self._printed.end}")
         return process
 
-    def decode(self, source: Source) -> Pixels | EncoderError:
-        """Return the pixels of an image, upright, or its error. The pixels live as long as the array.
-
-        Raises `DecoderDiedError`, and what `ready` raises.
-        """
+    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
+        """Return the header of a file in one of these formats, or its error."""
         process = self.ready()
-        number, memory = process.room_for(source)
-        memory.put(source.data)
+        number, memory = process.room(len(file))
+        memory.put(file)
+        request = {"memory": number, "bytes": len(file), "formats": formats, "may_take": _BESIDE_PIXELS_BYTES}
+        said = self._ask(process, memory, request, _HEADER_CPU_S)
+        if said is None or (isinstance(said, Header) and said.format not in formats):
+            raise self._died("senseless")
+        return said if isinstance(said, Header) else self._error(said)
+
+    def decode(self, source: Source) -> Pixels | EncoderError:
+        """Return the pixels of an image, upright, or its error. The pixels live as long as the array."""
+        process = self.ready()
         out = pixels_at(source)
-        request = {"memory": number, "size": memory.size, "bytes": len(source.data), "out": out}
-        said = self._ask(process, json.dumps(request | {"header": asdict(source.header)}).encode(), memory)
+        number, memory = process.room(out + 3 * source.header.pixels)
+        memory.put(source.data)
+        request = {
+            "memory": number,
+            "bytes": len(source.data),
+            "header": asdict(source.header),
+            "out": out,
+            "may_take": may_take_bytes(source.header),
+        }
+        said = self._ask(process, memory, request, self._cpu_s)
+        if isinstance(said, Header):
+            raise self._died("senseless")
         if said is not None:
-            text, is_shortage_of_memory = said
-            if is_shortage_of_memory:
-                raise self._died("memory")
-            return InvalidImageError(text)
+            return self._error(said)
         pixels = memory.lend(source, out)
         return pixels if process.memories[1 - number].is_free else pixels.copy()
+
+    def _error(self, said: tuple[str, bool]) -> InvalidImageError:
+        text, is_shortage_of_memory = said
+        if is_shortage_of_memory:
+            raise self._died("memory")
+        return InvalidImageError(text)
 
     def end(self) -> int:
         """End its process, if there is one; return the exit status, 0 without one. The next use starts another."""
@@ -301,17 +317,18 @@ class DecoderChild:
         except OSError:  # it was never started
             return 0
 
-    def _ask(self, process: _Process, request: bytes, memory: PixelMemory) -> tuple[str, bool] | None:
-        """Return what the process answers: None, or an error and whether memory was short."""
+    def _ask(self, process: _Process, memory: PixelMemory, request: dict[str, Any], cpu_s: float) -> "Answer":
+        """Return what the process answers within `cpu_s` of a processor."""
+        message = json.dumps({**request, "size": memory.size}).encode()
         try:
             began_s = _cpu_s(process.pid)
-            process.channel.settimeout(self._wall_s)
-            socket.send_fds(process.channel, [request], [memory.descriptor] if memory.is_new else [])
+            process.channel.settimeout(_WALL_S + _WALL_PER_CPU * cpu_s)
+            socket.send_fds(process.channel, [message], [memory.descriptor] if memory.is_new else [])
         except (ConnectionError, ProcessLookupError):  # it died before: that is not the image's fault
             raise self._died("killed") from None
         memory.close_descriptor()
         try:
-            reply = self._reply(process, began_s)
+            reply = self._reply(process, began_s, cpu_s)
         except TimeoutError as late:
             raise self._died(str(late)) from None
         except (ConnectionError, ProcessLookupError):
@@ -321,24 +338,25 @@ class DecoderChild:
             raise self._died("")
         try:
             return parsed(reply)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of what is nested deeply
             raise self._died("senseless") from None
 
-    def _reply(self, process: _Process, began_s: float) -> bytes:
+    @staticmethod
+    def _reply(process: _Process, began_s: float, cpu_s: float) -> bytes:
         """Return what the process answers, empty if it died. Raises `TimeoutError` with the reason to end it.
 
         It is watched from here: what runs inside it, once an attacker's, may stop any timer of its own.
         """
-        ends_at = monotonic() + self._wall_s
+        ends_at = monotonic() + _WALL_S + _WALL_PER_CPU * cpu_s
         idle_s, seen_s, used_s = 0.0, 0.0, 0.0
         while True:
-            look_s = min(_LOOK_S, max(self._cpu_s - used_s, _SOONEST_LOOK_S))
+            look_s = min(_LOOK_S, max(cpu_s - used_s, _SOONEST_LOOK_S))
             process.channel.settimeout(look_s)
             try:
                 return process.channel.recv(MESSAGE_BYTES)
             except TimeoutError:
                 used_s = _cpu_s(process.pid) - began_s
-            if used_s > self._cpu_s:
+            if used_s > cpu_s:
                 raise TimeoutError("time")
             idle_s += look_s
             if used_s - seen_s > _HANGING_CPU_S:
@@ -361,32 +379,41 @@ def _cpu_s(pid: int) -> float:
         raise ProcessLookupError(f"process {pid} is gone") from error
 
 
-def parsed(reply: bytes) -> tuple[str, bool] | None:
-    """Return what a process says of an image: None for pixels, or its error and whether memory was short.
+def may_take_bytes(header: Header) -> int:
+    """Return how much memory a process may take for an image."""
+    return _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * header.pixels
 
-    Raises `ValueError` if it makes no sense: the process may be an attacker's by now.
+
+# Of a process: None for pixels, a header, or an error and whether memory was short.
+Answer = Header | tuple[str, bool] | None
+_MAX_SIDE = (1 << 31) - 1
+
+
+def parsed(reply: bytes) -> Answer:
+    """Return what a process says of an image.
+
+    Raises `ValueError` or `RecursionError` if it makes no sense: the process may be an attacker's by now.
     """
     said = json.loads(reply)
-    if said is None:
-        return None
-    if not isinstance(said, list) or [type(part) for part in said] != [str, bool]:
-        raise ValueError("neither nothing nor an error")
-    text = "".join(letter if letter.isprintable() else "?" for letter in said[0])
-    return text[:MESSAGE_CHARACTERS], said[1]
+    match said:
+        case None:
+            return None
+        case [str(text), bool(is_shortage_of_memory)]:
+            text = "".join(letter if letter.isprintable() else "?" for letter in text)
+            return text[:MESSAGE_CHARACTERS], is_shortage_of_memory
+        case {"format": str(name), "width": int(width), "height": int(height), "channels": int(channels)}:
+            if 1 <= width <= _MAX_SIDE and 1 <= height <= _MAX_SIDE:
+                return Header(name, width, height, UPRIGHT, channels)
+    raise ValueError("neither nothing nor a header nor an error")
 
 
 _RETRY_MS = 500
 
-_TEXTS = {
-    "crashed": "the decoder crashed on this {format}",
-    "senseless": "the decoder broke on this {format}",
-    "time": "decoding this {format} takes more than {cpu_s:g} s of a processor",
-    "memory": "decoding this {format} takes more memory than {megabytes} MB",
-}
-
 
 class DecoderPool:
     """Decodes images in processes of their own, for up to `threads` threads at a time, and has one process to spare.
+
+    Headers of rare formats are read in another such process, one at a time.
 
     An image whose process dies has an error: `UndecodableImageError` if it is to blame, else `OverloadedError`.
     `deaths` counts them by reason. It starts in the background; `start` waits for that, and `name` then says what the
@@ -396,16 +423,17 @@ class DecoderPool:
     def __init__(self, threads: int = 4, *, max_image_pixels: int = 100_000_000, cpu_s: float = 20.0) -> None:
         self.name = f"Pillow {PIL.__version__} in processes of their own"
         self._cpu_s = cpu_s
-        self._memory_bytes = _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels
+        memory_bytes = _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels
         self._printed = Printed()
         self._counting = threading.Lock()
         self._deaths = dict.fromkeys(DEATHS, 0)
         # One thread, which lasts: the kernel ends a process when the thread that started it ends.
         launcher = ThreadPoolExecutor(1, thread_name_prefix="decoder-launcher")
         self._children = [
-            DecoderChild(launcher, self._printed, memory_bytes=self._memory_bytes, cpu_s=cpu_s)
-            for _ in range(threads + 1)
+            DecoderChild(launcher, self._printed, memory_bytes=memory_bytes, cpu_s=cpu_s)
+            for _ in range(threads + 2)  # for headers, and to spare
         ]
+        self._header_turn = threading.Lock()
         # The last one used is the next: its memory is warm. One that is being started is last.
         self._idle = deque(self._children)
         self._has_idle = threading.Condition()
@@ -436,22 +464,23 @@ class DecoderPool:
         """End all processes, each once it is done with its image; a further use starts them again."""
         self._of_all(DecoderChild.end)
 
+    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
+        """Return the header of a file in one of some `RARE_FORMATS`, or its error, as `FileDecoder.read_header`."""
+        with self._header_turn:
+            limits = f"{_HEADER_CPU_S:g} s of a processor", _BESIDE_PIXELS_BYTES
+            return self._asked(
+                "reading the header of this image", limits, lambda child: child.read_header(file, formats)
+            )
+
     def decode(self, source: Source) -> Pixels | EncoderError:
         """Return the pixels of an image or its error, decoded in a process that has nothing else to do.
 
         Raises `DecoderStartError` if there is no such process.
         """
-        try:
-            with self._taken() as child:
-                return child.decode(source)
-        except DecoderDiedError as died:
-            log.warning("a decoder process ended (%s) over %s", died, source.header)
-            return self._error(died.reason, source)
-        except OSError as error:
-            if not is_shortage(error):
-                raise
-            log.warning("short of memory or files while decoding %s", source.header, exc_info=error)
-            return OverloadedError("decoding ran short of memory or files", retry_after_ms=_RETRY_MS)
+        limits = f"{self._cpu_s:g} s of a processor", may_take_bytes(source.header)
+        return self._asked(
+            f"decoding this {source.header.format}", limits, lambda child: child.decode(source)
+        )
 
     @contextmanager
     def _taken(self) -> Iterator[DecoderChild]:
@@ -475,16 +504,33 @@ class DecoderPool:
         with ExitStack() as stack:
             return [use(child) for child in [stack.enter_context(self._taken()) for _ in self._children]]
 
-    def _error(self, reason: str, source: Source) -> EncoderError:
+    def _asked(
+        self, what: str, limits: tuple[str, int], ask: Callable[[DecoderChild], Result]
+    ) -> Result | EncoderError:
+        """Return what `ask` makes of an idle child, or the error of an image whose process died."""
+        try:
+            with self._taken() as child:
+                return ask(child)
+        except DecoderDiedError as died:
+            log.warning("a decoder process ended (%s) while %s", died, what)
+            return self._error(died.reason, what, *limits)
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            log.warning("short of memory or files while %s", what, exc_info=error)
+            return OverloadedError(f"{what} ran short of memory or files", retry_after_ms=_RETRY_MS)
+
+    def _error(self, reason: str, what: str, time: str, memory_bytes: int) -> EncoderError:
         with self._counting:
             self._deaths[reason] += 1
-        text = _TEXTS.get(reason)
-        if text is None:  # stopped or killed by others, or starved
+        if reason in ("killed", "stuck"):  # stopped or killed by others, or starved
             return OverloadedError(
-                "the decoder process was ended while it decoded the image: retry", retry_after_ms=_RETRY_MS
+                f"the decoder process was ended while {what}: retry", retry_after_ms=_RETRY_MS
             )
-        return UndecodableImageError(
-            text.format(
-                format=source.header.format, cpu_s=self._cpu_s, megabytes=self._memory_bytes // 1_000_000
-            )
-        )
+        texts = {
+            "crashed": f"the decoder crashed while {what}",
+            "senseless": f"the decoder broke while {what}",
+            "time": f"{what} takes more than {time}",
+            "memory": f"{what} takes more memory than {memory_bytes // 1_000_000} MB",
+        }
+        return UndecodableImageError(texts[reason])

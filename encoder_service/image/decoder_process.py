@@ -1,4 +1,4 @@
-"""A decoder process: what `DecoderPool` starts, to decode one image at a time in a sandbox.
+"""A decoder process: what `DecoderPool` starts, to read headers and decode images, one at a time, in a sandbox.
 
 It loads all that decoding needs, enters the sandbox, which the kernel enforces without privileges (no network, no
 files, no processes, bounded memory), and answers requests until the server has gone. What a kernel lacks is left out,
@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from PIL import (
     TiffImagePlugin,  # noqa: F401
 )
 
-from encoder_contract.errors import InvalidImageError
+from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
-from encoder_service.image.pillow import READERS, decode_file
+from encoder_service.image.pillow import READERS, Pixels, decode_file, read_rare_header
 from encoder_service.image.source import Source
 
 # Pillow imports some of these only when an image needs them, which a process in the sandbox cannot do.
@@ -57,9 +58,10 @@ def main(descriptor: int, *, parent: int, memory_bytes: int) -> None:
     with socket.socket(fileno=descriptor) as server, suppress(ConnectionError):
         _load()
         gc.freeze()  # what is loaded is no garbage
+        statm = os.open("/proc/self/statm", os.O_RDONLY)
         bound_resources(memory_bytes)
         server.send(json.dumps({"sandbox": enter_sandbox()}).encode())
-        _answer_requests(server)
+        _answer_requests(server, statm)
 
 
 def _load() -> None:
@@ -68,9 +70,11 @@ def _load() -> None:
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, kind)
         decode_file(Source(b"", file.getvalue(), Header(kind, 8, 8, UPRIGHT, 3)))
+    Image.init()
+    Image.MAX_IMAGE_PIXELS = None  # the server checks the size
 
 
-def _answer_requests(server: socket.socket) -> None:
+def _answer_requests(server: socket.socket, statm: int) -> None:
     memories: dict[int, mmap.mmap] = {}
     while True:
         message, descriptors, _, _ = socket.recv_fds(server, MESSAGE_BYTES, 1)
@@ -81,15 +85,34 @@ def _answer_requests(server: socket.socket) -> None:
         for descriptor in descriptors:
             memories[number] = mmap.mmap(descriptor, request["size"])
             os.close(descriptor)
-        server.send(json.dumps(_decode(memories[number], request)).encode())
+        _allow_memory(request["may_take"], statm)
+        server.send(json.dumps(_answer(memories[number], request)).encode())
 
 
-def _decode(memory: mmap.mmap, request: dict[str, Any]) -> Any:
-    """Write the pixels of an image where they are wanted; return None, or its error and whether memory was short."""
-    source = Source(b"", memory[: request["bytes"]], Header(**request["header"]))
-    width, height = source.header.upright
-    out = np.frombuffer(memory, np.uint8, 3 * width * height, request["out"]).reshape(height, width, 3)
-    found = decode_file(source, out)
+def _allow_memory(more_bytes: int, statm: int) -> None:
+    """Bound this request: it may take so much more memory than is held now."""
+    os.lseek(statm, 0, os.SEEK_SET)
+    held = int(os.read(statm, 200).split()[5]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (min(held + more_bytes, most), most))
+
+
+def _answer(memory: mmap.mmap, request: dict[str, Any]) -> Any:
+    """Return the header of an image as a dictionary, or None once its pixels are where they are wanted, or its error.
+
+    Of an error the text, and whether memory was short.
+    """
+    file = memory[: request["bytes"]]
+    found: Header | Pixels | EncoderError
+    if formats := request.get("formats"):
+        found = read_rare_header(file, formats)
+    else:
+        header = Header(**request["header"])
+        width, height = header.upright
+        flat = np.frombuffer(memory, np.uint8, 3 * width * height, request["out"])
+        found = decode_file(Source(b"", file, header), flat.reshape(height, width, 3))
+    if isinstance(found, Header):
+        return asdict(found)
     if isinstance(found, np.ndarray):
         return None
     return [found.message[:MESSAGE_CHARACTERS], not isinstance(found, InvalidImageError)]

@@ -1,6 +1,7 @@
 """Pillow's part of decoding: an image file to upright RGB pixels in a numpy array. It needs no torch.
 
-Pillow's readers of the supported formats are used directly, without Pillow's own limits and warnings.
+The readers of `FORMATS` are used directly, after our own parser of the header, and without Pillow's limits and
+warnings. Of `RARE_FORMATS` Pillow reads the header as well.
 """
 
 import io
@@ -10,12 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import AvifImagePlugin, Image, features
-from PIL.AvifImagePlugin import AvifImageFile
+from PIL import AvifImagePlugin, Image, ImageOps, UnidentifiedImageError, features
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
-from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
@@ -23,8 +22,8 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from encoder_contract import png
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
-from encoder_contract.header import Header
-from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
+from encoder_contract.header import FORMATS, Header, unknown
+from encoder_contract.orientation import FIRST_SWAPPED, ORIENTATION_TAG, UPRIGHT
 from encoder_service.image.source import Source
 
 log = logging.getLogger(__name__)
@@ -47,20 +46,48 @@ _SHORT_RETRY_MS = 500
 STEPS = {1: (1, 1), 2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (-1, 1), 7: (-1, -1), 8: (1, -1)}
 
 
+def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderError:
+    """Return the header of a file in one of some `RARE_FORMATS`, or its error; the size is that of the upright image.
+
+    What Pillow does for that is bounded in nothing: it is for a decoder process.
+    """
+    try:
+        with Image.open(io.BytesIO(file), formats=tuple(formats)) as picture:
+            width, height = picture.size
+            if _is_yet_to_be_turned(picture):
+                width, height = height, width
+            if picture.format is None or min(width, height) < 1:
+                return InvalidImageError(f"damaged {picture.format}: {width}x{height} pixels")
+            return Header(picture.format, width, height, UPRIGHT, len(picture.getbands()))
+    except UnidentifiedImageError:
+        return unknown(file, (*FORMATS, *formats))
+    except Exception as error:  # noqa: BLE001 - Pillow's readers may raise any on damaged data
+        if is_shortage(error):
+            return _shortage("reading the header of an image")
+        return InvalidImageError(f"damaged or truncated: {error}")
+
+
+def _is_yet_to_be_turned(picture: ImageFile) -> bool:
+    """Whether the upright image is as high as `picture` is wide; of a TIFF, Pillow mostly says the upright size."""
+    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(ORIENTATION_TAG, 1) >= FIRST_SWAPPED
+    return FIRST_SWAPPED <= picture.getexif().get(ORIENTATION_TAG, 1) <= 8 and not is_turned
+
+
 def decode_file(source: Source, out: Pixels | None = None) -> Pixels | EncoderError:
     """Return the pixels of an image, uint8 [H, W, 3], upright and in `out` if that is given, or the image's error."""
     header = source.header
+    is_rare = header.format not in READERS
     try:
-        with READERS[header.format](io.BytesIO(_without_metadata(source))) as picture:
+        with _opened(source) as picture:
             # Pillow turns a TIFF as it loads it; its size is mostly that of the turned one before.
-            is_turned = header.format == "TIFF"
-            stored = header.width, header.height
-            if picture.size != stored and not (is_turned and picture.size == header.upright):
+            if not is_rare and picture.size != (header.width, header.height):
                 return InvalidImageError(f"damaged {header.format}: its parts differ in size")
             picture.load()
-            if picture.size != (header.upright if is_turned else stored):
+            if is_rare:
+                ImageOps.exif_transpose(picture, in_place=True)
+            if picture.size != (header.width, header.height):
                 return InvalidImageError(f"damaged {header.format}: its parts differ in size")
-            if is_turned or header.orientation == UPRIGHT:
+            if header.orientation == UPRIGHT:
                 return _fill(_empty(picture.size) if out is None else out, picture)
             pixels = _fill(_empty(picture.size), picture)
         return turned(pixels, header.orientation, out)
@@ -68,11 +95,23 @@ def decode_file(source: Source, out: Pixels | None = None) -> Pixels | EncoderEr
     except Exception as error:
         if is_shortage(error) or not _has_room(header):
             log.warning("short of memory or files while decoding %s", header, exc_info=error)
-            return OverloadedError(
-                f"decoding {header.pixels} pixels ran short of memory or files",
-                retry_after_ms=_SHORT_RETRY_MS,
-            )
+            return _shortage(f"decoding {header.pixels} pixels")
         return InvalidImageError(f"damaged or truncated {header.format}: {error}")
+
+
+def _opened(source: Source) -> ImageFile:
+    """Return the picture in a file, which is not loaded yet.
+
+    By the reader itself and not by `Image.open`, where the header was read by our own parser: `Image.open` parses the
+    other images in a JPEG.
+    """
+    if reader := READERS.get(source.header.format):
+        return reader(io.BytesIO(_without_metadata(source)))
+    return Image.open(io.BytesIO(source.data), formats=[source.header.format])
+
+
+def _shortage(what: str) -> OverloadedError:
+    return OverloadedError(f"{what} ran short of memory or files", retry_after_ms=_SHORT_RETRY_MS)
 
 
 def turned(pixels: Pixels, orientation: int, out: Pixels | None = None) -> Pixels:
@@ -149,23 +188,12 @@ def _rgb(picture: Image.Image) -> Image.Image:
     return white
 
 
-class _FirstPage(TiffImageFile):
-    """The first page, marked as one of several: for a single page Pillow reads other directories, at unbounded cost."""
-
-    is_animated = True
-
-
-# The readers themselves and not Image.open, which has its own pixel limit (ours was checked before) and
-# parses the other images in a JPEG.
 READERS: dict[str, type[ImageFile]] = {
     "JPEG": JpegImageFile,
     "PNG": PngImageFile,
     "WEBP": WebPImageFile,
     "GIF": GifImageFile,
     "BMP": BmpImageFile,
-    "TIFF": _FirstPage,
-    "AVIF": AvifImageFile,
-    "JPEG2000": Jpeg2KImageFile,
 }
 # Formats that Pillow may have been built without -> Pillow's name of the feature.
 _FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}

@@ -15,15 +15,25 @@ from time import monotonic
 from typing import TypeVar
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import DigestMismatchError, InvalidRequestError
+from encoder_contract.errors import DigestMismatchError, EncoderError, InvalidRequestError
 from encoder_contract.geometry import Geometry, Grid
-from encoder_contract.header import FORMATS, check_limits, read_header
+from encoder_contract.header import (
+    FORMATS,
+    RARE_FORMATS,
+    Header,
+    check_limits,
+    format_of,
+    read_header,
+    unknown,
+)
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 
 # Hashing this much and reading its header cost less than a hand-off to a thread; only a compressed text chunk costs
 # more, and that under a millisecond. Larger files go to a worker thread.
 ON_LOOP_BYTES = 4 << 10
+# Reads the header of a file in one of some rare formats; see `FileDecoder.read_header`.
+ReadHeader = Callable[[bytes, Sequence[str]], Header | EncoderError]
 # Two: hashing releases the GIL and reading a header does not, so more threads would only take turns. A pool of its
 # own, so that no other blocking work delays validation.
 THREADS = 2
@@ -87,36 +97,34 @@ class Validator:
         *,
         max_image_bytes: int,
         max_image_pixels: int,
-        formats: Sequence[str] = FORMATS,
+        formats: Sequence[str] = (*FORMATS, *RARE_FORMATS),
+        read_rare_header: ReadHeader,
         on_hash: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
-        """`on_hash` is called with the seconds that hashing an image took."""
+        """`read_rare_header` may take long; `on_hash` is called with the seconds that hashing an image took."""
         self.geometry = geometry
         self._max_image_bytes = max_image_bytes
         self._max_image_pixels = max_image_pixels
         self._formats = formats
+        self._rare_formats = [name for name in formats if name in RARE_FORMATS]
+        self._read_rare_header = read_rare_header
         self._on_hash = on_hash
         self._threads = ThreadTurns(THREADS, "validation")
+        # Decoder processes read these one at a time: no other file waits for them.
+        self._rare_headers = ThreadTurns(1, "rare-headers")
 
     async def take(self, key: ImageKey, data: bytes, caller: str) -> Source:
         """Return `data` as a source if it has the digest of `key` and is within the limits.
 
         `caller` is who sent it: callers take turns. Raises `DigestMismatchError`, `InvalidImageError` or
-        `ImageLimitError`.
+        `ImageLimitError`, and `OverloadedError` if the header of a rare format could not be read now.
         """
         if len(data) <= ON_LOOP_BYTES:
-            return self._take(key, data)
-        return await self._threads.run(caller, partial(self._take, key, data))
-
-    def _take(self, key: ImageKey, data: bytes) -> Source:
-        began = monotonic()
-        digest = content_digest(data)
-        self._on_hash(monotonic() - began)
-        if digest != key.digest:
-            raise DigestMismatchError(
-                f"the bytes hash to {digest.hex()}, but were sent under {key.digest.hex()}"
-            )
-        header = read_header(data, self._formats)
+            header = self._check(key, data)
+        else:
+            header = await self._threads.run(caller, partial(self._check, key, data))
+        if header is None:
+            header = await self._rare_headers.run(caller, partial(self._rare_header, data))
         check_limits(
             header,
             len(data),
@@ -124,6 +132,27 @@ class Validator:
             max_image_pixels=self._max_image_pixels,
         )
         return Source(key.source_key, data, header)
+
+    def _check(self, key: ImageKey, data: bytes) -> Header | None:
+        """Check the digest and return the header; None if the file may have a rare format."""
+        began = monotonic()
+        digest = content_digest(data)
+        self._on_hash(monotonic() - began)
+        if digest != key.digest:
+            raise DigestMismatchError(
+                f"the bytes hash to {digest.hex()}, but were sent under {key.digest.hex()}"
+            )
+        if format_of(data) is not None:
+            return read_header(data, self._formats)
+        if not self._rare_formats:
+            raise unknown(data, self._formats)
+        return None
+
+    def _rare_header(self, data: bytes) -> Header:
+        header = self._read_rare_header(data, self._rare_formats)
+        if isinstance(header, EncoderError):
+            raise header
+        return header
 
     def check_name(self, key: ImageKey, claimed: Grid | None) -> None:
         """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""

@@ -40,37 +40,6 @@ def directory(tags: int) -> bytes:
     return b"MM\0\x2a\0\0\0\x08" + struct.pack(">H", tags) + struct.pack(">HHLL", 0x10E, 4, 1, 0) * tags
 
 
-def jpeg_strips(strips: int) -> bytes:
-    """Return a TIFF of so many strips of JPEG, a byte each."""
-    fields = [(256, 1, 64), (257, 1, strips), (259, 1, 7), (277, 1, 1), (273, strips, 0), (279, strips, 0)]
-    tags, values = b"", b""
-    begin = 8 + 2 + 12 * len(fields) + 4
-    for number, count, value in sorted(fields):
-        if count > 1:
-            value, values = begin + len(values), values + struct.pack("<L", 1 if number == 279 else 8) * count
-        tags += struct.pack("<HHLL", number, 4, count, value)
-    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + tags + bytes(4) + values
-
-
-AVIF, JP2, J2K = (
-    photo(8, 8, 1, "AVIF"),
-    photo(8, 8, 1, "JPEG2000"),
-    encoded(Image.new("L", (8, 8)), "JPEG2000", no_jp2=True),
-)
-AVIF_LENGTH = AVIF.index(b"iloc") + 22
-AVIF_START, AVIF_FRAME = AVIF[: AVIF.index(b"mdat") + 4], AVIF[AVIF.index(b"mdat") + 4 :]
-
-
-def avif_units(units: int) -> bytes:
-    """Return an AVIF with so many empty units before its frame."""
-    (length,) = struct.unpack_from(">L", AVIF_START, AVIF_LENGTH)
-    start = AVIF_START[:AVIF_LENGTH] + struct.pack(">L", length + 2 * units) + AVIF_START[AVIF_LENGTH + 4 :]
-    return start + b"\x12\0" * units + AVIF_FRAME
-
-
-TILE_PART = struct.pack(">HHHLBB", 0xFF90, 10, 0, 14, 0, 1) + b"\xff\x93"
-
-
 # For each a function from an amount of trouble to a file; at the largest amount it is still within the bounds.
 WORST: dict[str, tuple[Callable[[int], bytes], int]] = {
     "jpeg exif pieces": (
@@ -93,13 +62,6 @@ WORST: dict[str, tuple[Callable[[int], bytes], int]] = {
     "gif blocks": (lambda n: GIF_START + b"!\xfe" + b"\x01a" * n, 4000),
     "gif extensions": (lambda n: GIF_START + b"!\xfe\0" * n, 2000),
     "gif junk": (lambda n: GIF_START + bytes(n), 60_000),
-    "tiff tags": (directory, 500),
-    "tiff strips of jpeg": (jpeg_strips, 60_000),
-    "avif boxes": (lambda n: AVIF[:32] + b"\0\0\0\x08free" * n + AVIF[32:], 2000),
-    "avif units": (avif_units, 8000),
-    "jpeg2000 boxes": (lambda n: JP2[:12] + b"\0\0\0\x08free" * n + JP2[12:], 2000),
-    "jpeg2000 tiles": (lambda n: J2K[: J2K.index(b"\xff\x90")] + TILE_PART * n, 4000),
-    "jpeg2000 segments": (lambda n: J2K[: J2K.index(b"\xff\x90")] + b"\xff\x64\0\2" * n, 500),
     "exif tags": (lambda n: PNG_START + png_chunk(b"eXIf", directory(n)), 500),
 }  # fmt: skip
 

@@ -72,6 +72,14 @@ async def test_rows_of_the_server_end_in_the_one_shot_logits(chat: Chat, referen
     assert error_of(prefilled, reference_model, PHOTOS) < MAX_ERROR
 
 
+async def test_a_prompt_is_laid_out_with_the_servers_grid_of_a_rare_image(
+    chat: Chat, reference_model: OneShot
+) -> None:
+    images = [PHOTOS[0], photo(256, 400, 2, "TIFF", orientation=6), photo(280, 300, 3, "PPM")]
+    prefilled = await chat.prefill([user("What is this?", *images)])
+    assert error_of(prefilled, reference_model, images) < MAX_ERROR
+
+
 async def test_follow_up_neither_fetches_nor_prefills_what_the_kv_cache_holds(
     chat: Chat, reference_model: OneShot, tokenizer: Any
 ) -> None:

@@ -69,6 +69,7 @@ class Forger:
     async def claim_to_hold(self, replica: Replica, file: bytes) -> bytes:
         """Say in Redis that it holds an image, and wait until the replica has heard it; return its digest."""
         (image,) = read_images([file], replica.client.description.geometry)
+        assert image.grid is not None
         await self.index.publish({replica.address(image.digest): image.grid})
         await soon(lambda: replica.locates(image.digest))
         return image.digest

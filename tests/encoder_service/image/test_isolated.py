@@ -1,6 +1,7 @@
 """Decoder processes that die, stop or are swamped: one image fails, what it failed of is counted, and all goes on."""
 
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ import torch
 from PIL import Image
 
 from encoder_contract.errors import EncoderError, OverloadedError, UndecodableImageError
+from encoder_contract.header import Header
 from encoder_service.engine.job_queue import FailureCache
 from encoder_service.image import decoder_pool
 from encoder_service.image.decoder import DEATHS, Decoder
@@ -125,13 +127,13 @@ def test_a_decoder_that_died_before_an_image_came_is_not_the_images_fault(
 
 
 def test_the_spare_decodes_while_a_killed_decoder_is_replaced(pool: DecoderPool) -> None:
-    spare, used = children(pool)
+    other, spare, used = children(pool)
     os.kill(used, signal.SIGKILL)
     assert isinstance(pool.decode(source_of(PHOTO)), OverloadedError)
     assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
-    replaced, next_ = children(pool)
-    assert next_ == spare
-    assert replaced not in (spare, used)
+    replaced, *others = children(pool)
+    assert others == [other, spare]
+    assert replaced not in (other, spare, used)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
@@ -145,7 +147,7 @@ def test_a_decoder_that_crashes_fails_its_image_which_is_remembered(
     assert deaths(pool)["crashed"] == before + 1
     failures, key = FailureCache(), ImageKey(b"a" * 32, b"d" * 32)
     failures.note(key, outcome)
-    with pytest.raises(UndecodableImageError, match="crashed on this JPEG"):
+    with pytest.raises(UndecodableImageError, match="crashed while decoding this JPEG"):
         failures.check(replace(key, address=b"of another variant"))
     assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
 
@@ -193,7 +195,7 @@ def test_closing_ends_every_process_and_a_further_use_starts_them_again() -> Non
         return [each.pid for each in psutil.Process().children(recursive=True) if each.pid not in others]
 
     with decoding() as pool:
-        assert len(ours()) == 2  # one for the thread, and one to spare
+        assert len(ours()) == 3  # one for the thread, one for headers, and one to spare
         pool.close()
         assert ours() == []
         assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
@@ -284,13 +286,27 @@ def test_a_decoder_that_hangs_without_using_the_processor_is_replaced_long_befor
 def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
     assert parsed(b"null") is None
     assert parsed(b'["bad\\nfile", false]') == ("bad?file", False)
-    for reply in (b"", b"{}", b"true", b"[null]", b'["x", 1]', b'["x"]', b'["x", false, true]', b"\xff\xfe"):
-        with pytest.raises(ValueError):
+    header = {"format": "TIFF", "width": 3, "height": 4, "orientation": 1, "channels": 3}
+    assert parsed(json.dumps(header).encode()) == Header("TIFF", 3, 4, 1, 3)
+    wrong = ({"width": "3"}, {"height": 0}, {"width": 1 << 31}, {"format": None}, {"channels": 1.5})
+    replies = (
+        b"",
+        b"{}",
+        b"true",
+        b"[null]",
+        b'["x", 1]',
+        b'["x"]',
+        b'["x", false, true]',
+        b"\xff\xfe",
+        b"[" * 60_000,
+    )
+    for reply in (*replies, *(json.dumps(header | each).encode() for each in wrong)):
+        with pytest.raises((ValueError, RecursionError)):
             parsed(reply)
 
 
 def test_every_reason_of_a_death_is_told_to_the_caller_in_its_own_way(pool: DecoderPool) -> None:
-    errors = {reason: pool._error(reason, source_of(PHOTO)) for reason in DEATHS}
+    errors = {reason: pool._error(reason, "decoding this JPEG", "1 s", 1) for reason in DEATHS}
     temporary = {reason for reason, error in errors.items() if error.retryable}
     assert temporary == {"killed", "stuck"}
     assert all(isinstance(error, EncoderError) for error in errors.values())

@@ -8,6 +8,7 @@ from encoder_contract.errors import DigestMismatchError
 from encoder_contract.geometry import Geometry
 from encoder_service.image.sources import THREADS, Validator
 from encoder_service.keys import ImageKey
+from testing.decoding import pillow_decoder
 from testing.photos import photo
 
 GEOMETRY = Geometry(16, 2, 65536, 16777216)
@@ -15,7 +16,12 @@ UPLOADS = 40
 
 
 def new_validator() -> Validator:
-    return Validator(GEOMETRY, max_image_bytes=1 << 25, max_image_pixels=1 << 25)
+    return Validator(
+        GEOMETRY,
+        max_image_bytes=1 << 25,
+        max_image_pixels=1 << 25,
+        read_rare_header=pillow_decoder().read_header,
+    )
 
 
 async def test_uploads_of_one_caller_with_wrong_digests_do_not_delay_that_of_another() -> None:

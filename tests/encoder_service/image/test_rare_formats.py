@@ -1,0 +1,221 @@
+"""Rare formats: decoder processes read their headers, within bounds, and decode them as stock vLLM does."""
+
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from encoder_contract.errors import ImageLimitError, InvalidImageError, UndecodableImageError
+from encoder_contract.header import RARE_FORMATS, Header, check_limits
+from encoder_service.app import Server
+from encoder_service.image import decoder_pool
+from encoder_service.image.decoder import PillowDecoder
+from encoder_service.image.decoder_pool import DecoderPool
+from encoder_service.image.source import Source
+from prefill_client import EncoderClient, RowRequest, read_images
+from testing.hostile_images import png_chunk
+from testing.photos import encoded, photo, pixels
+from tests.encoder_service.image.test_decoder import expected
+
+PICTURE = Image.fromarray(pixels(97, 41, 1))
+XMP = b'<x tiff:Orientation="6"/>'
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecoderPool]:
+    pool = DecoderPool(1)
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def check(pool: DecoderPool, image: bytes, kind: str) -> np.ndarray:
+    """Check that a file has the size and the pixels that `transformers` sees; return the pixels."""
+    header = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(header, Header), header
+    assert header.format == kind
+    found = pool.decode(Source(b"", image, header))
+    assert isinstance(found, np.ndarray), found
+    outside = expected(image)
+    assert header.upright == (outside.shape[1], outside.shape[0])
+    assert torch.equal(torch.from_numpy(found), outside)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("PPM", "RGB"), ("PPM", "L"), ("ICO", "RGBA"), ("TGA", "RGB"), ("TGA", "RGBA"), ("PCX", "RGB")],
+)
+def test_what_stock_vllm_takes_is_taken(pool: DecoderPool, kind: str, mode: str) -> None:
+    check(pool, encoded(PICTURE.convert(mode), kind), kind)
+
+
+def test_a_tiff_in_cie_lab_is_taken(pool: DecoderPool) -> None:
+    lab = np.random.default_rng(1).integers(0, 255, (20, 30, 3), np.uint8)
+    check(pool, encoded(Image.frombytes("LAB", (30, 20), lab.tobytes()), "TIFF"), "TIFF")
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}])
+def test_a_page_is_turned_once(pool: DecoderPool, orientation: int, options: dict[str, Any]) -> None:
+    found = check(pool, encoded(PICTURE, "TIFF", orientation, **options), "TIFF")
+    assert found.shape[:2] == ((41, 97) if orientation < 5 else (97, 41))
+
+
+def test_xmp_turns_a_page_whose_tags_do_not(pool: DecoderPool) -> None:
+    found = check(pool, encoded(PICTURE, "TIFF", tiffinfo={700: XMP}), "TIFF")
+    assert found.shape[:2] == (97, 41)
+
+
+def test_the_first_page_counts(pool: DecoderPool) -> None:
+    pages = [Image.new("RGB", size, colour) for size, colour in (((40, 20), "red"), ((90, 80), "lime"))]
+    found = check(pool, encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:]), "TIFF")
+    assert found[10, 10].tolist() == [255, 0, 0]
+
+
+def tiff(tags: dict[int, tuple[int, ...]], data: bytes = b"", order: str = "<") -> bytes:
+    """Return a TIFF of one directory behind `data`, which begins at byte 8; values are of type LONG."""
+    head = (b"II\x2a\0" if order == "<" else b"MM\0\x2a") + struct.pack(order + "L", 8 + len(data))
+    directory, outside = b"", b""
+    begin = 8 + len(data) + 2 + 12 * len(tags) + 4
+    for number, values in sorted(tags.items()):
+        packed = struct.pack(f"{order}{len(values)}L", *values)
+        if len(packed) > 4:
+            packed, outside = struct.pack(order + "L", begin + len(outside)), outside + packed
+        directory += struct.pack(order + "HHL", number, 4, len(values)) + packed
+    return head + data + struct.pack(order + "H", len(tags)) + directory + bytes(4) + outside
+
+
+GREY = {256: (64,), 257: (48,), 258: (8,), 259: (1,), 262: (1,), 277: (1,)}
+TILED = {**GREY, 322: (32,), 323: (32,), 324: (8, 1032, 2056, 3080), 325: (1024,) * 4}
+STRIPS = {**GREY, 273: (8,), 278: (48,), 279: (64 * 48,)}
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_tiles_are_put_together(pool: DecoderPool, order: str) -> None:
+    tiles = np.random.default_rng(1).integers(0, 255, (4, 32, 32), np.uint8)
+    found = check(pool, tiff(TILED, tiles.tobytes(), order), "TIFF")
+    assert found[:32, 32:, 0].tobytes() == tiles[1].tobytes()
+
+
+def replaced(image: bytes, kind: bytes, offset: int, content: bytes) -> bytes:
+    at = image.index(kind) + 4 + offset
+    return image[:at] + content + image[at + len(content) :]
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_rotation_and_mirror_of_an_avif_count(pool: DecoderPool, turns: int, axis: int | None) -> None:
+    image = encoded(PICTURE, "AVIF", 6 if axis is None else 5, speed=10)
+    image = replaced(image, b"irot", 0, bytes([turns]))
+    if axis is not None:
+        image = replaced(image, b"imir", 0, bytes([axis]))
+    check(pool, image, "AVIF")
+
+
+def test_a_size_that_is_only_promised_is_refused_before_memory_is_taken(pool: DecoderPool) -> None:
+    image = tiff({**STRIPS, 256: (30_000,), 257: (30_000,), 278: (30_000,)})
+    header = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(header, Header)
+    with pytest.raises(ImageLimitError, match="max_image_pixels 100000000"):
+        check_limits(header, len(image), max_image_bytes=1 << 25, max_image_pixels=100_000_000)
+
+
+def icon(png: bytes) -> bytes:
+    """Return an ICO of one picture, which Pillow decodes to read the header."""
+    return b"\0\0\1\0\1\0" + struct.pack("<BBBBHHLL", 0, 0, 0, 0, 1, 32, len(png), 22) + png
+
+
+HUGE_PNG = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">LLBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0))
+HUGE_PNG += png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("image", "reason", "message"),
+    [
+        (b"P6\n#" + bytes(30_000_000), "time", "takes more than 1 s of a processor"),
+        (icon(HUGE_PNG), "memory", "takes more memory than 268 MB"),
+    ],
+    ids=["time", "memory"],
+)
+def test_a_header_that_costs_too_much_fails_alone(
+    pool: DecoderPool, image: bytes, reason: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_pool, "_WALL_S", 60.0)  # on a busy machine it may wait long for its processor
+    before = pool.deaths[reason]
+    outcome = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(outcome, UndecodableImageError)
+    assert message in outcome.message
+    assert pool.deaths[reason] == before + 1
+    check(pool, encoded(PICTURE, "TIFF"), "TIFF")
+
+
+def test_memory_is_bounded_by_the_pixels_of_the_image(pool: DecoderPool) -> None:
+    image = encoded(PICTURE, "PPM")
+    header = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(header, Header)
+    huge = icon(HUGE_PNG)
+    outcome = pool.decode(Source(b"", huge, Header("ICO", header.width, header.height, 1, 4)))
+    assert isinstance(outcome, UndecodableImageError)
+    assert "decoding this ICO takes more memory than 268 MB" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "image", [b"hello", b"\0" * 100, b"II*\0", b"RIFF\0\0\0\0WAVE", b"\xff\xd8", b"P6\n"]
+)
+def test_what_is_no_image_is_refused(pool: DecoderPool, image: bytes) -> None:
+    outcome = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(outcome, InvalidImageError)
+    assert not isinstance(outcome, UndecodableImageError)
+
+
+def test_only_the_formats_that_are_taken_are_tried(pool: DecoderPool) -> None:
+    image = encoded(PICTURE, "TIFF")
+    assert isinstance(pool.read_header(image, ["TIFF", "PPM"]), Header)
+    outcome = pool.read_header(image, ["PPM"])
+    assert isinstance(outcome, InvalidImageError)
+    assert outcome.message.endswith("not an image of a supported format (JPEG, PNG, WEBP, GIF, BMP, PPM)")
+
+
+def test_without_decoder_processes_they_are_refused() -> None:
+    assert isinstance(PillowDecoder().read_header(encoded(PICTURE, "TIFF"), RARE_FORMATS), InvalidImageError)
+
+
+def test_every_format_is_one_that_this_pillow_reads() -> None:
+    Image.init()
+    assert set(RARE_FORMATS) <= set(Image.ID)
+
+
+async def test_a_client_hears_the_grid_of_a_rare_image_from_the_server(
+    server: Server, client: EncoderClient
+) -> None:
+    geometry = client.description.geometry
+    files = [photo(320, 256, 1, kind) for kind in ("TIFF", "PPM", "JPEG")]
+    read = read_images(files, geometry)
+    assert [image.grid is None for image in read] == [True, True, False]  # type: ignore[union-attr]
+    submitted = await client.submit(files)
+    assert [(each.error, each.grid) for each in submitted] == [(None, geometry.grid(320, 256))] * 3
+    async with client.fetch([RowRequest(each.digest) for each in submitted]) as stream:
+        assert [rows.error async for rows in stream] == [None] * 3
+    again = await client.submit(files)
+    assert all(each.cached and each.grid == geometry.grid(320, 256) for each in again)
+
+
+async def test_garbage_is_refused_by_the_server(server: Server, client: EncoderClient) -> None:
+    (refused,) = await client.submit([b"hello"])
+    assert isinstance(refused.error, InvalidImageError)
+    assert "not an image of a supported format (JPEG, PNG" in refused.error.message
+
+
+def test_pillow_is_asked_for_a_size_that_its_own_turning_has_changed(pool: DecoderPool) -> None:
+    image = photo(50, 30, 1, "TIFF", 6)
+    with Image.open(io.BytesIO(image)) as opened:
+        assert opened.size == (30, 50)
+    header = pool.read_header(image, RARE_FORMATS)
+    assert header == Header("TIFF", 30, 50, 1, 3)

@@ -44,14 +44,14 @@ class SharingEngine(Engine):
 
     def has_lease(self) -> bool:
         """Whether the store waits for rows of an image that no step makes yet."""
-        return any(image.lease for image in self.side.table._images.values())
+        return bool(self.side.table._leases)
 
     def until(self, reached: Callable[[], bool]) -> None:
         """Take in what the store says, without a step, until something is so."""
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
             assert time.monotonic() < deadline, "not so in time"
-            self.side.table.take_in()
+            self.side.table.collect()
             time.sleep(0.005)
 
     def until_all_is_put(self) -> None:

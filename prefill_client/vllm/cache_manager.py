@@ -5,14 +5,16 @@ from weakref import WeakValueDictionary
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from prefill_client.vllm.gate import Gate
+from prefill_client.vllm.gate import Gate, NamedGate, SharingGate
 from prefill_client.vllm.image_name import is_ours
-from prefill_client.vllm.scheduler_side import gates
-from prefill_client.vllm.sharing_gate import SharingGate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+
+gates: "WeakValueDictionary[str, Gate[Any]]" = WeakValueDictionary()
+"""The gate of each scheduler of this process by its engine id: where the cache manager finds it."""
 
 
 class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
@@ -22,14 +24,14 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
     `--ec-manager-config` names this class; the scheduler makes it after the connector.
     """
 
-    _gate: Gate
+    _gate: NamedGate
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig", **_: object) -> Self:
         """Return a manager that asks the connector's gate. Raises `ValueError` without our connector."""
         config = vllm_config.ec_transfer_config
         gate = gates.get(config.engine_id) if config is not None else None
-        if gate is None:
+        if not isinstance(gate, NamedGate):
             raise ValueError(
                 "EncoderServiceCacheManager needs EncoderServiceConnector in --ec-transfer-config"
             )
@@ -46,10 +48,6 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
         return bool(super().can_allocate(request, input_id, *arguments, **named))
 
 
-# The gate of each scheduler of this process by its engine id: where the cache manager finds it.
-_gates: "WeakValueDictionary[str, SharingGate]" = WeakValueDictionary()
-
-
 class SharingCacheManager(EncoderCacheManager):  # type: ignore[misc]
     """An encoder cache that shows its images to the gate of an engine that shares rows.
 
@@ -59,8 +57,10 @@ class SharingCacheManager(EncoderCacheManager):  # type: ignore[misc]
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig", **_: object) -> Self:
         """Return a manager whose images the connector's gate knows."""
+        gate = gates[vllm_config.ec_transfer_config.engine_id]
+        assert isinstance(gate, SharingGate), "only such an engine names this class"
         manager = cls(cache_size=cache_size)
-        _gates[vllm_config.ec_transfer_config.engine_id].encoder_cache = manager.cached
+        gate.encoder_cache = manager.cached
         return manager
 
 
@@ -76,4 +76,4 @@ def show_encoder_cache(gate: SharingGate, config: "VllmConfig") -> None:
             "leave the flag out"
         )
     chosen.encoder_cache_manager_cls = _NAME
-    _gates[config.ec_transfer_config.engine_id] = gate
+    gates[config.ec_transfer_config.engine_id] = gate

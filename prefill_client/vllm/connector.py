@@ -18,11 +18,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prefill_client.vllm.deepstack import keep_deepstack
-from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan
-from prefill_client.vllm.scheduler_side import SchedulerSide
+from prefill_client.vllm.scheduler_side import FetchingSide, LoadedUpTo, LoadPlan, SharingSide
 from prefill_client.vllm.service_check import check_service, refuse_sharing, row_kind
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.sharing_side import SharingSide
 from prefill_client.vllm.stats import EncoderServiceMetrics, EncoderServiceStats
 from prefill_client.vllm.worker_side import RowLoader, RowSaver
 
@@ -44,8 +42,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             refuse_sharing(vllm_config)
         self._saver: RowSaver | None = None
         if role is ECConnectorRole.SCHEDULER:
-            side = SharingSide if self.is_producer else SchedulerSide
-            self._scheduler: SharingSide | SchedulerSide = side(settings, vllm_config)
+            side = SharingSide if self.is_producer else FetchingSide
+            self._scheduler: SharingSide | FetchingSide = side(settings, vllm_config)
         else:  # made before the weights are loaded: the place to say no
             self._work(settings, vllm_config)
         self._at_work = True

@@ -10,12 +10,39 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Extent = tuple[int, int]
 """(offset, length), bytes."""
+RECORD = struct.Struct("<Q?")
+"""The number of the save, and whether its rows are there. Written and read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One image to load; pickles to a few hundred bytes."""
+
+    identifier: str
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One image whose rows, once the tower has made them, are copied out; `number` is what that is told by."""
+
+    extents: tuple[Extent, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """Where the rows of saved images go: host memory at `path`, and the pipe that is told of each."""
+
+    path: str
+    pipe: str
 
 
 class HostMemory:
@@ -91,7 +118,3 @@ class MappedMemory:
     def pieces(self, extents: Sequence[Extent]) -> list[NDArray[np.uint8]]:
         """Return a view of each extent, uint8 [length]."""
         return [self._bytes[offset : offset + length] for offset, length in extents]
-
-
-RECORD = struct.Struct("<Q?")
-"""The number of the save, and whether its rows are there. Written and read whole."""

@@ -1,24 +1,49 @@
-"""Which images' rows are here: fetched once however many requests hold them, kept until the last one lets go."""
+"""Which images' rows are here: asked for once however many requests hold them, kept until the last one lets go."""
 
+import itertools
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from encoder_contract.errors import EncoderError
+from prefill_client.images import PutAnswer
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.host_memory import Extent, HostMemory
+from prefill_client.vllm.host_memory import Extent, HostMemory, Save
+from prefill_client.vllm.image_name import same_image
 from prefill_client.vllm.row_fetcher import Outcome, RowFetcher, Wanted
+from prefill_client.vllm.shared_store import SharedStore
+from prefill_client.vllm.store_session import Asked, Found
 
 Holder = tuple[str, int]
 """A request, and the number of the image in it."""
 
 
+class Wish(Protocol):
+    """What is asked for: an image's rows, into `extents`."""
+
+    extents: tuple[Extent, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many rows the image has."""
+
+
+AnyWish = TypeVar("AnyWish", bound=Wish)
+
+
 @dataclass(eq=False, slots=True)
-class Rows:
-    """The rows of one image: waiting for memory, being fetched, or here."""
+class Rows(Generic[AnyWish]):
+    """The rows of one image that requests hold.
+
+    `asked`: they are on their way, or wait for memory. `here`: they are in host memory. `ours`: this engine's own tower
+    makes them, which only an engine that shares rows knows.
+    """
 
     identifier: str
-    wanted: Wanted
-    here: bool = False
+    wanted: AnyWish
+    state: Literal["asked", "here", "ours"] = "asked"
     loads: int = 0  # steps under way that copy them into a worker
     holders: set[Holder] = field(default_factory=set)
 
@@ -28,103 +53,239 @@ class Rows:
         return self.wanted.extents
 
 
-class RowTable:
-    """For the scheduler's thread."""
+class RowTable(ABC, Generic[AnyWish]):
+    """The images that requests hold, by vLLM's identifier. For the scheduler's thread."""
 
-    def __init__(self, memory: HostMemory, fetcher: RowFetcher, row_bytes: int, counts: Counts) -> None:
+    def __init__(self, memory: HostMemory, row_bytes: int, counts: Counts) -> None:
+        """`memory` is where rows arrive; a row has `row_bytes` bytes."""
         self._memory = memory
-        self._fetcher = fetcher
         self._row_bytes = row_bytes
         self._counts = counts
-        self._rows: dict[str, Rows] = {}
-        self._fetching: dict[Wanted, Rows] = {}
-        self._starved: deque[Rows] = deque()  # no memory yet; first come, first served
+        self._rows: dict[str, Rows[AnyWish]] = {}
+        self._asked: dict[
+            AnyWish, Rows[AnyWish]
+        ] = {}  # without an answer; their memory is in use until it comes
 
     def __len__(self) -> int:
-        return len({*self._rows.values(), *self._fetching.values()})
+        return len({*self._rows.values(), *self._asked.values()})
 
     @property
     def fetching(self) -> bool:
-        """Whether rows are on their way."""
-        return bool(self._fetching)
+        """Whether an answer is on its way."""
+        return bool(self._asked)
 
     def is_here(self, identifier: str) -> bool:
         """Whether an image's rows are in host memory."""
         rows = self._rows.get(identifier)
-        return rows is not None and rows.here
+        return rows is not None and rows.state == "here"
 
-    def hold(self, identifier: str, holder: Holder, wanted: Wanted) -> None:
-        """Keep an image's rows for `holder`; fetch them, as `wanted` says, unless that has begun."""
+    def hold(self, identifier: str, holder: Holder, wanted: AnyWish) -> None:
+        """Keep an image's rows for `holder`; ask for them, as `wanted` says, unless that has begun."""
         rows = self._rows.get(identifier)
         if rows is None:
             rows = self._rows[identifier] = Rows(identifier, wanted)
-            self._starved.append(rows)
-            self._fetch_what_fits()
+            self._ask(rows)
         rows.holders.add(holder)
 
     def drop(self, identifier: str, holder: Holder) -> None:
-        """Let go of what `holder` held; what has failed meanwhile is gone already."""
+        """Let go of what `holder` held; rows that have failed since are gone already."""
         rows = self._rows.get(identifier)
         if rows is not None:
             rows.holders.discard(holder)
             self._forget_unheld(rows)
 
-    def begin_load(self, identifier: str) -> Rows:
-        """Keep the rows of an image that is here until `end_load`, whoever holds it."""
+    def begin_load(self, identifier: str) -> Rows[AnyWish]:
+        """Keep the rows of an image that is here until `end_load`, even if no request holds them."""
         rows = self._rows[identifier]
-        assert rows.here, "only what is here is loaded"
+        assert rows.state == "here", "only what is here is loaded"
         rows.loads += 1
         return rows
 
-    def end_load(self, rows: Rows) -> None:
+    def end_load(self, rows: Rows[AnyWish]) -> None:
         """The workers have their copies."""
         rows.loads -= 1
         self._forget_unheld(rows)
 
+    @abstractmethod
     def collect(self) -> list[tuple[Holder, EncoderError]]:
-        """Take in what has arrived; return who waited for what has failed. A failure is not remembered."""
+        """Take in what has arrived. Return who waited for rows that have failed; a failure is not remembered."""
+
+    @abstractmethod
+    def _ask(self, rows: Rows[AnyWish]) -> None:
+        """Begin to ask for rows."""
+
+    @abstractmethod
+    def _give_up(self, rows: Rows[AnyWish]) -> None:
+        """Ask no more for rows that are `asked`."""
+
+    def _reserve(self, rows: Rows[AnyWish]) -> bool:
+        """Reserve host memory for rows; they count as asked for from here on. Return False if it is full."""
+        extents = self._memory.allocate(rows.wanted.tokens * self._row_bytes)
+        if extents is None:
+            return False
+        rows.wanted.extents = extents
+        self._asked[rows.wanted] = rows
+        return True
+
+    def _forget_unheld(self, rows: Rows[AnyWish]) -> None:
+        if rows.holders or rows.loads:
+            return
+        if rows.state == "here":
+            self._free(rows)
+            return
+        self._forget(rows)
+        if rows.state == "asked":
+            self._give_up(rows)
+
+    def _free(self, rows: Rows[AnyWish]) -> None:
+        self._forget(rows)
+        self._memory.release(rows.extents)
+
+    def _forget(self, rows: Rows[AnyWish]) -> None:
+        """Whoever wants the image from now on asks again."""
+        if self._rows.get(rows.identifier) is rows:
+            del self._rows[rows.identifier]
+
+
+class FetchTable(RowTable[Wanted]):
+    """The table of an engine whose images the service encodes: rows are here, or asked for."""
+
+    def __init__(self, memory: HostMemory, fetcher: RowFetcher, row_bytes: int, counts: Counts) -> None:
+        super().__init__(memory, row_bytes, counts)
+        self._fetcher = fetcher
+        self._starved: deque[Rows[Wanted]] = deque()  # no memory yet; first come, first served
+
+    def collect(self) -> list[tuple[Holder, EncoderError]]:
+        """Take in what has arrived. Return who waited for rows that have failed; a failure is not remembered."""
         failed: list[tuple[Holder, EncoderError]] = []
         for outcome in self._fetcher.outcomes():
-            rows = self._fetching.pop(outcome.wanted)
+            rows = self._asked.pop(outcome.wanted)
             if outcome.error is not None:
                 failed += [(holder, outcome.error) for holder in rows.holders]
-            rows.here = bool(rows.holders) and outcome.error is None
-            if not rows.here:
+            if rows.holders and outcome.error is None:
+                rows.state = "here"
+            else:
                 self._free(rows)
             self._count(outcome)
         return failed
 
-    def _forget_unheld(self, rows: Rows) -> None:
-        if rows.holders or rows.loads:
-            return
-        if rows.here:
-            self._free(rows)
-            return
-        if self._rows.get(rows.identifier) is rows:
-            del self._rows[rows.identifier]  # whoever wants it from now on asks anew
-        if rows.wanted in self._fetching:
-            self._fetcher.cancel(rows.wanted)  # its memory is in use until its outcome
+    def _ask(self, rows: Rows[Wanted]) -> None:
+        self._starved.append(rows)
+        self._fetch_what_fits()
+
+    def _give_up(self, rows: Rows[Wanted]) -> None:
+        if rows.wanted in self._asked:
+            self._fetcher.cancel(rows.wanted)
         elif rows in self._starved:
             self._starved.remove(rows)
 
-    def _free(self, rows: Rows) -> None:
-        if self._rows.get(rows.identifier) is rows:
-            del self._rows[rows.identifier]
-        self._memory.release(rows.wanted.extents)
+    def _free(self, rows: Rows[Wanted]) -> None:
+        super()._free(rows)
         self._fetch_what_fits()
 
     def _fetch_what_fits(self) -> None:
-        while self._starved:
-            wanted = self._starved[0].wanted
-            extents = self._memory.allocate(wanted.tokens * self._row_bytes)
-            if extents is None:
-                return
-            wanted.extents = extents
-            self._fetching[wanted] = self._starved.popleft()
-            self._fetcher.fetch(wanted)
+        while self._starved and self._reserve(self._starved[0]):
+            self._fetcher.fetch(self._starved.popleft().wanted)
 
     def _count(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._counts.failed(outcome.error)
         elif not outcome.cancelled:
             self._counts.fetched(outcome, outcome.wanted.tokens * self._row_bytes)
+
+
+class SharedTable(RowTable[Asked]):
+    """The table of an engine that shares rows: those that no other engine makes are `ours`, and are put."""
+
+    def __init__(
+        self, store: SharedStore, incoming: HostMemory, outgoing: HostMemory, row_bytes: int, counts: Counts
+    ) -> None:  # fmt: skip
+        super().__init__(incoming, row_bytes, counts)
+        self._store = store
+        self._outgoing = outgoing
+        self._leases: dict[Rows[Asked], PutAnswer] = {}  # the store waits for their rows
+        self._saving: dict[int, tuple[Rows[Asked], Save]] = {}  # their rows are made, and put
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        saving = (rows for rows, _ in self._saving.values())
+        return len({*self._rows.values(), *self._asked.values(), *saving})
+
+    def is_decided(self, identifier: str) -> bool:
+        """Whether a step may count on an image: its rows are here, or this engine makes them."""
+        rows = self._rows.get(identifier)
+        return rows is None or rows.state != "asked"
+
+    def clashes(self, identifier: str, tokens: int) -> bool:
+        """Whether `identifier` stands for an image with another number of rows: a caller gave two the same `uuid`."""
+        rows = self._rows.get(identifier)
+        return rows is not None and rows.wanted.tokens != tokens
+
+    def begin_save(self, identifier: str, data: Mapping[str, Any]) -> Save | None:
+        """The tower makes an image's rows of `data` in this step; return where they go, if the store waits for them.
+
+        The lease is given back if there is no room for the rows, as no step waits for memory. So it is if the store was
+        asked about other data, because a caller gave two images the same `uuid`.
+        """
+        rows = self._rows.get(identifier)
+        lease = self._leases.pop(rows, None) if rows is not None else None
+        if rows is None or lease is None:
+            return None
+        is_right = same_image(rows.wanted.data, data)
+        extents = self._outgoing.allocate(rows.wanted.tokens * self._row_bytes) if is_right else None
+        if extents is None:
+            self._counts.put("no_room" if is_right else "another_image")
+            self._store.give_back(lease)
+            return None
+        save = Save(extents, next(self._numbers))
+        self._saving[save.number] = rows, save
+        self._store.expect(save.number, lease, extents)
+        return save
+
+    def give_back(self, identifier: str) -> None:
+        """Let another engine make an image's rows, if this one has the lease; it then makes its own for itself."""
+        rows = self._rows.get(identifier)
+        if rows is not None and rows in self._leases:
+            self._counts.put("waited")
+            self._end_lease(rows)
+
+    def collect(self) -> list[tuple[Holder, EncoderError]]:
+        """Take in what was found and what was put. No request fails: what cannot be fetched is `ours`."""
+        for found in self._store.found():
+            self._take_found(self._asked.pop(found.asked), found)
+        for sent in self._store.sent():
+            rows, save = self._saving.pop(sent.number)
+            self._outgoing.release(save.extents)
+            self._counts.put("kept" if sent.error is None else sent.error.status.name.lower())
+            self._forget(rows)  # who needs it after this asks the store
+        return []
+
+    def _ask(self, rows: Rows[Asked]) -> None:
+        if self._store.alone or not self._reserve(rows):
+            rows.state = "ours"
+            self._counts.encoded(shared=False)
+        else:
+            self._store.ask(rows.wanted)
+
+    def _give_up(self, rows: Rows[Asked]) -> None:
+        self._store.give_up(rows.wanted)
+
+    def _take_found(self, rows: Rows[Asked], found: Found) -> None:
+        self._counts.found(found, rows.wanted.tokens * self._row_bytes)
+        rows.state = "here" if found.outcome == "here" else "ours"
+        if found.lease is not None:
+            self._leases[rows] = found.lease
+        if rows.state == "ours":
+            self._memory.release(rows.extents)
+        self._forget_unheld(rows)
+
+    def _forget_unheld(self, rows: Rows[Asked]) -> None:
+        if any(rows is saved for saved, _ in self._saving.values()):
+            return
+        super()._forget_unheld(rows)
+        if not rows.holders:
+            self._end_lease(rows)
+
+    def _end_lease(self, rows: Rows[Asked]) -> None:
+        if (lease := self._leases.pop(rows, None)) is not None:
+            self._store.give_back(lease)

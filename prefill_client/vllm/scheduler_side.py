@@ -1,31 +1,116 @@
-"""The scheduler's part of the connector: the gate and all that it needs, and what the workers are told to load."""
+"""The scheduler's part of the connector: the gate and all that it needs, and what the workers do in each step."""
 
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, Generic
 
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
+
+from prefill_client.vllm.cache_manager import gates, show_encoder_cache
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.gate import Gate
-from prefill_client.vllm.host_memory import HostMemory
+from prefill_client.vllm.engine_checkpoint import producer_of_engine
+from prefill_client.vllm.gate import Gate, NamedGate, SharingGate
+from prefill_client.vllm.host_memory import HostMemory, Load, Outgoing, Save
 from prefill_client.vllm.image_name import NameSigner, is_ours
-from prefill_client.vllm.load_plan import LoadedUpTo, LoadPlan
 from prefill_client.vllm.prompt_images import Feature, TowerInput
-from prefill_client.vllm.row_fetcher import RowFetcher
-from prefill_client.vllm.row_table import Rows, RowTable
+from prefill_client.vllm.row_fetcher import RowFetcher, Wanted
+from prefill_client.vllm.row_table import AnyWish, FetchTable, Rows, RowTable, SharedTable
 from prefill_client.vllm.service_check import check_description, row_kind
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.steps import Steps
+from prefill_client.vllm.shared_store import SharedStore
+from prefill_client.vllm.store_session import Asked, StoreSession
 from prefill_client.vllm.worker_side import row_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-gates: "WeakValueDictionary[str, Gate]" = WeakValueDictionary()
-"""The gate of each scheduler of this process by its engine id: where the cache manager finds it."""
+# vLLM asks about a waiting request nearly a thousand times a second. Where nothing else runs, its loop rests in here
+# until rows arrive; a request that comes meanwhile waits no longer than this.
+REST_S = 0.004
+# Empty steps until nothing runs: with asynchronous scheduling one is planned while another is computed.
+_EMPTY_STEPS = 3
 
 
-class SchedulerSide:
+@dataclass
+class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
+    """What every worker loads before a step, from the host memory at `path`, and what one of them saves after it."""
+
+    step: int
+    path: str
+    loads: tuple[Load, ...] = ()
+    saves: dict[str, Save] | None = None
+    outgoing: Outgoing | None = None
+
+
+@dataclass
+class LoadedUpTo(ECConnectorWorkerMetadata):  # type: ignore[misc]
+    """A worker has loaded what the plans up to this step said."""
+
+    step: int
+
+    def aggregate(self, other: "LoadedUpTo") -> "LoadedUpTo":
+        """The slowest worker counts."""
+        return LoadedUpTo(min(self.step, other.step))
+
+
+class SchedulerSide(ABC, Generic[AnyWish]):
     """One for each scheduler; of its thread."""
+
+    counts: Counts
+    table: RowTable[AnyWish]
+    gate: Gate[Any]
+
+    def __init__(self, path: str, wait: Callable[[float], None]) -> None:
+        """`path` is the host memory's that workers load from; `wait` waits for an answer that the table can take."""
+        self._path = path
+        self._wait = wait
+        self._step = 0
+        self._empty_steps = 0  # in a row
+        self._to_load: dict[str, Rows[AnyWish]] = {}  # with the next plan
+        # Plans that workers may still be reading from.
+        self._under_way: deque[tuple[int, list[Rows[AnyWish]]]] = deque()
+
+    @abstractmethod
+    def allocated(self, feature: Feature) -> None:
+        """The scheduler counts on an image in the step that it is planning."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is under way; the engine stops."""
+
+    def plan(self, scheduled_tokens: int) -> LoadPlan:
+        """Return what the workers are to load before this step. Without scheduled tokens some would not load it."""
+        self._step += 1
+        self._rest(scheduled_tokens)
+        if not self._to_load or not scheduled_tokens:
+            return LoadPlan(self._step, self._path)
+        images = list(self._to_load.values())
+        self._to_load.clear()
+        self._under_way.append((self._step, images))
+        return LoadPlan(self._step, self._path, tuple(Load(each.identifier, each.extents) for each in images))
+
+    def loaded(self, up_to: LoadedUpTo) -> None:
+        """Let go of what the workers have copied."""
+        while self._under_way and self._under_way[0][0] <= up_to.step:
+            for rows in self._under_way.popleft()[1]:
+                self.table.end_load(rows)
+
+    def _load(self, identifier: str) -> None:
+        """Have the next plan load an image."""
+        if identifier not in self._to_load:
+            self._to_load[identifier] = self.table.begin_load(identifier)
+
+    def _rest(self, scheduled_tokens: int) -> None:
+        self._empty_steps = 0 if scheduled_tokens else self._empty_steps + 1
+        if self._empty_steps > _EMPTY_STEPS and self.table.fetching:
+            self._wait(REST_S)
+
+
+class FetchingSide(SchedulerSide[Wanted]):
+    """Of an engine whose images the service encodes."""
 
     def __init__(self, settings: Settings, config: "VllmConfig") -> None:
         """Connect to the service, or go on without it if the engine has its own tower, and set host memory apart."""
@@ -40,8 +125,8 @@ class SchedulerSide:
             check=partial(check_description, settings, config),
         )
         size = row_bytes(kind.width, kind.dtype)
-        self.table = RowTable(self._memory, self._fetcher, size, self.counts)
-        self.gate = gates[config.ec_transfer_config.engine_id] = Gate(
+        self.table = FetchTable(self._memory, self._fetcher, size, self.counts)
+        self.gate = gates[config.ec_transfer_config.engine_id] = NamedGate(
             self.table,
             NameSigner(config.ec_transfer_config.engine_id),
             self.counts,
@@ -52,31 +137,69 @@ class SchedulerSide:
             gating=settings.gating,
             tower=TowerInput.of(config),
         )
-        self._steps = Steps[Rows](
-            self._memory.path,
-            fetching=lambda: self.table.fetching,
-            wait=lambda timeout_s: self._fetcher.wait(timeout_s),
-        )
+        super().__init__(self._memory.path, wait=lambda timeout_s: self._fetcher.wait(timeout_s))
 
     def allocated(self, feature: Feature) -> None:
         """The scheduler counts on an image in the step that it is planning."""
-        identifier = feature.identifier
-        if is_ours(identifier) and identifier not in self._steps:
-            self._steps.load(self.table.begin_load(identifier))
-
-    def plan(self, scheduled_tokens: int) -> LoadPlan:
-        """Return what the workers are to load before this step."""
-        return self._steps.plan(scheduled_tokens)
-
-    def loaded(self, up_to: LoadedUpTo) -> None:
-        """Let go of what the workers have copied."""
-        for rows in self._steps.loaded(up_to):
-            self.table.end_load(rows)
+        if is_ours(feature.identifier):
+            self._load(feature.identifier)
 
     def close(self) -> None:
         """End what is under way; the engine stops."""
         self._fetcher.close()
         self._memory.close()
+
+
+class SharingSide(SchedulerSide[Asked]):
+    """Of an engine that encodes itself and shares what its tower makes."""
+
+    table: SharedTable
+
+    def __init__(self, settings: Settings, config: "VllmConfig") -> None:
+        """Join the store and set host memory apart. Raises `ValueError` where this engine cannot share."""
+        self.counts = Counts()
+        kind = row_kind(config)
+        size_bytes = int(settings.host_gib * (1 << 30))
+        self._incoming, self._outgoing = HostMemory(size_bytes), HostMemory(size_bytes)
+        session = StoreSession(settings, producer_of_engine(config), kind, self._incoming)
+        self.store = SharedStore(session, self._outgoing)
+        self.table = SharedTable(
+            self.store, self._incoming, self._outgoing, row_bytes(kind.width, kind.dtype), self.counts
+        )
+        self.gate = SharingGate(
+            self.table,
+            self.counts,
+            tower=TowerInput.of(config),
+            window_tokens=config.scheduler_config.max_num_batched_tokens + look_ahead(config),
+            gating=settings.gating,
+        )
+        show_encoder_cache(self.gate, config)
+        super().__init__(self._incoming.path, self.store.wait)
+        self._to_save: dict[str, Save] = {}  # with the next plan
+
+    def allocated(self, feature: Feature) -> None:
+        """The scheduler counts on an image in the step that it is planning: it is loaded, or the tower makes it."""
+        identifier = feature.identifier
+        if identifier in self._to_load:
+            return
+        if self.table.is_here(identifier):
+            self._load(identifier)
+        elif save := self.table.begin_save(identifier, feature.data):
+            self._to_save[identifier] = save
+
+    def plan(self, scheduled_tokens: int) -> LoadPlan:
+        """Return what the workers are to load before this step and to save in it."""
+        plan = super().plan(scheduled_tokens)
+        if self._to_save:
+            plan.saves, self._to_save = self._to_save, {}
+            plan.outgoing = Outgoing(self._outgoing.path, self.store.pipe)
+        return plan
+
+    def close(self) -> None:
+        """End what is under way, and with it every lease; the engine stops."""
+        self.store.close()
+        self._incoming.close()
+        self._outgoing.close()
 
 
 def look_ahead(config: "VllmConfig") -> int:

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from prefill_client.transport.rows import element_type, tensor_view
-from prefill_client.vllm.host_memory import RECORD, MappedMemory
-from prefill_client.vllm.load_plan import Load, Outgoing, Save
+from prefill_client.vllm.host_memory import RECORD, Load, MappedMemory, Outgoing, Save
 
 _log = logging.getLogger("vllm.encoder_service")
 

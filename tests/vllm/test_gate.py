@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefill_client.vllm import steps as plans
+from prefill_client.vllm import scheduler_side
 from testing.photos import photo
 from testing.vllm_engine import CHUNK_TOKENS, Engine, Part
 
@@ -167,7 +167,7 @@ def test_a_decode_step_touches_no_table(engine: Engine, monkeypatch: pytest.Monk
 def test_an_engine_with_nothing_else_to_do_rests_until_rows_arrive(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "REST_S", 100.0)
+    monkeypatch.setattr(scheduler_side, "REST_S", 100.0)
     late = photo(120, 90, 97, "PNG")
     request_id = engine.start(["a", late])
     arriving = threading.Timer(0.5, engine.submit, [late])

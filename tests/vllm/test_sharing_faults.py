@@ -8,7 +8,8 @@ import pytest
 
 from prefill_client.vllm import store_session
 from prefill_client.vllm.cache_manager import show_encoder_cache
-from prefill_client.vllm.shared_table import SharedImage
+from prefill_client.vllm.row_table import Rows
+from prefill_client.vllm.store_session import Asked
 from testing.photos import photo
 from testing.vllm_engine import MANAGER, Part, raw
 from testing.vllm_sharing import OtherEngine, SharingEngine
@@ -133,7 +134,7 @@ def test_an_image_in_vllms_encoder_cache_is_left_to_other_engines(
         before = engine.encoded
         parked = engine.start(["b", cached, theirs], own=True)
         (waits,) = held_until_named(engine)
-        assert waits.asked.fetching is not None, "it waits for the other engine"
+        assert waits.wanted.fetching is not None, "it waits for the other engine"
         assert other.name(["c", cached]).state == "yours"
     finally:
         other.close()
@@ -150,11 +151,16 @@ def test_another_cache_manager_is_refused(
         show_encoder_cache(engine.side.gate, config)
 
 
-def held_until_named(engine: SharingEngine) -> list[SharedImage]:
+def held_until_named(engine: SharingEngine) -> list[Rows[Asked]]:
     """Step until the store has answered for all images that requests hold; return those."""
-    images = engine.side.table._images
-    engine.run_until(lambda: images and all(each.lease or each.asked.fetching for each in images.values()))
-    return list(images.values())
+    table = engine.side.table
+    engine.run_until(
+        lambda: (
+            table._rows
+            and all(rows in table._leases or rows.wanted.fetching for rows in table._rows.values())
+        )
+    )
+    return list(table._rows.values())
 
 
 def test_an_image_that_nobody_finds_in_time_is_the_engines_own(

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from prefill_client.vllm import deepstack, image_name, service_check
-from prefill_client.vllm.gate import Gate, NamedSpan, Prompt
+from prefill_client.vllm.gate import NamedGate, NamedSpan, Prompt
 from prefill_client.vllm.prompt_images import Feature, Request
-from prefill_client.vllm.row_table import Rows, RowTable
-from prefill_client.vllm.scheduler_side import SchedulerSide
+from prefill_client.vllm.row_fetcher import Wanted
+from prefill_client.vllm.row_table import FetchTable, Rows
+from prefill_client.vllm.scheduler_side import FetchingSide
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess
@@ -40,7 +41,7 @@ def dying() -> AbstractContextManager[object]:
     return pytest.raises((AssertionError, AttributeError, KeyError, ValueError, RuntimeError))
 
 
-def trusting(gate: Gate, index: int, feature: Feature, _: bytes) -> NamedSpan:
+def trusting(gate: NamedGate, index: int, feature: Feature, _: bytes) -> NamedSpan:
     """Believe a name, whatever grid stands beside it."""
     name, position = gate._signer.name(feature.identifier), feature.mm_position
     assert name is not None
@@ -61,14 +62,14 @@ def assert_dies_of(hostile: str, engine: Engine) -> None:
 def test_an_image_without_rows_that_is_let_pass_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "_fail", lambda *_: None)
+    monkeypatch.setattr(NamedGate, "_fail", lambda *_: None)
     assert_dies_of("no name", engine)
 
 
 def test_a_larger_grid_that_is_believed_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "_span", trusting)
+    monkeypatch.setattr(NamedGate, "_span", trusting)
     engine.submit(IMAGE)
     assert_dies_of("a larger grid", engine)
 
@@ -76,7 +77,7 @@ def test_a_larger_grid_that_is_believed_ends_the_engine(
 def test_a_smaller_grid_that_is_believed_is_answered_with_wrong_rows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "_span", trusting)
+    monkeypatch.setattr(NamedGate, "_span", trusting)
     engine.submit(IMAGE)
     request_id = engine.start(["x", HOSTILE["a smaller grid"](engine)])
     assert engine.run(request_id)[request_id].reason == "length"
@@ -85,7 +86,7 @@ def test_a_smaller_grid_that_is_believed_is_answered_with_wrong_rows(
 def test_a_request_that_does_not_wait_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "may_prefill", lambda *_: True)
+    monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
     request_id = engine.start(["x", photo(170, 130, 8001, "PNG")])
     with dying():
         engine.run(request_id, steps=50)
@@ -94,9 +95,9 @@ def test_a_request_that_does_not_wait_ends_the_engine(
 def test_saying_that_rows_are_here_when_they_are_not_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "may_prefill", lambda *_: True)
-    monkeypatch.setattr(RowTable, "is_here", lambda *_: True)
-    monkeypatch.setattr(SchedulerSide, "allocated", lambda *_: None)
+    monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
+    monkeypatch.setattr(FetchTable, "is_here", lambda *_: True)
+    monkeypatch.setattr(FetchingSide, "allocated", lambda *_: None)
     request_id = engine.start(["x", photo(170, 130, 8002, "PNG")])
     with dying():
         engine.run(request_id, steps=50)
@@ -108,7 +109,7 @@ def test_saying_that_rows_are_here_when_they_are_not_ends_the_engine(
 def test_a_grid_that_is_believed_poisons_the_prefix_cache(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gate, "_span", trusting)
+    monkeypatch.setattr(NamedGate, "_span", trusting)
     engine.submit(IMAGE)
     text = "a long text after the image, so that its blocks are cached " * 2
     right = engine.ask(["", IMAGE, text], own=True)
@@ -135,15 +136,15 @@ def test_a_name_whose_signature_is_not_checked_gives_anyone_the_rows(
 def test_rows_let_go_between_gate_and_step_end_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_prefill = Gate.may_prefill
+    may_prefill = NamedGate.may_prefill
 
-    def forgetful(gate: Gate, request: Request, computed: int) -> bool:
+    def forgetful(gate: NamedGate, request: Request, computed: int) -> bool:
         ready = may_prefill(gate, request, computed)
         if ready:
             gate._release(request.request_id, gate._prompts[request.request_id])
         return ready
 
-    monkeypatch.setattr(Gate, "may_prefill", forgetful)
+    monkeypatch.setattr(NamedGate, "may_prefill", forgetful)
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE])
     with dying():
@@ -172,14 +173,14 @@ def test_rows_let_go_before_they_are_read_are_anothers(
 def test_rows_asked_for_only_once_are_missed_after_a_preemption(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold, asked = Gate._hold, set()
+    hold, asked = NamedGate._hold, set()
 
-    def once(gate: Gate, request_id: str, prompt: Prompt, computed: int) -> None:
+    def once(gate: NamedGate, request_id: str, prompt: Prompt, computed: int) -> None:
         if request_id not in asked:
             asked.add(request_id)
             hold(gate, request_id, prompt, computed)
 
-    monkeypatch.setattr(Gate, "_hold", once)
+    monkeypatch.setattr(NamedGate, "_hold", once)
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE], tokens=40)
     engine.run_until(lambda: not len(engine.side.table) and engine.computed(request_id) > 0)
@@ -194,7 +195,7 @@ def test_a_request_whose_end_is_not_noted_holds_its_rows_for_ever(
     monkeypatch.setattr(engine.scheduler.ec_connector, "request_finished", lambda *_, **__: (False, None))
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE, photo(170, 130, 8003, "PNG")])
-    engine.run_until(lambda: any(rows.here for rows in engine.side.table._rows.values()))
+    engine.run_until(lambda: any(rows.state == "here" for rows in engine.side.table._rows.values()))
     engine.abort(request_id)
     for _ in range(100):
         engine.step()
@@ -209,12 +210,12 @@ def test_a_failure_that_is_remembered_is_waited_for_in_vain(
 ) -> None:
     fetcher, late = engine.side._fetcher, photo(210, 120, 8004, "PNG")
 
-    def remembering(table: RowTable, rows: Rows) -> None:
+    def remembering(table: FetchTable, rows: Rows[Wanted]) -> None:
         table._memory.release(rows.wanted.extents)
 
     monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, grace_s=0.02))
-    monkeypatch.setattr(RowTable, "_free", remembering)
-    monkeypatch.setattr(RowTable, "_forget_unheld", lambda *_: None)
+    monkeypatch.setattr(FetchTable, "_free", remembering)
+    monkeypatch.setattr(FetchTable, "_forget_unheld", lambda *_: None)
     first = engine.start(["x", late])
     assert engine.run(first)[first].reason == "error", "nobody has submitted it"
     engine.submit(late)

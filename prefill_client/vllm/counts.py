@@ -4,7 +4,7 @@ from collections import Counter
 
 from encoder_contract.errors import EncoderError
 from prefill_client.vllm.row_fetcher import Outcome
-from prefill_client.vllm.store_session import Found
+from prefill_client.vllm.shared_store import Found
 
 IMAGES, BYTES, FETCH_S, FAILED = "images", "bytes", "fetch_seconds", "images_failed"
 WAITED_S, WAITED = "wait_seconds", "waits"

@@ -36,7 +36,7 @@ from prefill_client.vllm.request_images import caller_of, stored_of, submitted_t
 from prefill_client.vllm.row_fetcher import Caller, Wanted
 from prefill_client.vllm.row_table import FetchTable, RowTable, SharedTable
 from prefill_client.vllm.settings import Gating
-from prefill_client.vllm.store_session import Asked
+from prefill_client.vllm.shared_store import Asked
 
 _log = logging.getLogger("vllm.encoder_service")
 # For "how soon are the rows needed" of images behind the next step: a guess that only orders the service's work.

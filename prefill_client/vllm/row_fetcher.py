@@ -1,14 +1,15 @@
-"""Fetches rows into host memory, on a thread with an event loop of its own: the scheduler's thread never waits."""
+"""Asks for rows on a thread of its own, so that the scheduler never waits, and fetches them into host memory."""
 
 import asyncio
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -68,8 +69,100 @@ class Outcome:
     took_s: float = 0.0
 
 
-class RowFetcher:
-    """For one thread. Every `fetch` ends in exactly one outcome, of which `outcomes` tells."""
+class Wish(Protocol):
+    """What a scheduler asks for: the rows of one image, into `extents`."""
+
+    extents: tuple[Extent, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many rows the image has."""
+
+
+AnyWish = TypeVar("AnyWish", bound=Wish)
+Answer = TypeVar("Answer")
+
+
+class RowSource(ABC, Generic[AnyWish, Answer]):
+    """Asks for rows on a thread with an event loop of its own: the scheduler's thread never waits.
+
+    For one thread. Every `ask` ends in exactly one answer, which `answers` yields.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start the thread, under this name, and open the source on it. Raises what that raises."""
+        self._asking: dict[AnyWish, asyncio.Task[Answer]] = {}  # of the loop's thread
+        self._answers: deque[Answer] = deque()
+        self._any_answer = threading.Event()
+        self._loop = LoopThread(name)
+        try:
+            self._loop.run(self._open())
+        except BaseException:  # Ctrl-C too: no one else can end the thread
+            self._loop.stop()
+            raise
+
+    def ask(self, wish: AnyWish) -> None:
+        """Begin to ask for an image's rows. Its extents are in use until the answer."""
+        self._loop.call(self._begin, wish)
+
+    def give_up(self, wish: AnyWish) -> None:
+        """Ask no more; the answer still comes."""
+        self._loop.call(self._give_up, wish)
+
+    def answers(self) -> Iterator[Answer]:
+        """Yield the answers that have come since the last time."""
+        self._any_answer.clear()
+        while self._answers:
+            yield self._answers.popleft()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is an answer that `answers` has not yielded, or after so long."""
+        self._any_answer.wait(timeout_s)
+
+    def close(self) -> None:
+        """End everything that is under way, the connections and the thread."""
+        self._loop.stop(self._end())
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """Connect."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Close the connections."""
+
+    @abstractmethod
+    async def _answer(self, wish: AnyWish) -> Answer:
+        """Return the answer. Raises nothing, except that it was cancelled."""
+
+    @abstractmethod
+    def _cancelled(self, wish: AnyWish) -> Answer:
+        """Return the answer to a wish that was given up."""
+
+    def _begin(self, wish: AnyWish) -> None:
+        task = asyncio.create_task(self._answer(wish))
+        self._asking[wish] = task
+        task.add_done_callback(partial(self._ended, wish))
+
+    def _give_up(self, wish: AnyWish) -> None:
+        if task := self._asking.get(wish):
+            task.cancel()
+
+    def _ended(self, wish: AnyWish, task: "asyncio.Task[Answer]") -> None:
+        del self._asking[wish]
+        self._answers.append(self._cancelled(wish) if task.cancelled() else task.result())
+        self._any_answer.set()
+
+    async def _end(self) -> None:
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._close()
+
+
+class RowFetcher(RowSource[Wanted, Outcome]):
+    """Fetches rows that the service encodes."""
 
     def __init__(
         self,
@@ -92,44 +185,14 @@ class RowFetcher:
         self._joining: asyncio.Task[None] | None = None
         self._client: EncoderClient | None = None
         self._memory = memory
-        self._tasks: dict[Wanted, asyncio.Task[Outcome]] = {}  # of the loop's thread
-        self._ended: deque[Outcome] = deque()
-        self._any_ended = threading.Event()
-        self._loop = LoopThread("encoder-rows")
-        try:
-            self._loop.run(self._start())
-        except BaseException:  # Ctrl-C too: nobody else would end the thread
-            self._loop.stop()
-            raise
+        super().__init__("encoder-rows")
 
     @property
     def description(self) -> Description | None:
         """What the service said it is; None while an engine that has its own tower has not joined it."""
         return self._client.description if self._client else None
 
-    def fetch(self, wanted: Wanted) -> None:
-        """Begin to fetch an image's rows. Its extents are in use until its outcome is told."""
-        self._loop.call(self._begin, wanted)
-
-    def cancel(self, wanted: Wanted) -> None:
-        """Give up; the outcome still comes."""
-        self._loop.call(self._cancel, wanted)
-
-    def outcomes(self) -> Iterator[Outcome]:
-        """Yield what has ended since the last time."""
-        self._any_ended.clear()
-        while self._ended:
-            yield self._ended.popleft()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when an outcome is there that `outcomes` has not told, or after so long."""
-        self._any_ended.wait(timeout_s)
-
-    def close(self) -> None:
-        """End every fetch, the connections and the thread."""
-        self._loop.stop(self._close())
-
-    async def _start(self) -> None:
+    async def _open(self) -> None:
         has_own_tower = self._settings.without_service == "own_tower"
         try:
             self._client = await connect(self._settings, wait=not has_own_tower)
@@ -156,19 +219,17 @@ class RowFetcher:
                     refused = str(error)
                     _log.error("the service is not joined: %s", refused)
 
-    def _begin(self, wanted: Wanted) -> None:
-        task = asyncio.create_task(self._fetch(wanted))
-        self._tasks[wanted] = task
-        task.add_done_callback(partial(self._end, wanted))
+    async def _answer(self, wanted: Wanted) -> Outcome:
+        try:
+            return await self._fetch(wanted)
+        except EncoderError as error:
+            return Outcome(wanted, error)
+        except Exception as error:  # noqa: BLE001 - an image fails, and not the engine
+            _log.error("a fetch failed unexpectedly", exc_info=error)
+            return Outcome(wanted, InternalError(f"{type(error).__name__}: {error}"))
 
-    def _cancel(self, wanted: Wanted) -> None:
-        if task := self._tasks.get(wanted):
-            task.cancel()
-
-    def _end(self, wanted: Wanted, task: "asyncio.Task[Outcome]") -> None:
-        del self._tasks[wanted]
-        self._ended.append(_outcome(wanted, task))
-        self._any_ended.set()
+    def _cancelled(self, wanted: Wanted) -> Outcome:
+        return Outcome(wanted, cancelled=True)
 
     async def _fetch(self, wanted: Wanted) -> Outcome:
         traceparent.set(wanted.caller.traceparent)  # of this task alone
@@ -206,24 +267,11 @@ class RowFetcher:
         return Shape(wanted.name.grid, wanted.tokens, self._width, self._dtype)
 
     async def _close(self) -> None:
-        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *filter(None, [self._joining])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
-
-
-def _outcome(wanted: Wanted, task: "asyncio.Task[Outcome]") -> Outcome:
-    if task.cancelled():
-        return Outcome(wanted, cancelled=True)
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if isinstance(error, EncoderError):
-        return Outcome(wanted, error)
-    _log.error("a fetch ended in a way that it never should", exc_info=error)
-    return Outcome(wanted, InternalError(f"{type(error).__name__}: {error}"))
 
 
 @dataclass(frozen=True, slots=True)

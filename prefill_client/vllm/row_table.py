@@ -5,32 +5,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal
 
 from encoder_contract.errors import EncoderError
 from prefill_client.images import PutAnswer
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.host_memory import Extent, HostMemory, Save
 from prefill_client.vllm.image_name import same_image
-from prefill_client.vllm.row_fetcher import Outcome, RowFetcher, Wanted
-from prefill_client.vllm.shared_store import SharedStore
-from prefill_client.vllm.store_session import Asked, Found
+from prefill_client.vllm.row_fetcher import AnyWish, Outcome, RowFetcher, RowSource, Wanted
+from prefill_client.vllm.shared_store import Asked, Found, SharedStore
 
 Holder = tuple[str, int]
 """A request, and the number of the image in it."""
-
-
-class Wish(Protocol):
-    """What is asked for: an image's rows, into `extents`."""
-
-    extents: tuple[Extent, ...]
-
-    @property
-    def tokens(self) -> int:
-        """How many rows the image has."""
-
-
-AnyWish = TypeVar("AnyWish", bound=Wish)
 
 
 @dataclass(eq=False, slots=True)
@@ -56,9 +42,12 @@ class Rows(Generic[AnyWish]):
 class RowTable(ABC, Generic[AnyWish]):
     """The images that requests hold, by vLLM's identifier. For the scheduler's thread."""
 
-    def __init__(self, memory: HostMemory, row_bytes: int, counts: Counts) -> None:
-        """`memory` is where rows arrive; a row has `row_bytes` bytes."""
+    def __init__(
+        self, memory: HostMemory, source: RowSource[AnyWish, Any], row_bytes: int, counts: Counts
+    ) -> None:
+        """`source` is asked for rows, into `memory`; a row has `row_bytes` bytes."""
         self._memory = memory
+        self._source = source
         self._row_bytes = row_bytes
         self._counts = counts
         self._rows: dict[str, Rows[AnyWish]] = {}
@@ -114,9 +103,9 @@ class RowTable(ABC, Generic[AnyWish]):
     def _ask(self, rows: Rows[AnyWish]) -> None:
         """Begin to ask for rows."""
 
-    @abstractmethod
     def _give_up(self, rows: Rows[AnyWish]) -> None:
         """Ask no more for rows that are `asked`."""
+        self._source.give_up(rows.wanted)
 
     def _reserve(self, rows: Rows[AnyWish]) -> bool:
         """Reserve host memory for rows; they count as asked for from here on. Return False if it is full."""
@@ -151,14 +140,13 @@ class FetchTable(RowTable[Wanted]):
     """The table of an engine whose images the service encodes: rows are here, or asked for."""
 
     def __init__(self, memory: HostMemory, fetcher: RowFetcher, row_bytes: int, counts: Counts) -> None:
-        super().__init__(memory, row_bytes, counts)
-        self._fetcher = fetcher
+        super().__init__(memory, fetcher, row_bytes, counts)
         self._starved: deque[Rows[Wanted]] = deque()  # no memory yet; first come, first served
 
     def collect(self) -> list[tuple[Holder, EncoderError]]:
         """Take in what has arrived. Return who waited for rows that have failed; a failure is not remembered."""
         failed: list[tuple[Holder, EncoderError]] = []
-        for outcome in self._fetcher.outcomes():
+        for outcome in self._source.answers():
             rows = self._asked.pop(outcome.wanted)
             if outcome.error is not None:
                 failed += [(holder, outcome.error) for holder in rows.holders]
@@ -175,7 +163,7 @@ class FetchTable(RowTable[Wanted]):
 
     def _give_up(self, rows: Rows[Wanted]) -> None:
         if rows.wanted in self._asked:
-            self._fetcher.cancel(rows.wanted)
+            super()._give_up(rows)
         elif rows in self._starved:
             self._starved.remove(rows)
 
@@ -185,7 +173,7 @@ class FetchTable(RowTable[Wanted]):
 
     def _fetch_what_fits(self) -> None:
         while self._starved and self._reserve(self._starved[0]):
-            self._fetcher.fetch(self._starved.popleft().wanted)
+            self._source.ask(self._starved.popleft().wanted)
 
     def _count(self, outcome: Outcome) -> None:
         if outcome.error is not None:
@@ -200,7 +188,7 @@ class SharedTable(RowTable[Asked]):
     def __init__(
         self, store: SharedStore, incoming: HostMemory, outgoing: HostMemory, row_bytes: int, counts: Counts
     ) -> None:  # fmt: skip
-        super().__init__(incoming, row_bytes, counts)
+        super().__init__(incoming, store, row_bytes, counts)
         self._store = store
         self._outgoing = outgoing
         self._leases: dict[Rows[Asked], PutAnswer] = {}  # the store waits for their rows
@@ -251,8 +239,8 @@ class SharedTable(RowTable[Asked]):
 
     def collect(self) -> list[tuple[Holder, EncoderError]]:
         """Take in what was found and what was put. No request fails: what cannot be fetched is `ours`."""
-        for found in self._store.found():
-            self._take_found(self._asked.pop(found.asked), found)
+        for found in self._store.answers():
+            self._take_found(self._asked.pop(found.wanted), found)
         for sent in self._store.sent():
             rows, save = self._saving.pop(sent.number)
             self._outgoing.release(save.extents)
@@ -266,9 +254,6 @@ class SharedTable(RowTable[Asked]):
             self._counts.encoded(shared=False)
         else:
             self._store.ask(rows.wanted)
-
-    def _give_up(self, rows: Rows[Asked]) -> None:
-        self._store.give_up(rows.wanted)
 
     def _take_found(self, rows: Rows[Asked], found: Found) -> None:
         self._counts.found(found, rows.wanted.tokens * self._row_bytes)

@@ -16,12 +16,11 @@ from prefill_client.vllm.gate import Gate, NamedGate, SharingGate
 from prefill_client.vllm.host_memory import HostMemory, Load, Outgoing, Save
 from prefill_client.vllm.image_name import NameSigner, is_ours
 from prefill_client.vllm.prompt_images import Feature, TowerInput
-from prefill_client.vllm.row_fetcher import RowFetcher, Wanted
-from prefill_client.vllm.row_table import AnyWish, FetchTable, Rows, RowTable, SharedTable
+from prefill_client.vllm.row_fetcher import AnyWish, RowFetcher, Wanted
+from prefill_client.vllm.row_table import FetchTable, Rows, RowTable, SharedTable
 from prefill_client.vllm.service_check import check_description, row_kind
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.shared_store import SharedStore
-from prefill_client.vllm.store_session import Asked, StoreSession
+from prefill_client.vllm.shared_store import Asked, SharedStore, StoreSession
 from prefill_client.vllm.worker_side import row_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from prefill_client.blocking import BlockingClient
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.engine_checkpoint import fingerprints_of, folder_of
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.store_session import RowKind
+from prefill_client.vllm.shared_store import RowKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

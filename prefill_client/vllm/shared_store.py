@@ -1,23 +1,264 @@
-"""The store that engines share, asked and told on a thread with an event loop of its own: the scheduler never waits."""
+"""The store that engines share: it says who makes an image's rows, has those of others, and takes our own."""
 
 import asyncio
 import logging
 import os
-import threading
+import secrets
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from time import monotonic
+from typing import Any, Literal
 
-from encoder_contract.errors import EncoderError, InternalError
-from prefill_client.blocking import LoopThread
-from prefill_client.images import PutAnswer
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder_contract.errors import (
+    AbandonedError,
+    DeadlineError,
+    EncoderError,
+    ImageLimitError,
+    InternalError,
+    OverloadedError,
+    UnavailableError,
+    UnknownImageError,
+)
+from encoder_contract.geometry import Grid
+from encoder_contract.producer import EngineKey, Producer
+from prefill_client.client import EncoderClient
+from prefill_client.fleet.put_session import PutSession
+from prefill_client.images import FetchedRows, PutAnswer, PutImage, RowRequest
+from prefill_client.transport import INLINE, TRANSPORTS
+from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, Extent, HostMemory
-from prefill_client.vllm.store_session import Asked, Found, StoreSession
+from prefill_client.vllm.image_name import image_key
+from prefill_client.vllm.row_fetcher import RowSource, Shape, connect, keep
+from prefill_client.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.encoder_service")
 # Records read at a time; a read never gives a part of one, since they are written whole.
 _RECORDS = 256
+# How often an engine that is on its own asks whether the store is back.
+_REJOIN_S = 1.0
+# Errors of one image: the store is there all the same.
+_OF_AN_IMAGE = (OverloadedError, ImageLimitError, AbandonedError)
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """A row, and how many patches, along either side, become one."""
+
+    width: int
+    dtype: str
+    merge: int
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """One image: what vLLM has of it, and where its rows go if somebody else made them."""
+
+    data: Mapping[str, Any]
+    cache_salt: str
+    grid: Grid
+    tokens: int
+    extents: tuple[Extent, ...] = ()
+    given_up: bool = False
+    # What `give_up` may cancel: not while it is named, since a lease may be its answer.
+    fetching: "asyncio.Task[Any] | None" = None
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more. For the loop's thread."""
+        self.given_up = True
+        if self.fetching is not None:
+            self.fetching.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of it: its rows are `here`, or they are `ours` to make; with a `lease`, for everybody."""
+
+    wanted: Asked
+    outcome: Literal["here", "ours", "given up"]
+    lease: PutAnswer | None = None
+    error: EncoderError | None = None
+    source: str = ""
+    transport: str = ""
+    took_s: float = 0.0
+
+
+class StoreSession:
+    """For one event loop. While the store cannot be reached the engine is `alone`, and asks in the background."""
+
+    def __init__(self, settings: Settings, producer: Producer, rows: RowKind, memory: HostMemory) -> None:
+        """`memory` is where rows are fetched to."""
+        self._settings = settings
+        self._producer = producer
+        self._rows = rows
+        self._memory = memory
+        self._client: EncoderClient | None = None
+        self._session: PutSession | None = None
+        self._rejoining: asyncio.Task[None] | None = None
+        self.alone = True
+
+    async def start(self) -> None:
+        """Join, if a server is there. Raises `ValueError` for one that cannot take this engine's rows."""
+        try:
+            await self._join()
+        except (UnavailableError, DeadlineError) as error:
+            self.alone = False
+            self._go_alone(error)
+        except EncoderError as error:
+            raise ValueError(f"the encoder service at {self._endpoints}: {error.message}") from error
+
+    async def close(self) -> None:
+        """End the calls, and with them every lease."""
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+            await asyncio.gather(self._rejoining, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        if self._client is not None:
+            await self._client.close()
+
+    async def find(self, asked: Asked) -> Found:
+        """Find out who makes an image's rows, and fetch them if that is somebody else. Raises nothing but its end."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return await self._find(asked)
+        except TimeoutError:
+            late = f"nobody has made the rows within {self._settings.timeout_s:g} s"
+            return Found(asked, "ours", error=DeadlineError(late))
+        except asyncio.CancelledError:
+            if not asked.given_up:
+                raise
+            return Found(asked, "given up")
+        except EncoderError as error:
+            self._note(error)
+            return Found(asked, "ours", error=error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            _log.exception("an image cannot be shared")
+            return Found(asked, "ours", error=InternalError(f"{type(error).__name__}: {error}"))
+
+    async def put(self, lease: PutAnswer, data: NDArray[np.uint8]) -> EncoderError | None:
+        """Put the rows of an image that is ours, their bytes `data`; return why not."""
+        assert self._session is not None, "a lease has come from one"
+        rows = data.view(element_type(self._rows.dtype)).reshape(-1, self._rows.width)
+        error = (await self._session.put(lease, rows)).error
+        # Any other error is this image's alone: an engine may be later than its lease.
+        if isinstance(error, UnavailableError):
+            self._go_alone(error)
+        return error
+
+    async def abandon(self, lease: PutAnswer) -> None:
+        """No rows will come for it."""
+        if self._session is not None:
+            await self._session.abandon(lease)
+
+    async def _find(self, asked: Asked) -> Found:
+        if self.alone or self._session is None:
+            return Found(asked, "ours")
+        began_s = monotonic()
+        key = await asyncio.to_thread(image_key, asked.data, asked.cache_salt)
+        while not asked.given_up:
+            (answer,) = await self._session.name([PutImage(asked.grid, engine_key=key)])
+            if answer.error is not None:
+                raise answer.error
+            if answer.state == "yours":
+                return Found(asked, "ours", answer)
+            asked.fetching = None if asked.given_up else asyncio.current_task()
+            rows = await self._fetch(asked, key, answer)
+            asked.fetching = None
+            if rows is not None:
+                took_s = monotonic() - began_s
+                return Found(asked, "here", source=rows.source, transport=rows.transport, took_s=took_s)
+        return Found(asked, "given up")
+
+    async def _fetch(self, asked: Asked, key: EngineKey, answer: PutAnswer) -> FetchedRows | None:
+        """Fetch rows that are held, or wait until they are; None if they will not come: it is to be named again."""
+        assert self._client is not None
+        wait_s = answer.lease_s if answer.state == "wait" else 0.0
+        shared = self._settings.shared_memory
+        async with self._client.fetch(
+            [RowRequest(engine_key=key)],
+            producer=self._producer,
+            grace_ms=round(1000 * wait_s),
+            transports=TRANSPORTS if shared else [INLINE],
+            timeout_s=wait_s + self._settings.submit_timeout_s,
+        ) as stream:
+            async for rows in stream:
+                if isinstance(rows.error, UnknownImageError):
+                    return None
+                shape = Shape(asked.grid, asked.tokens, self._rows.width, self._rows.dtype)
+                await keep(rows, self._memory, asked.extents, shape)
+                return rows
+        raise InternalError("the client ended a fetch without an outcome")
+
+    async def _join(self) -> None:
+        """Connect, and see that names are answered. Raises what keeps this engine from sharing."""
+        if self._client is None:
+            self._client = await connect(self._settings, wait=False)
+            theirs = self._client.description
+            kind = RowKind(theirs.width, theirs.dtype, theirs.geometry.merge_size)
+            if kind != self._rows:
+                await self._client.close()
+                self._client = None
+                raise ValueError(
+                    f"the encoder service at {self._endpoints} holds {kind}, the engine has {self._rows}"
+                )
+            transports = TRANSPORTS if self._settings.shared_memory else [INLINE]
+            self._session = self._client.put(
+                self._producer, transports=transports, timeout_s=self._settings.submit_timeout_s
+            )
+        assert self._session is not None
+        grid = Grid(1, self._rows.merge, self._rows.merge)
+        probe = PutImage(grid, engine_key=EngineKey("vllm probe", secrets.token_bytes(16)))
+        (answer,) = await self._session.name([probe])
+        if answer.error is not None:
+            raise answer.error
+        await self._session.abandon(answer)
+        self.alone = False
+
+    def _note(self, error: EncoderError) -> None:
+        if not isinstance(error, _OF_AN_IMAGE):
+            self._go_alone(error)
+
+    def _go_alone(self, error: EncoderError) -> None:
+        if self.alone:
+            return
+        self.alone = True
+        _log.warning(
+            "the encoder service at %s is gone; until it is back this engine encodes for itself: %s",
+            self._endpoints,
+            error.message,
+        )
+        self._rejoining = asyncio.create_task(self._rejoin(), name="store-rejoin")
+
+    async def _rejoin(self) -> None:
+        refused: set[tuple[type[Exception], str]] = set()
+        while self.alone:
+            await asyncio.sleep(_REJOIN_S)
+            try:
+                await self._join()
+            except (UnavailableError, DeadlineError):
+                continue
+            except (EncoderError, ValueError) as error:
+                kind = _kind_of(error)
+                if kind not in refused:  # once, not every second: it may stay so until somebody restarts it
+                    refused.add(kind)
+                    _log.warning(
+                        "the encoder service at %s is there and cannot be shared: %s", self._endpoints, error
+                    )
+        _log.warning("the encoder service at %s is back: images are shared again", self._endpoints)
+
+    @property
+    def _endpoints(self) -> str:
+        return ", ".join(self._settings.endpoints)
+
+
+def _kind_of(error: Exception) -> tuple[type[Exception], str]:
+    """What two errors have in common if one need not be told after the other."""
+    # The text of an internal error names another id each time.
+    return type(error), "" if isinstance(error, InternalError) else str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +269,23 @@ class Sent:
     error: EncoderError | None = None
 
 
-class SharedStore:
-    """For one thread. Every `ask` ends in one `Found`, every `expect` in one `Sent`."""
+class SharedStore(RowSource[Asked, Found]):
+    """Runs a `StoreSession` for a scheduler. Every `expect` ends in one `Sent`, which `sent` yields."""
 
     def __init__(self, session: StoreSession, outgoing: HostMemory) -> None:
         """Join the store, if it is there. Raises `ValueError` for one that cannot take this engine's rows."""
         self._session = session
         self._outgoing = outgoing
-        self._tasks: set[asyncio.Task[None]] = set()  # of the loop's thread
+        self._putting: set[asyncio.Task[None]] = set()  # of the loop's thread
         self._expected: dict[int, tuple[PutAnswer, tuple[Extent, ...]]] = {}
-        self._found: deque[Found] = deque()
         self._sent: deque[Sent] = deque()
-        self._any_found = threading.Event()
         self._saved, self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.pipe = f"/proc/{os.getpid()}/fd/{self._pipe}"
         """Where a worker says that the rows of a save are in the outgoing memory."""
-        self._loop = LoopThread("shared-store")
         try:
-            self._loop.run(self._open())
-        except BaseException:  # Ctrl-C too: nobody else would end the thread
-            self._stop()
+            super().__init__("shared-store")
+        except BaseException:
+            self._close_pipe()
             raise
 
     @property
@@ -55,57 +293,53 @@ class SharedStore:
         """Whether the store is gone, as far as is known: then nothing is asked of it."""
         return self._session.alone
 
-    def ask(self, asked: Asked) -> None:
-        """Begin to find out who makes an image's rows. Its extents are in use until that is found."""
-        self._loop.call(self._begin, self._find(asked))
-
-    def give_up(self, asked: Asked) -> None:
-        """Nobody waits for it any more; what is found still comes."""
-        self._loop.call(asked.give_up)
-
     def give_back(self, lease: PutAnswer) -> None:
-        """No rows will come for it: somebody else may make them."""
-        self._loop.call(self._begin, self._session.abandon(lease))
+        """No rows will come for a lease: another engine may make them."""
+        self._loop.call(self._put_later, self._session.abandon(lease))
 
     def expect(self, number: int, lease: PutAnswer, extents: tuple[Extent, ...]) -> None:
         """Put the rows of a save as soon as the pipe says that they are in `extents` of the outgoing memory."""
         self._expected[number] = lease, extents
-
-    def found(self) -> Iterator[Found]:
-        """Yield what was found since the last time."""
-        self._any_found.clear()
-        while self._found:
-            yield self._found.popleft()
 
     def sent(self) -> Iterator[Sent]:
         """Yield what was put since the last time."""
         while self._sent:
             yield self._sent.popleft()
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when something was found that `found` has not told, or after so long."""
-        self._any_found.wait(timeout_s)
-
     def close(self) -> None:
         """End everything, and with it every lease."""
-        self._stop(self._close())
+        super().close()
+        self._close_pipe()
 
     async def _open(self) -> None:
         await self._session.start()
         asyncio.get_running_loop().add_reader(self._saved, self._read_saved)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._saved)
+        putting = list(self._putting)
+        for task in putting:
+            task.cancel()
+        await asyncio.gather(*putting, return_exceptions=True)
+        await self._session.close()
 
-    async def _find(self, asked: Asked) -> None:
-        self._found.append(await self._session.find(asked))
-        self._any_found.set()
+    async def _answer(self, asked: Asked) -> Found:
+        return await self._session.find(asked)
+
+    def _give_up(self, asked: Asked) -> None:
+        asked.give_up()
+
+    def _cancelled(self, asked: Asked) -> Found:
+        return Found(asked, "given up")
+
+    def _put_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._putting.add(task)
+        task.add_done_callback(self._putting.discard)
 
     def _read_saved(self) -> None:
         for number, copied in RECORD.iter_unpack(os.read(self._saved, _RECORDS * RECORD.size)):
-            self._begin(self._put(number, copied=copied))
+            self._put_later(self._put(number, copied=copied))
 
     async def _put(self, number: int, *, copied: bool) -> None:
         lease, extents = self._expected.pop(number)
@@ -118,18 +352,9 @@ class SharedStore:
         except Exception as raised:  # noqa: BLE001 - whatever it is, its extents are free
             _log.exception("the rows of an image cannot be put")
             error = InternalError(f"{type(raised).__name__}: {raised}")
-            self._begin(self._session.abandon(lease))
+            self._put_later(self._session.abandon(lease))
         self._sent.append(Sent(number, error))
 
-    async def _close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._saved)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._session.close()
-
-    def _stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        self._loop.stop(last)
+    def _close_pipe(self) -> None:
         os.close(self._saved)
         os.close(self._pipe)

@@ -40,7 +40,7 @@ async def fetcher(server: Server, client: EncoderClient, memory: HostMemory) -> 
 
 async def outcome(fetcher: RowFetcher) -> Outcome:
     await asyncio.to_thread(fetcher.wait, PATIENCE_S)
-    (told,) = fetcher.outcomes()
+    (told,) = fetcher.answers()
     return told
 
 
@@ -53,17 +53,17 @@ async def test_rows_lie_where_they_are_wanted_once_their_outcome_is_told(
     wanted = Wanted(
         name, image.tokens, Caller("a request"), extents=memory.allocate(image.tokens * row_bytes)
     )
-    fetcher.fetch(wanted)
+    fetcher.ask(wanted)
     told = await outcome(fetcher)
     assert (told.wanted, told.error, told.cancelled) == (wanted, None, False)
     assert memory.read(wanted.extents).tobytes() == (await fetched(client, image.digest)).array.tobytes()
-    assert list(fetcher.outcomes()) == [], "each is told once"
+    assert list(fetcher.answers()) == [], "each is told once"
 
 
 async def test_a_fetch_that_is_given_up_has_an_outcome_too(fetcher: RowFetcher) -> None:
     wanted = Wanted(NOBODYS, 4, Caller())
-    fetcher.fetch(wanted)
-    fetcher.cancel(wanted)
+    fetcher.ask(wanted)
+    fetcher.give_up(wanted)
     assert (await outcome(fetcher)).cancelled
 
 
@@ -72,7 +72,7 @@ async def test_closing_ends_what_is_under_way_and_the_thread(fetcher: RowFetcher
         return [each for each in threading.enumerate() if each.name == "encoder-rows"]
 
     assert len(threads()) == 1
-    fetcher.fetch(Wanted(NOBODYS, 4, Caller()))
+    fetcher.ask(Wanted(NOBODYS, 4, Caller()))
     await asyncio.to_thread(fetcher.close)
     assert threads() == []
-    assert [told.cancelled for told in fetcher.outcomes()] == [True]
+    assert [told.cancelled for told in fetcher.answers()] == [True]

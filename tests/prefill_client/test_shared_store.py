@@ -14,8 +14,7 @@ from encoder_service.engine.model import Model
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, HostMemory
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.shared_store import SharedStore
-from prefill_client.vllm.store_session import Asked, RowKind, StoreSession
+from prefill_client.vllm.shared_store import Asked, RowKind, SharedStore, StoreSession
 from tests.put_calls import PRODUCER, TOKENS
 from tests.servers import server_of
 from tests.waiting import soon
@@ -50,7 +49,7 @@ async def test_a_save_whose_rows_cannot_be_put_ends_in_an_error_and_frees_its_le
         store = await asyncio.to_thread(SharedStore, session, memory)
         try:
             store.ask(Asked({"pixel_values": Field()}, "", Grid(1, 8, 12), TOKENS))
-            found = await first(store.found)
+            found = await first(store.answers)
             store.expect(7, found.lease, memory.allocate(rows_bytes - 1))  # not a whole number of rows
             pipe = os.open(store.pipe, os.O_WRONLY | os.O_CLOEXEC)
             os.write(pipe, RECORD.pack(7, True))

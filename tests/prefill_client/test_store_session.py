@@ -13,11 +13,11 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client.transport.rows import element_type
-from prefill_client.vllm import store_session
+from prefill_client.vllm import shared_store
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import image_key, same_image
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.store_session import Asked, RowKind, StoreSession
+from prefill_client.vllm.shared_store import Asked, RowKind, StoreSession
 from testing.redis_servers import free_port
 from tests.put_calls import PRODUCER
 from tests.servers import server_of
@@ -99,7 +99,7 @@ async def test_an_engine_says_once_that_the_service_that_came_up_refuses_it_and_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING, "vllm.encoder_service")
-    monkeypatch.setattr(store_session, "_REJOIN_S", 0.02)
+    monkeypatch.setattr(shared_store, "_REJOIN_S", 0.02)
     endpoint = f"127.0.0.1:{free_port()}"  # where nobody is yet
     ours, _ = session(endpoint, kind)
     await ours.start()

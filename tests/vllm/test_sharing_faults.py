@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from prefill_client.vllm import store_session
+from prefill_client.vllm import shared_store
 from prefill_client.vllm.cache_manager import show_encoder_cache
 from prefill_client.vllm.row_table import Rows
-from prefill_client.vllm.store_session import Asked
+from prefill_client.vllm.shared_store import Asked
 from testing.photos import photo
 from testing.vllm_engine import MANAGER, Part, raw
 from testing.vllm_sharing import OtherEngine, SharingEngine
@@ -94,7 +94,7 @@ def test_with_the_store_killed_at_any_step_an_engine_goes_on_alone_and_shares_ag
     engine: SharingEngine, store: Restartable, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(store_session._log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(shared_store._log, "warning", lambda text, *values: said.append(text % values))
     images = [photo(200, 150, 9000 + 10 * steps + number, "PNG") for number in range(4)]
     engine.forget()
     before = engine.encoded

@@ -24,7 +24,7 @@ PACKAGES = ("bench", "demo", "testing")
 VLLM = {
     *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
     *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
-    *("--max-model-len", "--port"),
+    *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
 }
 # What only the changelog may name.
 REMOVED_FLAGS = {flag_of(name) for name in Config.removed}

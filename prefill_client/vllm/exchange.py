@@ -1,30 +1,31 @@
 """One request at vLLM while its images are kept: vLLM answers it, or we do if its images are lost or broken."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from encoder_contract.errors import EncoderError, InvalidImageError
+from encoder_contract.errors import EncoderError, InvalidImageError, UnknownImageError
 from prefill_client.client import EncoderClient
 from prefill_client.fleet.submission import KeptImages
-from prefill_client.images import RowRequest
+from prefill_client.images import RowRequest, Submitted
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-FindBroken = Callable[[], Awaitable[EncoderError | None]]
+FindFailed = Callable[[], Awaitable[EncoderError | None]]
 
 
 class Exchange:
     """Between vLLM and the caller. What vLLM says goes out, but for what it says of images that are lost or broken."""
 
     def __init__(
-        self, body: bytes, kept: KeptImages, broken: FindBroken, receive: Receive, send: Send
+        self, body: bytes, kept: KeptImages, failed: FindFailed, receive: Receive, send: Send
     ) -> None:
-        """`body` is what vLLM is told that the caller sent; `broken` is asked when vLLM could not answer."""
+        """`body` is what vLLM is told that the caller sent; `failed` is asked when vLLM could not answer."""
         self._kept = kept
-        self._broken = broken
+        self._failed = failed
         self._tell = replay(body, self._receive_more)
         self._receive = receive
         self._send = send
@@ -73,7 +74,7 @@ class Exchange:
 
     async def _look_for_the_image(self) -> None:
         """Find out whether an image is lost or broken: vLLM's answer says only that the request failed."""
-        if (error := self._kept.error or await self._broken()) is not None:
+        if (error := self._kept.error or await self._failed()) is not None:
             self._give_up(error)
 
     def _give_up(self, error: EncoderError) -> None:
@@ -81,18 +82,30 @@ class Exchange:
         self._given_up.set()
 
 
-async def broken_image(
-    client: EncoderClient, kept: KeptImages, *, request_id: str, timeout_s: float
-) -> InvalidImageError | None:
-    """Ask the service for a row of each image; return the error, by its number, of one that cannot be decoded."""
-    requests = [RowRequest(answer.digest, row_end=1, submitted_to=answer.endpoint) for answer in kept.answers]
-    try:
+async def failed_image(
+    client: EncoderClient, answers: Sequence[Submitted], *, request_id: str, timeout_s: float
+) -> EncoderError | None:
+    """Ask the service for a row of each image; return the error of one that cannot be decoded, or that it has lost.
+
+    `answers` are those to the images of the prompt; one without an endpoint was not submitted for this request.
+    """
+    kept = {index: answer for index, answer in enumerate(answers) if answer.endpoint}
+    requests = [RowRequest(each.digest, row_end=1, submitted_to=each.endpoint) for each in kept.values()]
+    with suppress(EncoderError):  # then vLLM's answer is as good as ours
         async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, kept=True) as outcomes:
             async for outcome in outcomes:
                 if isinstance(outcome.error, InvalidImageError):
-                    return InvalidImageError(f"image {outcome.index}: {outcome.error.message}")
-    except EncoderError:
-        pass  # then vLLM's answer is as good as ours
+                    return InvalidImageError(f"image {[*kept][outcome.index]}: {outcome.error.message}")
+    others = {index: answer for index, answer in enumerate(answers) if not answer.endpoint}
+    requests = [RowRequest(each.digest, row_end=1) for each in others.values()]
+    with suppress(EncoderError):
+        async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, grace_ms=0) as outcomes:
+            async for outcome in outcomes:
+                if isinstance(outcome.error, UnknownImageError):
+                    return UnknownImageError(
+                        f"image {[*others][outcome.index]}, of an earlier response, is no longer kept: send the "
+                        "conversation with its images, without previous_response_id"
+                    )
     return None
 
 

@@ -30,10 +30,10 @@ from prefill_client.transport.connection import traceparent
 from prefill_client.vllm.exchange import (
     App,
     Exchange,
-    FindBroken,
+    FindFailed,
     Receive,
     Send,
-    broken_image,
+    failed_image,
     replay,
 )
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
@@ -50,6 +50,7 @@ from prefill_client.vllm.request_images import (
 from prefill_client.vllm.row_fetcher import connect
 from prefill_client.vllm.service_check import check_description
 from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.stored_responses import Earlier, StoredResponses
 
 _log = logging.getLogger("vllm.encoder_service")
 FORMS = {"/v1/chat/completions": CHAT, "/invocations": CHAT, "/v1/responses": RESPONSES}
@@ -57,6 +58,7 @@ FORMS = {"/v1/chat/completions": CHAT, "/invocations": CHAT, "/v1/responses": RE
 _HTTP = {
     Status.INVALID_ARGUMENT: (400, "BadRequestError"),
     Status.PERMISSION_DENIED: (403, "PermissionDeniedError"),
+    Status.NOT_FOUND: (404, "NotFoundError"),
     Status.INTERNAL: (500, "InternalServerError"),
 }
 # As vLLM answers for an image that its host does not have.
@@ -102,39 +104,47 @@ class EncoderServiceMiddleware:
         if body is None:  # the caller has left
             return
         error: EncoderError | None = None
+        images: RequestImages | None = None
         named: _Named | None = None
         try:
-            named = await self._named(form, scope, body)
+            images = await self._images(form, scope, body)
+            named = await self._named(scope, images) if images is not None else None
         except EncoderError as why:
             error = why
         if named is not None:
             async with named.kept:
-                error = await Exchange(named.body, named.kept, named.broken, receive, send).run(
+                error = await Exchange(named.body, named.kept, named.failed, receive, send).run(
                     self._app, _with_length(scope, len(named.body))
                 )
             if error is None:
                 return
             self._of(scope).note(error)
         if error is not None:
-            if _is_of_the_image(error) or not self._of(scope).has_own_tower:
+            if _is_of_the_image(error) or not self._of(scope).can_do_without(images):
                 await _refuse(send, error)
                 return
             _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
         await self._app(_with_length(scope, len(body)), replay(body, receive), send)
 
-    async def _named(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> "_Named | None":
-        """Submit the images and put names in their place; return None without images, or if the body is no JSON."""
+    async def _images(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> RequestImages | None:
+        """Return a request whose images, or those of the response that it goes on from, are ours; else None."""
         try:
             parsed = json.loads(body) if len(body) <= _SHORT else await asyncio.to_thread(json.loads, body)
         except (ValueError, RecursionError):
             return None  # vLLM has an answer to that
         images = RequestImages(parsed, form)
-        if not len(images):
-            return None
-        kept, broken = await self._of(scope).submit(images, _headers(scope))
+        if images.in_background:
+            return None  # they would be withdrawn as soon as vLLM has said that it will work
+        if len(images) or (images.goes_on_from and self._of(scope).earlier(images).digests):
+            return images
+        return None
+
+    async def _named(self, scope: MutableMapping[str, Any], images: RequestImages) -> "_Named":
+        """Submit the images and put names in their place."""
+        kept, failed = await self._of(scope).submit(images, _headers(scope))
         try:
             named = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
-            return _Named(named, kept, broken)
+            return _Named(named, kept, failed)
         except RecursionError:
             await kept.close()
             raise InvalidRequestError("the request's JSON is nested too deeply") from None
@@ -154,11 +164,11 @@ class EncoderServiceMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A body with names in the place of images, those images, and how to find out which is broken."""
+    """A body with names in the place of images, those images, and how to find out which has failed."""
 
     body: bytes
     kept: KeptImages
-    broken: FindBroken
+    failed: FindFailed
 
 
 class _Service:
@@ -176,11 +186,22 @@ class _Service:
         self._down: EncoderError | None = None
         self._probing: asyncio.Task[None] | None = None
         self._loader: ImageLoader | None = None
+        self._responses = StoredResponses()
 
-    async def submit(self, images: RequestImages, headers: dict[str, str]) -> tuple[KeptImages, FindBroken]:
-        """Submit a request's images and name them; raise the error of the first that failed."""
+    def earlier(self, images: RequestImages) -> Earlier:
+        """Return the images of the response that a request goes on from; they come first in its prompt."""
+        return self._responses.earlier(images.goes_on_from)
+
+    async def submit(self, images: RequestImages, headers: dict[str, str]) -> tuple[KeptImages, FindFailed]:
+        """Submit a request's images and name them; raise the error of the first that failed.
+
+        With them go those of the response that it goes on from, as far as their files are at hand.
+        """
         caller = _caller(images.body, headers)
         salt = _salt(self.settings, images.body)
+        earlier = self.earlier(images)
+        if earlier.digests and earlier.tenant_salt != salt:
+            raise InvalidRequestError("previous_response_id: that response had another cache_salt")
         if self._down is not None:
             raise type(self._down)(self._down.message)
         try:
@@ -188,11 +209,14 @@ class _Service:
         except EncoderError as error:
             self.note(error)
             raise
-        files = await self._load(images.urls(), client)
+        files = [
+            *map(self._responses.file, earlier.digests),
+            *await self._load(images.urls(), client),
+        ]
         token = traceparent.set(caller["traceparent"])
         try:
             kept = await client.keep(
-                files,
+                [file for file in files if file is not None],
                 request_id=caller["request_id"],
                 priority=caller["priority"],
                 timeout_s=self.settings.submit_timeout_s,
@@ -201,7 +225,8 @@ class _Service:
         finally:
             traceparent.reset(token)
         try:
-            _raise_first([answer.error for answer in kept.answers])
+            answers = _of_prompt(earlier, files, kept.answers)
+            _raise_first([answer.error for answer in answers])
         except EncoderError as error:
             await kept.close()
             self.note(error)
@@ -209,17 +234,26 @@ class _Service:
         producer = producer_of(client.description, salt)
         said = {
             **caller,
-            STORED: [index for index, answer in enumerate(kept.answers) if answer.cached],
-            SUBMITTED_TO: [answer.endpoint for answer in kept.answers],
+            STORED: [index for index, answer in enumerate(answers) if answer.cached],
+            SUBMITTED_TO: [answer.endpoint for answer in answers],
         }
-        images.name([self._named(answer, producer) for answer in kept.answers], (PARAMETERS, said))
+        new = answers[len(earlier.digests) :]
+        images.name([self._named(answer, producer) for answer in new], (PARAMETERS, said))
+        if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
+            self._responses.add(response_id, Earlier(tuple(each.digest for each in answers), salt), files)
         timeout_s = self.settings.submit_timeout_s
-        return kept, partial(broken_image, client, kept, request_id=caller["request_id"], timeout_s=timeout_s)
+        return kept, partial(
+            failed_image, client, answers, request_id=caller["request_id"], timeout_s=timeout_s
+        )
 
     @property
     def has_own_tower(self) -> bool:
         """Whether the engine's own tower encodes what the service does not."""
         return self.settings.without_service == "own_tower"
+
+    def can_do_without(self, images: RequestImages | None) -> bool:
+        """Whether the engine's own tower can encode a request's images: of earlier responses it has no pixels."""
+        return self.has_own_tower and not (images is not None and self.earlier(images).digests)
 
     def note(self, error: EncoderError) -> None:
         """Let the engine's own tower encode at once, until the service answers, if `error` says that it does not."""
@@ -290,7 +324,19 @@ def _is_of_the_image(error: EncoderError) -> bool:
     return isinstance(error, ImageHostError) or error.status in (
         Status.INVALID_ARGUMENT,
         Status.PERMISSION_DENIED,
+        Status.NOT_FOUND,
     )
+
+
+def _of_prompt(
+    earlier: Earlier, files: Sequence[bytes | None], answers: Sequence[Submitted]
+) -> list[Submitted]:
+    """Return an answer for each image of the prompt; one without an endpoint for what could not be submitted."""
+    given = iter(answers)
+    return [
+        next(given) if file is not None else Submitted(earlier.digests[index])
+        for index, file in enumerate(files)
+    ]
 
 
 def _raise_first(outcomes: Iterable[EncoderError | None]) -> None:

@@ -7,6 +7,7 @@ may write there too: what the connector reads is made harmless, and decides only
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
 from encoder_contract.traceparent import trace_id
@@ -59,6 +60,24 @@ class RequestImages:
     def __len__(self) -> int:
         return len(self._parts)
 
+    @property
+    def goes_on_from(self) -> str:
+        """The response whose conversation this request continues; empty if there is none."""
+        given = self._of_response("previous_response_id")
+        return given if isinstance(given, str) else ""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether vLLM answers at once, and works after that."""
+        return bool(self._of_response("background"))
+
+    def stored_as(self) -> str:
+        """Return the id of the response, which is set if need be; empty if it is not to be stored."""
+        if self._form is not RESPONSES or self.body.get("store") is False:
+            return ""
+        given = self.body.setdefault("request_id", f"resp_{uuid4().hex}")
+        return given if isinstance(given, str) else ""
+
     def urls(self) -> list[str]:
         """Return the URL of each image, in the order in which they stand."""
         return [_url(part) for part in self._parts]
@@ -73,6 +92,9 @@ class RequestImages:
             part |= {**dict(self._form.named), "image_embeds": {"image_grid_thw": grid}, "uuid": identifier}
         key, value = parameters
         self.body["ec_transfer_params"] = {**(self.body.get("ec_transfer_params") or {}), key: value}
+
+    def _of_response(self, key: str) -> object:
+        return self.body.get(key) if self._form is RESPONSES and isinstance(self.body, dict) else None
 
 
 def _parts(body: Any, form: Form) -> Iterator[dict[str, Any]]:

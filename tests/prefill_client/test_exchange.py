@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from encoder_contract.errors import InvalidImageError, UnavailableError
+from encoder_contract.digest import content_digest
+from encoder_contract.errors import InvalidImageError, UnavailableError, UnknownImageError
 from encoder_service.app import Server
-from prefill_client import EncoderClient
-from prefill_client.vllm.exchange import Exchange, Receive, Send, broken_image
+from prefill_client import EncoderClient, Submitted
+from prefill_client.vllm.exchange import Exchange, Receive, Send, failed_image
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
@@ -85,7 +86,7 @@ async def test_an_error_of_vllm_for_an_image_that_cannot_be_decoded_names_the_im
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep(files) as kept,
     ):
-        find = partial(broken_image, client, kept, request_id="x", timeout_s=PATIENCE_S)
+        find = partial(failed_image, client, kept.answers, request_id="x", timeout_s=PATIENCE_S)
         error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
     if broken:
         assert isinstance(error, InvalidImageError)
@@ -93,6 +94,24 @@ async def test_an_error_of_vllm_for_an_image_that_cannot_be_decoded_names_the_im
     else:
         assert error is None
     assert len(caller.heard) == (0 if broken else 2)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+async def test_an_error_of_vllm_for_an_image_of_an_earlier_response_that_is_lost_says_what_to_do(
+    server: Server, sent: bool
+) -> None:
+    caller, other = Caller(), photo(90, 90, 45)
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep([PHOTO]) as kept,
+    ):
+        if sent:
+            await client.submit([other])
+        answers = [Submitted(content_digest(other)), *kept.answers]
+        find = partial(failed_image, client, answers, request_id="x", timeout_s=PATIENCE_S)
+        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
+    assert error is None if sent else isinstance(error, UnknownImageError)
+    assert sent or "image 0, of an earlier response, is no longer kept: send" in error.message
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -108,7 +127,7 @@ async def test_an_error_of_vllm_is_told_unless_the_images_are_at_no_server(
         if lost:
             await lose(server)
             await soon(lambda: kept.error is not None)
-        find = partial(broken_image, client, kept, request_id="x", timeout_s=PATIENCE_S)
+        find = partial(failed_image, client, kept.answers, request_id="x", timeout_s=PATIENCE_S)
         error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
     assert isinstance(error, UnavailableError) == lost
     assert len(caller.heard) == (0 if lost else 2)

@@ -59,6 +59,10 @@ NAMES: list[tuple[str, str, str, str]] = [
         "entrypoints/openai/responses/protocol.py", "ResponsesRequest", "",
         "input ec_transfer_params cache_salt priority mm_processor_kwargs media_io_kwargs",
     ),
+    (
+        "entrypoints/openai/responses/protocol.py", "ResponsesRequest", "",
+        "previous_response_id request_id store background",
+    ),
     ("multimodal/inputs.py", "MultiModalFeatureSpec", "", "data modality identifier mm_position"),
     ("multimodal/inputs.py", "PlaceholderRange", "", "offset length get_num_embeds"),
     ("config/ec_transfer.py", "ECTransferConfig", "", "engine_id ec_connector_extra_config"),
@@ -96,6 +100,7 @@ TEXTS = [
     ("engine/arg_utils.py", '"--media-io-kwargs"'),
     ("engine/arg_utils.py", '"--allowed-media-domains"'),
     ("envs.py", "VLLM_API_KEY"),
+    ("envs.py", "VLLM_ENABLE_RESPONSES_API_STORE"),
     # A part with a `uuid` is read by its keys, whatever its type: how named images stand in responses.
     ("", "if part_type is None or uuid is not None:"),
     ("", 'if "image_embeds" in part:'),

@@ -1,0 +1,41 @@
+"""The images of responses that vLLM stores: a request that goes on from one has them in its prompt, and sends none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+# Bytes of files that are kept in case the service has lost them: the least recently used are dropped first.
+MAX_BYTES = 256 << 20
+MAX_RESPONSES = 65536  # vLLM itself keeps every response, as long as its process lives
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The images of a conversation up to a response, in the order of its prompt, by their digests."""
+
+    digests: tuple[bytes, ...] = ()
+    tenant_salt: str = ""
+
+
+class StoredResponses:
+    """Of one API server, as those that vLLM stores."""
+
+    def __init__(self) -> None:
+        self._responses: LRUCache[str, Earlier] = LRUCache(MAX_RESPONSES)
+        self._files: LRUCache[bytes, bytes] = LRUCache(MAX_BYTES, getsizeof=len)
+
+    def add(self, response_id: str, earlier: Earlier, files: Sequence[bytes | None]) -> None:
+        """Remember a response with its images; files that are not at hand are None."""
+        self._responses[response_id] = earlier
+        for digest, file in zip(earlier.digests, files, strict=True):
+            if file is not None and len(file) <= MAX_BYTES:
+                self._files[digest] = file
+
+    def earlier(self, response_id: str) -> Earlier:
+        """Return the images of a response; none for one that has none, or is not known."""
+        return self._responses.get(response_id, Earlier())
+
+    def file(self, digest: bytes) -> bytes | None:
+        """Return an image's file; None if it has been dropped."""
+        return self._files.get(digest)

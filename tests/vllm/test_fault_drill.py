@@ -24,6 +24,8 @@ from tests.vllm.test_answers import prompt
 from tests.vllm.test_middleware import assert_equal, content, top
 
 CALLERS = 40
+# Answered before the next replica ends: however long one takes to begin, requests go on.
+ANSWERS_BETWEEN = CALLERS // 4
 DRILL_S = float(os.environ.get("DRILL_S", "12"))
 SEED = int(os.environ.get("DRILL_SEED", "5"))
 PROMPTS = [prompt(9700 + number, 1 + number % 3) for number in range(12)]
@@ -91,6 +93,9 @@ class Drill:
             self.ended[way] += 1
             self._over.wait(draw.uniform(0.0, 1.0))
             replica.start()
+            due = self.answers["200"] + ANSWERS_BETWEEN
+            while self.answers["200"] < due and not self._over.wait(0.1):
+                pass
 
 
 @contextmanager
@@ -141,4 +146,6 @@ def test_no_request_fails_while_replicas_end_and_begin(checkpoint: Path, calm: C
         with fleet(checkpoint, calm.endpoints, **where) as replicas:
             drill = Drill(calm.http, replicas, calm.right)
             drill.run()
-    print(f"\n{len(replicas)} replicas, {index}: {dict(drill.answers)}, ended {dict(drill.ended)}")
+    print(
+        f"\n{len(replicas)} replicas, {index}: {dict(drill.answers)}, ended {dict(drill.ended)}", flush=True
+    )

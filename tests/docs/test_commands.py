@@ -25,6 +25,7 @@ VLLM = {
     *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
     *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
     *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
+    "--load-format",
 }
 # What only the changelog may name.
 REMOVED_FLAGS = {flag_of(name) for name in Config.removed}

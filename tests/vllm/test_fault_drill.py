@@ -1,6 +1,9 @@
 """Replicas are killed, drained and started anew under forty callers: every request is answered, and rightly.
 
-DRILL_S is how long each drill goes on, in seconds; DRILL_SEED, which replicas end when.
+DRILL_S is how long each drill goes on, in seconds; DRILL_SEED, which replicas end when. For a minute each:
+
+    DRILL_S=60 ENCODER_SERVICE=.venv/bin/encoder-service .venv-vllm/bin/python -m pytest -o addopts=-q \\
+      --confcutdir tests/vllm tests/vllm/test_fault_drill.py -s
 """
 
 import os

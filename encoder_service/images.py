@@ -290,6 +290,10 @@ class Images:
         """Return what to tell who awaits rows of an error on their way; a lost device ends everything."""
         return self._jobs.known_error(error)
 
+    def knows(self, key: ImageKey) -> bool:
+        """Whether an image is on its way here, or its rows are held."""
+        return self._jobs.knows(key)
+
     # What a Put needs
 
     def holds(self, key: ImageKey) -> bool:

@@ -79,7 +79,7 @@ class Budget:
         hold = Hold(self, caller.holders if self._per_host else caller.holders[:1], once)
         if amount and not (once and self._uses[caller.holder, once]):
             self.reserve(hold.holders, amount)
-        if once:
+        if once and amount:
             self._uses[caller.holder, once] += 1
         hold.amount = amount
         return hold
@@ -115,7 +115,7 @@ class Budget:
     def release(self, holders: Sequence[str], amount: int) -> None:
         """Undo `reserve`, wholly or in part."""
         self.held -= amount
-        for holder in holders:
+        for holder in dict.fromkeys(holders):
             self._holders[holder] -= amount
             if not self._holders[holder]:
                 del self._holders[holder]

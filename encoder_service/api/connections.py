@@ -10,7 +10,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from encoder_service.api.caller import host_of
 
@@ -26,9 +26,15 @@ async def keep_room(port: int, limit: int) -> None:
 
     Runs until it is cancelled. Counts the TCP connections to `port`; Unix sockets do not count.
     """
+    room = int(limit * FREE_PART)
     while True:
         await asyncio.sleep(CHECK_EVERY_S)
-        for host, count in (await asyncio.to_thread(shut_down_excess, port, int(limit * FREE_PART))).items():
+        try:
+            closed = await asyncio.to_thread(shut_down_excess, port, room)
+        except OSError as error:  # no file descriptor is free to list the others
+            log.warning("gRPC connections could not be counted: %s", error)
+            continue
+        for host, count in closed.items():
             log.warning(
                 "%s had too many of the %d gRPC connections that this server takes: closed its newest %d",
                 *(host, limit, count),
@@ -43,17 +49,17 @@ def shut_down_excess(port: int, room: int) -> dict[str, int]:
     with ExitStack() as stack:
         hosts: defaultdict[str, list[socket.socket]] = defaultdict(list)
         for descriptor in descriptors:
-            try:
-                # A duplicate stays this connection, even if gRPC closes its own and another file takes the number.
-                connection = stack.enter_context(socket.socket(fileno=os.dup(descriptor)))
-                if connection.getsockname()[1] == port:
-                    hosts[_host(connection)].append(connection)
-            except (OSError, IndexError):  # no socket, not connected, or a Unix socket
-                continue
+            connection = _socket_of(descriptor)
+            if connection is not None:
+                stack.enter_context(connection)
+                with suppress(OSError, IndexError):  # not connected, or a Unix socket
+                    if connection.getsockname()[1] == port:
+                        hosts[_host(connection)].append(connection)
         most = fair_most([len(connections) for connections in hosts.values()], room)
         for connections in hosts.values():
             for connection in connections[most:]:  # high numbers are mostly new
-                connection.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it was just reset
+                    connection.shutdown(socket.SHUT_RDWR)
     return {host: len(connections) - most for host, connections in hosts.items() if len(connections) > most}
 
 
@@ -65,6 +71,22 @@ def fair_most(counts: Sequence[int], room: int) -> int:
             return room // sharing
         room -= count
     return max(counts, default=0)
+
+
+def _socket_of(descriptor: int) -> socket.socket | None:
+    """Return a duplicate of a socket, None if the descriptor is another file or was closed.
+
+    A duplicate stays this connection, even if gRPC closes its own and another file takes the number.
+    """
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        return None
 
 
 def _host(connection: socket.socket) -> str:

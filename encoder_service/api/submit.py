@@ -168,7 +168,8 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         answers = []
         for address in asked:
             image = self._kept[address]
-            if image.index not in self._wanted:
+            # Bytes that arrived since the Fetch asked are queued, under the claim that this call has.
+            if image.index not in self._wanted and not self._images.knows(image.key):
                 image = self._kept[address] = replace(image, claim=self._claim(image.index))
                 answers.append(self._answer(image, LookupResult(None)))
         return answers

@@ -186,9 +186,11 @@ def test_every_alert_and_panel_that_the_operators_page_names_exists() -> None:
 
 
 def test_the_map_shows_every_module_in_its_layer() -> None:
-    (drawn,) = re.findall(r"^```\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.M | re.S)
+    drawn, tree = re.findall(r"^```\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.M | re.S)
     layers = [line.split("│")[0].split() for line in drawn.splitlines()]
     assert [sorted(layer) for layer in layers] == [sorted(layer) for layer in LAYERS]
+    modules = {path.stem for path in (ROOT / "encoder_service").rglob("*.py")} - {"__init__"}
+    assert modules <= set(tree.split())
 
 
 def test_every_benchmark_has_its_table_and_a_command_that_exists() -> None:

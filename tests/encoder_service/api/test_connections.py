@@ -1,5 +1,7 @@
 """Connections: those without a call are closed, those with one stay, and clients notice nothing."""
 
+import os
+import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -11,7 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import server as listener
-from encoder_service.api.connections import fair_most
+from encoder_service.api.connections import fair_most, shut_down_excess
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.attacks import WATCH
@@ -82,6 +84,18 @@ async def test_one_host_cannot_keep_new_clients_out(
 def test_the_room_is_shared_between_hosts(counts: list[int], room: int, most: int) -> None:
     assert fair_most(counts, room) == most
     assert sum(min(count, most) for count in counts) <= room
+
+
+def test_counting_connections_leaves_no_file_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        before = os.listdir("/proc/self/fd")
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0] as accepted:
+                assert shut_down_excess(port, 0) == {"ipv4:127.0.0.1": 1}
+                assert accepted.recv(1) == b""
+                assert client.recv(1) == b""
+        assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_server_raises_its_limit_on_files() -> None:

@@ -76,10 +76,12 @@ def _decoder(config: Config, device: str) -> Decoder:
 
     Raises `ConfigError` for settings that do not fit together, and if DALI was asked for and is not installed.
     """
+    if config.stores_only:
+        return Decoder(torch.device(device), PillowDecoder())
     threads = decode_threads(config, Device(device))
     jpegs = _jpegs(config, device, threads)
     files: FileDecoder
-    if config.decoder_process == "no" or config.stores_only:
+    if config.decoder_process == "no":
         files = PillowDecoder()
     else:
         files = DecoderPool(threads, max_image_pixels=config.max_image_pixels, cpu_s=config.decode_limit_s)

@@ -260,7 +260,7 @@ class DecoderChild:
         assert self._launched is not None
         try:
             process = self._launched.result()
-        except OSError:
+        except Exception:
             self._launched = None
             raise
         if not process.wait_ready():
@@ -314,7 +314,7 @@ class DecoderChild:
             return 0
         try:
             return launched.result().end() or 0
-        except OSError:  # it was never started
+        except Exception:  # noqa: BLE001 - it was never started
             return 0
 
     def _ask(self, process: _Process, memory: PixelMemory, request: dict[str, Any], cpu_s: float) -> "Answer":
@@ -466,10 +466,16 @@ class DecoderPool:
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
         """Return the header of a file in one of some `RARE_FORMATS`, or its error, as `FileDecoder.read_header`."""
-        with self._header_turn:
-            limits = f"{_HEADER_CPU_S:g} s of a processor", _BESIDE_PIXELS_BYTES
-            return self._asked(
-                "reading the header of this image", limits, lambda child: child.read_header(file, formats)
+        limits = f"{_HEADER_CPU_S:g} s of a processor", _BESIDE_PIXELS_BYTES
+        try:
+            with self._header_turn:
+                return self._asked(
+                    "reading the header of this image", limits, lambda child: child.read_header(file, formats)
+                )
+        except DecoderStartError as error:
+            log.error("%s", error)
+            return OverloadedError(
+                "no decoder process starts that could read the header of this image", retry_after_ms=_RETRY_MS
             )
 
     def decode(self, source: Source) -> Pixels | EncoderError:

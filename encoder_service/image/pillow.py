@@ -40,9 +40,12 @@ _BAND_PIXELS = 1 << 18
 _PNG_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT")
 # Markers that make Pillow parse a JPEG's metadata, in Python, and their replacements.
 _JPEG_METADATA = ((b"Exif\0\0", b"Past\0\0"), (b"Photoshop 3.0\0", b"Past here    \0"))
+# Pillow's decoders in Python take seconds for more than this.
+_MAX_PYTHON_BYTES = 1 << 20
 # Memory is short while other images are decoded.
 _SHORT_RETRY_MS = 500
 # Steps along rows and columns, taken before orientations 5 to 8 are transposed.
+_SWAPPED = range(FIRST_SWAPPED, 9)
 STEPS = {1: (1, 1), 2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (-1, 1), 7: (-1, -1), 8: (1, -1)}
 
 
@@ -58,7 +61,13 @@ def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderErr
                 width, height = height, width
             if picture.format is None or min(width, height) < 1:
                 return InvalidImageError(f"damaged {picture.format}: {width}x{height} pixels")
-            return Header(picture.format, width, height, UPRIGHT, len(picture.getbands()))
+            if len(file) > _MAX_PYTHON_BYTES and any(tile[0] in Image.DECODERS for tile in picture.tile):
+                return InvalidImageError(
+                    f"unsupported {picture.format}: a kind that is decoded in Python, "
+                    f"of more than {_MAX_PYTHON_BYTES} bytes"
+                )
+            # Of a few readers, the format's name is not in capitals.
+            return Header(picture.format.upper(), width, height, UPRIGHT, len(picture.getbands()))
     except UnidentifiedImageError:
         return unknown(file, (*FORMATS, *formats))
     except Exception as error:  # noqa: BLE001 - Pillow's readers may raise any on damaged data
@@ -69,8 +78,9 @@ def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderErr
 
 def _is_yet_to_be_turned(picture: ImageFile) -> bool:
     """Whether the upright image is as high as `picture` is wide; of a TIFF, Pillow mostly says the upright size."""
-    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(ORIENTATION_TAG, 1) >= FIRST_SWAPPED
-    return FIRST_SWAPPED <= picture.getexif().get(ORIENTATION_TAG, 1) <= 8 and not is_turned
+    # A damaged tag may hold a text or several numbers.
+    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(ORIENTATION_TAG) in _SWAPPED
+    return picture.getexif().get(ORIENTATION_TAG) in _SWAPPED and not is_turned
 
 
 def decode_file(source: Source, out: Pixels | None = None) -> Pixels | EncoderError:

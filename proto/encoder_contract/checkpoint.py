@@ -42,7 +42,11 @@ def read_spec(folder: Path) -> TowerSpec:
 
     Raises `FileNotFoundError` or `ValueError` naming what is missing or not supported.
     """
-    return spec_of(read_config(folder))
+    config = read_config(folder)
+    try:
+        return spec_of(config)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{folder / 'config.json'} is damaged: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,8 @@ def _stored(path: Path, full_name: str, headers: Mapping[Path, tuple[dict[str, A
     try:
         entry = entries[full_name]
         begin, end = entry["data_offsets"]
+        if not (type(begin) is type(end) is int and 0 <= begin <= end):
+            raise ValueError(f"offsets {begin} and {end}")
         return StoredTensor(path, full_name, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: the tensor {full_name} is missing or damaged") from error

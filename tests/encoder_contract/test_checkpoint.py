@@ -114,6 +114,10 @@ def test_only_vision_tensors_are_read(tmp_path: Path) -> None:
         (1 << 40).to_bytes(8, "little"),
         (2).to_bytes(8, "little") + b"[]",
         safetensors({"model.visual.x": ("F32", [1], b"")}).replace(b"shape", b"shade"),
+        *(
+            safetensors({"model.visual.x": ("F32", [1], b"")}).replace(b"[0, 0]", offsets)
+            for offsets in (b"[8, 0]", b"[-1,4]", b'[0,""]', b"null  ")
+        ),
     ],
 )
 def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
@@ -121,6 +125,16 @@ def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         model_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"model_type": ["qwen3_vl"]}, {"vision_config": {**QWEN3, "num_position_embeddings": None}}]
+)
+def test_a_damaged_configuration_is_named(damage: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        configuration_fingerprint(tmp_path)
 
 
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:

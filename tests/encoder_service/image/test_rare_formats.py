@@ -56,6 +56,34 @@ def test_what_stock_vllm_takes_is_taken(pool: DecoderPool, kind: str, mode: str)
     check(pool, encoded(PICTURE.convert(mode), kind), kind)
 
 
+def test_a_reader_whose_name_is_not_in_capitals_is_taken(pool: DecoderPool) -> None:
+    thumbnail = b"P7 332\n#END_OF_COMMENTS\n4 3 255\n" + bytes(range(12))
+    header = pool.read_header(thumbnail, RARE_FORMATS)
+    assert isinstance(header, Header), header
+    assert (header.format, header.upright) == ("XVTHUMB", (4, 3))
+    assert isinstance(pool.decode(Source(b"", thumbnail, header)), np.ndarray)
+
+
+def test_a_large_file_that_pillow_decodes_in_python_is_refused(pool: DecoderPool) -> None:
+    small = encoded(PICTURE, "QOI")
+    check(pool, small, "QOI")
+    side = 1024
+    colours = bytes((254, 1, 2, 3)) * side**2  # each pixel has its own four bytes
+    large = b"qoif" + struct.pack(">IIBB", side, side, 3, 0) + colours + bytes(7) + b"\1"
+    refused = pool.read_header(large, RARE_FORMATS)
+    assert isinstance(refused, InvalidImageError)
+    assert "decoded in Python" in str(refused)
+
+
+def test_an_orientation_that_is_no_number_is_upright(pool: DecoderPool) -> None:
+    out = io.BytesIO()
+    PICTURE.save(out, "TIFF", tiffinfo={274: 6})
+    damaged = out.getvalue().replace(struct.pack("<HHI", 274, 3, 1), struct.pack("<HHI", 274, 2, 1))
+    header = pool.read_header(damaged, RARE_FORMATS)
+    assert isinstance(header, Header), header
+    assert header.upright == PICTURE.size
+
+
 def test_a_tiff_in_cie_lab_is_taken(pool: DecoderPool) -> None:
     lab = np.random.default_rng(1).integers(0, 255, (20, 30, 3), np.uint8)
     check(pool, encoded(Image.frombytes("LAB", (30, 20), lab.tobytes()), "TIFF"), "TIFF")

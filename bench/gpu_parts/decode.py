@@ -1,6 +1,6 @@
 """JPEG decoders and the resize to patches: milliseconds until the device is done, for one photo or many."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle, islice
@@ -62,11 +62,16 @@ def _decoders(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
                 place = torch.device(device)
                 yield label, _whole(Decoder(place, PillowDecoder(), DaliJpegs(place, threads)))
             except ValueError as error:
-                probe.note(**label, failed=str(error))
+                _note_missing(probe, label, error)
         yield {"decoder": "pillow", "on": "cpu", "threads": threads}, _on_threads(threads)
     yield from _nvimgcodec(probe)
     if on_gpu:
         yield from _torchvision(probe)
+
+
+def _note_missing(probe: Probe, label: Mapping[str, Any], error: Exception) -> None:
+    """Note a decoder that is not installed: on a GPU that is a failure, in a dry run it is not."""
+    probe.note(**label, **{"missing" if probe.dry else "failed": str(error)})
 
 
 def _on_threads(threads: int) -> Decode:
@@ -94,7 +99,7 @@ def _nvimgcodec(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
     try:
         from nvidia import nvimgcodec
     except ImportError as error:
-        probe.note(decoder="nvimgcodec", failed=str(error))
+        _note_missing(probe, {"decoder": "nvimgcodec"}, error)
         return
     kinds = {"cpu": "CPU_ONLY"}
     if probe.device.type == "cuda":
@@ -119,7 +124,7 @@ def _torchvision(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
     try:
         from torchvision.io import decode_jpeg
     except ImportError as error:
-        probe.note(decoder="torchvision", failed=str(error))
+        _note_missing(probe, {"decoder": "torchvision"}, error)
         return
 
     def decode(files: list[bytes]) -> object:

@@ -56,7 +56,7 @@ def cases() -> list[Case]:
         "count": "i32",
         "stride": "i32",
     }
-    pairs = {"pairs": HEADS * HEAD_SIZE, "head_pairs": HEAD_SIZE // 2, "axis_pairs": HEAD_SIZE // 4}
+    pairs = {"pairs": HEADS * HEAD_SIZE, "axis_pairs": HEAD_SIZE // 4}
     block = {"block": pointwise_triton.BLOCK}
     return [
         Case(

@@ -18,6 +18,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api.messages import Context
 from encoder_service.api.service import SERVICE
 from encoder_service.app import Server
+from encoder_service.limits import Caller
 from prefill_client import EncoderClient
 from prefill_client.fleet.retries import MAX_FAILURES, MAX_REFUSED_PAUSE_S, Attempts
 from testing.photos import photo
@@ -61,10 +62,13 @@ async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(
         await anext(requests)  # the names
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
 
+    async def describe(request: pb.DescribeRequest, _: Context) -> pb.DescribeResponse:
+        return await server.service.describe(request, Caller("this host", ("this host",)))
+
     refusing = grpc.aio.server()
     handlers = {
         "Describe": grpc.unary_unary_rpc_method_handler(
-            server.service.describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+            describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
         ),
         "Submit": grpc.stream_stream_rpc_method_handler(refuse, pb.SubmitRequest.FromString),
     }

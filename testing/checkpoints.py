@@ -38,6 +38,7 @@ _CLASSES = {
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+    "qwen4_exp": ("Qwen4ExpConfig", "Qwen4ExpForConditionalGeneration"),
 }
 
 # As published beside the checkpoints of each family.
@@ -95,10 +96,11 @@ def write_checkpoint(
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     for stale in folder.glob("model*.safetensors*"):  # an index left behind would speak of other shards
         stale.unlink()
+    turned = model_type == "qwen3_vl_moe"
     model.save_pretrained(
         folder,
-        state_dict=_as_published(model.state_dict()),
-        save_original_format=model_type != "qwen3_vl_moe",  # it would turn the experts back
+        state_dict=_with_turned_experts(model.state_dict()) if turned else None,
+        save_original_format=not turned,  # it would turn the experts back
         max_shard_size=max(size_bytes // shards, 1) if shards > 1 else "50GB",
     )
     settings = dict(QWEN2_5_PREPROCESSOR if model_type == "qwen2_5_vl" else QWEN3_PREPROCESSOR)
@@ -132,7 +134,7 @@ def vision_config(model_type: str, depth: int | None = None, *, full: bool = Fal
         "out_hidden_size": 4096 if full else 128,
         "num_position_embeddings": 2304,
     }
-    if model_type != "qwen3_5":
+    if model_type not in ("qwen3_5", "qwen4_exp"):
         config["deepstack_visual_indexes"] = sorted({level * depth // 27 for level in (8, 16, 24)})
     return config
 
@@ -165,7 +167,7 @@ def _text_config(model_type: str, hidden: int, layers: int) -> dict[str, Any]:
             "moe_intermediate_size": 96,
             "norm_topk_prob": True,
         }
-    if model_type == "qwen3_5":
+    if model_type in ("qwen3_5", "qwen4_exp"):
         config |= {
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
@@ -173,6 +175,19 @@ def _text_config(model_type: str, hidden: int, layers: int) -> dict[str, Any]:
             "linear_num_value_heads": 8,
         }
         config["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+    if model_type == "qwen4_exp":
+        config |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 96,
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 32,
+            "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
+        }
     return config
 
 
@@ -208,8 +223,8 @@ def _fill(model: nn.Module, seed: int) -> None:
         parameter.copy_(_scaled(name, noise))
 
 
-def _as_published(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights as published checkpoints hold them: experts' matrices the other way round than in memory."""
+def _with_turned_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights as Qwen3-VL-MoE publishes them: experts' matrices the other way round than in memory."""
     turned = (".experts.gate_up_proj", ".experts.down_proj")
     return {
         name: tensor.transpose(1, 2).contiguous() if name.endswith(turned) else tensor

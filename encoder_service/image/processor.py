@@ -1,7 +1,7 @@
 """The model's image processor settings, read from a Hugging Face checkpoint folder.
 
-They determine pixels, grids and normalisation of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5. An unsupported
-setting is rejected at start, never ignored: different pixels would silently cost accuracy.
+They determine pixels, grids and normalisation of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen4-Exp. An
+unsupported setting is rejected at start, never ignored: different pixels would silently cost accuracy.
 """
 
 import json

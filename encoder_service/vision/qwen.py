@@ -1,8 +1,8 @@
-"""The network of every family: Qwen3-VL (dense and mixture of experts), Qwen2.5-VL and Qwen3.5.
+"""The network of every family: Qwen3-VL (dense and mixture of experts), Qwen2.5-VL, Qwen3.5, Qwen4-Exp.
 
 Its dimensions are in `encoder_contract.tower_spec`; `FORMS` has what else the families differ in. Qwen3-VL has
 DeepStack levels. Qwen2.5-VL has gated MLPs, and attention inside windows, in a few blocks over the whole image. Qwen3.5
-is Qwen3-VL without DeepStack levels.
+and Qwen4-Exp are Qwen3-VL without DeepStack levels.
 """
 
 from collections.abc import Callable, Mapping, Sequence

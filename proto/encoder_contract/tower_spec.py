@@ -1,7 +1,7 @@
 """The dimensions of a vision tower, read from the content of config.json, for each family that is served.
 
 Qwen3-VL (dense and mixture of experts) has DeepStack levels. Qwen2.5-VL has attention inside windows, in a few blocks
-over the whole image. Qwen3.5 is Qwen3-VL in a checkpoint that names no DeepStack levels.
+over the whole image. Qwen3.5 and Qwen4-Exp are Qwen3-VL in checkpoints that name no DeepStack levels.
 """
 
 import math
@@ -197,7 +197,7 @@ QWEN2_5_VL = Family(
 )
 QWEN3_5 = Family(
     name="qwen3_5",
-    model_types=("qwen3_5", "qwen3_5_moe"),
+    model_types=("qwen3_5", "qwen3_5_moe", "qwen4_exp"),
     defaults={name: value for name, value in QWEN3_VL.defaults.items() if name != "deepstack_visual_indexes"},
 )
 FAMILIES = (QWEN3_VL, QWEN2_5_VL, QWEN3_5)

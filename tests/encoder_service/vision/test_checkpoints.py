@@ -11,7 +11,7 @@ from testing.checkpoints import SPECIAL_TOKENS, write_checkpoint
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp"])
 def test_transformers_loads_every_tensor_of_a_sharded_checkpoint(tmp_path, model_type):
     folder = write_checkpoint(tmp_path, model_type, shards=3)
     assert len(list(folder.glob("*.safetensors"))) >= 3

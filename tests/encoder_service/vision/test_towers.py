@@ -12,7 +12,7 @@ from encoder_service.vision import flops, load_tower
 from encoder_service.vision.tower import window_order
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
-MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"]
+MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp"]
 # Square, strips, one row of the language model, more patches than a tile, and cut windows on both sides.
 GRIDS = [Grid(1, 8, 12), Grid(1, 2, 2), Grid(1, 34, 20), Grid(1, 4, 40), Grid(1, 22, 18)]
 

@@ -273,7 +273,9 @@ def _lag_p99_s(window: Window) -> float:
 
 
 def _p99(seconds: Sequence[float]) -> float:
-    return quantiles(seconds, n=100)[98] if len(seconds) > 1 else float("nan")
+    if len(seconds) < 2:
+        raise RuntimeError(f"{len(seconds)} images were served in time: too few for a p99; is the machine busy?")
+    return quantiles(seconds, n=100)[98]
 
 
 async def measure(folder: Path, given: Namespace, budget: Budget) -> Figures:

@@ -52,7 +52,9 @@ class TcpProxy:
         """
         self._nonsense = answer
 
-    def mend(self) -> None:
+    def mend(self, to_port: int | None = None) -> None:
+        """Carry everything again, of new connections to another server if one is named."""
+        self._to_port = self._to_port if to_port is None else to_port
         self._is_cut = self._is_silent = False
         self._bytes_per_s = float("inf")
         self._delay_s = 0.0

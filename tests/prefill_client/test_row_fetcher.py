@@ -2,14 +2,18 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from encoder_contract.geometry import Grid
 from encoder_service.app import Server
-from prefill_client import EncoderClient
+from encoder_service.config import Config
+from encoder_service.engine.model import load_model
+from prefill_client import Description, EncoderClient
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName
@@ -17,7 +21,9 @@ from prefill_client.vllm.row_fetcher import Caller, Outcome, RowFetcher, Wanted
 from prefill_client.vllm.settings import Settings
 from testing.photos import photo
 from tests.calls import fetched
-from tests.waiting import PATIENCE_S
+from tests.servers import server_of
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import PATIENCE_S, soon
 
 NOBODYS = ImageName(bytes(32), Grid(1, 4, 4), b"")
 
@@ -36,6 +42,10 @@ async def fetcher(server: Server, client: EncoderClient, memory: HostMemory) -> 
     )
     yield fetcher
     await asyncio.to_thread(fetcher.close)
+
+
+def port_of(server: Server) -> int:
+    return int(server.endpoint.rpartition(":")[2])
 
 
 async def outcome(fetcher: RowFetcher) -> Outcome:
@@ -76,3 +86,53 @@ async def test_closing_ends_what_is_under_way_and_the_thread(fetcher: RowFetcher
     await asyncio.to_thread(fetcher.close)
     assert threads() == []
     assert [told.cancelled for told in fetcher.answers()] == [True]
+
+
+async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
+    config: Config,
+    kept_checkpoint: Callable[..., Path],
+    server: Server,
+    client: EncoderClient,
+    memory: HostMemory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It starts without a service, refuses the wrong one once in the log, and joins the right one when it is there."""
+    right = client.description
+    checks = 0
+
+    def check(description: Description) -> None:
+        nonlocal checks
+        checks += 1
+        if description.model_fingerprint != right.model_fingerprint:
+            raise ValueError("another model")
+
+    other_config = replace(config, model=kept_checkpoint(seed=7))
+    other_model = load_model(other_config)
+    proxy = await TcpProxy(0).start()
+    proxy.cut()
+    settings = Settings((f"127.0.0.1:{proxy.port}",), without_service="own_tower")
+    fetcher = await asyncio.to_thread(
+        RowFetcher, settings, memory, width=right.width, dtype=right.dtype, check=check
+    )
+    try:
+        assert fetcher.description is None
+        async with server_of(other_config, other_model) as other:
+            proxy.mend(to_port=port_of(other))
+            await soon(lambda: checks >= 2)
+            assert fetcher.description is None
+            assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
+                "the service is not joined: another model"
+            ]
+            proxy.cut()
+        proxy.mend(to_port=port_of(server))
+        await soon(lambda: fetcher.description == right)
+        (image,) = await client.submit([photo(64, 96, 2)])
+        row_bytes = right.width * element_type(right.dtype).itemsize
+        name = ImageName(image.digest, image.grid, b"")
+        extents = memory.allocate(image.tokens * row_bytes)
+        fetcher.ask(Wanted(name, image.tokens, Caller("a request"), extents=extents))
+        assert (await outcome(fetcher)).error is None
+    finally:
+        await asyncio.to_thread(fetcher.close)
+        await proxy.stop()
+        other_model.decoder.close()

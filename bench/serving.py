@@ -274,7 +274,9 @@ def _lag_p99_s(window: Window) -> float:
 
 def _p99(seconds: Sequence[float]) -> float:
     if len(seconds) < 2:
-        raise RuntimeError(f"{len(seconds)} images were served in time: too few for a p99; is the machine busy?")
+        raise RuntimeError(
+            f"{len(seconds)} images were served in time: too few for a p99; is the machine busy?"
+        )
     return quantiles(seconds, n=100)[98]
 
 

@@ -101,7 +101,7 @@ def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_bi
     for c in costs:
         print(f"{c.size:>6} {c.tflop / prefill_tflop(c.tokens, llm_billions):>7.2f}")
     decoding_gib = decoding_bytes(DECODE_PIXELS, Config.max_image_pixels) / GIB
-    print(f"\ndecoding, as the server is set unless told otherwise: at most {decoding_gib:.1f} GiB")
+    print(f"\ndecoding, with the default settings: at most {decoding_gib:.1f} GiB")
 
 
 def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:

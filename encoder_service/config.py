@@ -109,8 +109,8 @@ class Config(Settings):
     )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",
-        help="yes: encode each image in its own batch on CUDA, so that its rows are bit-equal whatever else is queued; "
-        "always so on the CPU",
+        help="yes: encode each image in its own batch on CUDA, so that its rows do not depend on the other "
+        "images in the queue; on the CPU they never do",
     )
     cuda_graphs: Literal["yes", "no"] = knob(
         "yes", help="capture CUDA graphs at start; no: start faster, encode slower"
@@ -172,7 +172,7 @@ class Config(Settings):
     formats: str = knob(
         "all",
         help="accepted image formats, comma-separated; others are refused with INVALID_ARGUMENT; all: "
-        f"{', '.join(FORMATS)}, and what else Pillow reads by itself: {', '.join(RARE_FORMATS)}",
+        f"{', '.join(FORMATS)}, and the other formats that Pillow reads by itself: {', '.join(RARE_FORMATS)}",
     )
     max_image_bytes: int = knob(32 << 20, help="largest accepted image file, bytes")
     max_image_pixels: int = knob(

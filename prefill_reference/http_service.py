@@ -79,7 +79,7 @@ class Admission:
         if self._running >= self._limit:
             self._metrics.requests.labels("refused").inc()
             refusal = _error_response(
-                OverloadedError(f"{self._limit} requests are running", retry_after_ms=1000)
+                OverloadedError(f"{self._limit} requests are running already: retry", retry_after_ms=1000)
             )
             await refusal(scope, receive, send)
             return
@@ -173,7 +173,7 @@ class HttpService:
         try:
             await asyncio.to_thread(self._traces.keep, trace)
         except OSError as error:  # a full disk costs the trace, not the answer
-            log.warning("no trace of request %s: %s", trace.request_id, error)
+            log.warning("the trace of request %s cannot be written: %s", trace.request_id, error)
 
     async def _read(self, request: Request) -> ChatRequest:
         """Read and check the body, off the event loop: it may hold megabytes of base64."""
@@ -187,7 +187,7 @@ class HttpService:
         except ValidationError as error:
             raise InvalidRequestError(_wrong(error)) from error
         if asked.model != self._model:
-            raise InvalidRequestError(f"model {asked.model!r} is not served here; {self._model!r} is")
+            raise InvalidRequestError(f"unknown model {asked.model!r}: this service serves {self._model!r}")
         return asked
 
     async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:

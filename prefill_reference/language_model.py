@@ -116,14 +116,14 @@ def load_language_model(
     """
     if not (Path(folder) / "config.json").is_file():
         # `transformers` would take it for the name of a repository to download.
-        raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
+        raise FileNotFoundError(f"{folder} is not a checkpoint folder: it has no config.json")
     config = transformers.AutoConfig.from_pretrained(folder)
     if config.model_type not in _ARCHITECTURES:
         raise ModelMismatchError(f"{folder}: {config.model_type} is not one of {', '.join(_ARCHITECTURES)}")
     architecture = _without_tower(getattr(transformers, _ARCHITECTURES[config.model_type]))
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
-            f"torch {torch.__version__} sees no CUDA device: {device} is unavailable, cpu is not"
+            f"torch {torch.__version__} sees no CUDA device for --device {device}: use --device cpu"
         )
     try:
         with _quiet():

@@ -69,7 +69,7 @@ def _proof(channel: grpc.Channel, server: str, limits: dict[str, Any]) -> bytes:
     proof = segment_proof(server, description.shm_segment)
     if not proof:
         raise OperatorError(
-            "run this as the server's user on the server's host: its segment cannot be read here"
+            "the server's shared memory cannot be read: run this as the server's user on the server's host"
         )
     return proof
 

@@ -99,7 +99,8 @@ class Identity:
         away_s = time() - signed_at
         if abs(away_s) > MAX_SKEW_S:
             log.warning(
-                "a replica's call was signed %.0f s ago by our clock, over %g s away: played back, or clocks differ",
+                "a replica's call was signed %.0f s ago by this host's clock, more than %g s off: it was played "
+                "back, or the clocks differ (NTP)",
                 away_s,
                 MAX_SKEW_S,
             )
@@ -158,7 +159,7 @@ class Identity:
         tenant = self.require(right, admitted)
         if tenant is not None and tenant.name != admitted.name:
             raise UnauthenticatedError(
-                f"this token or certificate is no longer that of tenant {admitted.name}: call again"
+                f"tenant {admitted.name} no longer has this token or certificate: call again with a new one"
             )
 
     def require(self, right: Right | None, caller: Caller) -> Tenant | None:

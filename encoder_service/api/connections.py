@@ -36,7 +36,7 @@ async def keep_room(port: int, limit: int) -> None:
             continue
         for host, count in closed.items():
             log.warning(
-                "%s had too many of the %d gRPC connections that this server takes: closed its newest %d",
+                "%s had too many of the %d gRPC connections that this server accepts: closed its newest %d",
                 *(host, limit, count),
             )
 

@@ -85,7 +85,7 @@ class Tenants:
                 self._entries = self._read()
                 log.info("tenants: %s read again", self._path)
             except ValueError as error:
-                log.warning("tenants: what was read before stays in force: %s", error)
+                log.warning("tenants: the tenants read before stay in use: %s", error)
         return self._entries
 
     def _stamp(self) -> tuple[int, ...] | None:

@@ -178,7 +178,7 @@ class Peers:
             rows, signature = buffer.numpy().data, ready.ready.signature
             if not await asyncio.to_thread(self._key.signed_rows, signature, address, grid, rows):
                 self.foreign += 1
-                log.warning("rows came from a peer that the fleet's key did not sign: they are not taken")
+                log.warning("rows from a peer were ignored: they are not signed with the fleet's key")
                 raise ForbiddenError("the peer's rows are not signed with the fleet's key")
         return grid, buffer
 

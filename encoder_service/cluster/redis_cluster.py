@@ -334,4 +334,4 @@ async def hand_over(held: Sequence[ImageKey], index: RedisIndex, peers: Peers, w
                 await asyncio.gather(*(offer(endpoints) for _ in range(AT_ONCE)))
         except TimeoutError:
             log.info("the handover ended after %g s", within_s)
-    log.info("handed over %d images of %d that were asked for", len(taken), len(held))
+    log.info("handed over %d of %d requested images", len(taken), len(held))

@@ -58,7 +58,7 @@ class SourceSharing:
         file = await asyncio.to_thread(self._fleet_key.open_file, key, found)
         if file is None:
             self.foreign += 1
-            log.warning("an image file in the index is not signed with the fleet's key: it is not used")
+            log.warning("an image file in the index was ignored: it is not signed with the fleet's key")
         return file
 
     async def stop(self) -> None:

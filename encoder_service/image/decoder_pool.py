@@ -404,7 +404,7 @@ def parsed(reply: bytes) -> Answer:
         case {"format": str(name), "width": int(width), "height": int(height), "channels": int(channels)}:
             if 1 <= width <= _MAX_SIDE and 1 <= height <= _MAX_SIDE:
                 return Header(name, width, height, UPRIGHT, channels)
-    raise ValueError("neither nothing nor a header nor an error")
+    raise ValueError("the answer is no header and no error")
 
 
 _RETRY_MS = 500
@@ -475,7 +475,7 @@ class DecoderPool:
         except DecoderStartError as error:
             log.error("%s", error)
             return OverloadedError(
-                "no decoder process starts that could read the header of this image", retry_after_ms=_RETRY_MS
+                "no decoder process starts to read the header of this image: retry", retry_after_ms=_RETRY_MS
             )
 
     def decode(self, source: Source) -> Pixels | EncoderError:

@@ -63,8 +63,8 @@ def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderErr
                 return InvalidImageError(f"damaged {picture.format}: {width}x{height} pixels")
             if len(file) > _MAX_PYTHON_BYTES and any(tile[0] in Image.DECODERS for tile in picture.tile):
                 return InvalidImageError(
-                    f"unsupported {picture.format}: a kind that is decoded in Python, "
-                    f"of more than {_MAX_PYTHON_BYTES} bytes"
+                    f"unsupported {picture.format}: Pillow decodes this kind in Python, so it may have at most "
+                    f"{_MAX_PYTHON_BYTES} bytes"
                 )
             # Of a few readers, the format's name is not in capitals.
             return Header(picture.format.upper(), width, height, UPRIGHT, len(picture.getbands()))

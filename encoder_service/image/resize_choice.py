@@ -28,5 +28,7 @@ def make_resize(geometry: Geometry, device: torch.device) -> Resize:
         reason = "their patches differ from torch's"
     except Exception as error:  # noqa: BLE001 - a compiler that is missing shows in many ways
         reason = f"{type(error).__name__}: {error}"
-    log.warning("resize to patches: torch's operators, for Triton's kernels cannot be used: %s", reason)
+    log.warning(
+        "resize to patches: torch's operators are used, because Triton's kernels cannot be: %s", reason
+    )
     return PlainResize(geometry)

@@ -101,8 +101,9 @@ class Segment:
             os.posix_fallocate(self._file, 0, self.size_bytes)
         except OSError as error:
             raise StoreSizeError(
-                f"{self.path.parent} did not give the {self.size_bytes / GIB:.2f} GiB of the host store "
-                f"({error.strerror}): lower --store-host-gib or enlarge it (shm_size; emptyDir with medium Memory)"
+                f"the {self.size_bytes / GIB:.2f} GiB of the host store cannot be reserved in {self.path.parent} "
+                f"({error.strerror}): lower --store-host-gib, or enlarge that folder (shm_size; emptyDir with medium "
+                "Memory)"
             ) from error
 
 

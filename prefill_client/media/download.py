@@ -205,7 +205,7 @@ def _begun(url: ImageUrl, event: h11.Response, max_bytes: int) -> Response:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in event.headers}
     if event.status_code == OK:
         if headers.get("content-encoding", "identity").lower() != "identity":
-            raise ImageHostError(f"{url} answered with a compressed body, which was not asked for")
+            raise ImageHostError(f"{url} answered with a compressed body, which the client did not request")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > max_bytes:
             raise _too_large(url, max_bytes)

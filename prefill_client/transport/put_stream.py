@@ -235,7 +235,7 @@ class PutStream(Exchange):
     async def _name(self, images: Sequence[PutImage], width: int, dtype: str) -> list[PutAnswer]:
         if len(images) > len(self._free):
             raise OverloadedError(
-                "this call has the most images under way that the server allows: wait for answers"
+                "this call has as many images in progress as the server allows: wait for answers"
             )
         indexes = [self._free.pop() for _ in images]
         pairs = list(zip(images, indexes, strict=True))
@@ -304,7 +304,9 @@ class PutStream(Exchange):
         await self._write(pb.PutRequest(open=opening))
         first = await self._read()
         if not first.HasField("opened"):
-            raise InternalError(f"{self._endpoint}: the server did not say that the Put call is open")
+            raise InternalError(
+                f"{self._endpoint}: the server's first answer to the Put call is not `opened`"
+            )
         self._piece_bytes = first.opened.max_message_bytes
         if segment is not None and first.opened.shm:
             self._segment = segment

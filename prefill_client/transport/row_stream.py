@@ -105,7 +105,9 @@ class RowStream(Exchange):
     def _announced(self, ready: pb.ImageReady) -> _Arriving:
         transport = transport_of(ready)
         if transport not in self._receivers:
-            raise InternalError(f"{self._endpoint}: rows came by {transport}, which was not asked for")
+            raise InternalError(
+                f"{self._endpoint}: rows came by {transport}, which the client did not request"
+            )
         receiver = self._receivers[transport]
         self._holds |= receiver.holds
         return _Arriving(ready, transport, receiver.receive(ready, self.is_open))

@@ -44,7 +44,8 @@ class SharedRows(Rows):
         are gone, and `InternalError` for an invalid handle.
         """
         if bool(handle.memory) != self.on_device:
-            raise InternalError(f"the rows of a handle into {handle.segment} lie in other memory")
+            transport = "device" if handle.memory else "shm"
+            raise InternalError(f"a handle into {handle.segment} is for the transport {transport}")
         self.handle = handle
         self._is_held = is_held
         self.dtype = dtype
@@ -228,7 +229,7 @@ def _check_bounds(handle: Handle, segment_bytes: int) -> None:
         and _is_inside(slot, SEGMENT_ID_BYTES, segment_bytes)
         and all(_is_inside(extent, *whole) for extent in handle.extents)
     ):
-        raise InternalError(f"a handle into {handle.segment} reaches outside of what it names")
+        raise InternalError(f"a handle into {handle.segment} points outside of its memory")
 
 
 def _is_inside(extent: tuple[int, int], begin: int, end: int) -> bool:

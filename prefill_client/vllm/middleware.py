@@ -154,7 +154,7 @@ class EncoderServiceMiddleware:
             state = scope["app"].state
             if state.vllm_config.ec_transfer_config.is_ec_producer:
                 raise InvalidRequestError(
-                    "the middleware is for ec_consumer: as ec_both the engine needs the images"
+                    "--middleware needs the role ec_consumer: remove it with ec_both, where the engine encodes images"
                 )
             self._service = _Service(
                 state.vllm_config, getattr(state.args, "allowed_media_domains", None) or ()

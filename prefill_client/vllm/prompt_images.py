@@ -122,7 +122,7 @@ class TowerInput:
             raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name of ours")
         if modality not in _KEYS:
             if not any(key.startswith(_OTHER_INPUT) for key in data):
-                raise InvalidRequestError(f"{modality} {index} comes without its data")
+                raise InvalidRequestError(f"{modality} {index} has no data")
             return None
         pixels_key, grid_key = _KEYS[modality]
         if pixels_key not in data:
@@ -131,14 +131,14 @@ class TowerInput:
             return None
         grid = grid_of(feature, grid_key)
         if grid is None or min(grid) < 1 or grid.h % self.merge or grid.w % self.merge:
-            raise InvalidRequestError(f"{modality} {index} has no grid: {_said(data[grid_key])}")
+            raise InvalidRequestError(f"{modality} {index} has an invalid grid: {_said(data[grid_key])}")
         self._check_pixels(index, feature, data[pixels_key].data, grid)
         return grid
 
     def _check_pixels(self, index: int, feature: Feature, pixels: object, grid: Grid) -> None:
         what = f"{feature.modality} {index}"
         if feature.modality == "image" and grid.t != 1:
-            raise InvalidRequestError(f"{what} has {grid.t} frames, and an image has one")
+            raise InvalidRequestError(f"{what} has {grid.t} frames, but an image has one")
         shape = tuple(pixels.shape) if isinstance(pixels, torch.Tensor) else ()
         right = isinstance(pixels, torch.Tensor) and not pixels.is_complex() and len(shape) == 2
         if not right or shape[0] != grid.patches or (self.patch_values and shape[1] != self.patch_values):
@@ -148,7 +148,9 @@ class TowerInput:
             )
         tokens, rows = feature.mm_position.get_num_embeds(), grid.patches // self.merge**2
         if tokens != rows and not (self.prunes_videos and feature.modality == "video"):
-            raise InvalidRequestError(f"{what} has {tokens} tokens and {rows} rows")
+            raise InvalidRequestError(
+                f"{what} has {tokens} placeholder tokens, but its grid makes {rows} rows"
+            )
 
 
 def grid_of(feature: Feature, key: str) -> Grid | None:

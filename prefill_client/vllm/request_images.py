@@ -45,9 +45,7 @@ class RequestImages:
         parts = list(_parts(body, form))
         for part in parts:
             if embedded := _kinds(part) & _EMBEDDED:
-                raise ForbiddenError(
-                    f"{min(embedded)}: embeddings are made by the encoder service alone; send images"
-                )
+                raise ForbiddenError(f"{min(embedded)}: callers cannot send embeddings: send images")
         self._parts = [part for part in parts if _kinds(part) & _KINDS]
         if not self._parts:
             return

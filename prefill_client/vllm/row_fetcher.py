@@ -199,7 +199,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
         except (UnavailableError, DeadlineError) as error:
             if not has_own_tower:
                 raise
-            _log.warning("the engine's own tower encodes until the service is there: %s", error.message)
+            _log.warning("the engine's own tower encodes until the service is available: %s", error.message)
             self._joining = asyncio.create_task(self._join())
 
     async def _join(self) -> None:
@@ -217,7 +217,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
                 await client.close()
                 if str(error) != refused:  # once, not every second: it may stay so until somebody restarts it
                     refused = str(error)
-                    _log.error("the service is not joined: %s", refused)
+                    _log.error("the encoder service is not used: %s", refused)
 
     async def _answer(self, wanted: Wanted) -> Outcome:
         try:
@@ -260,7 +260,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
                     took_s = monotonic() - begun_s
                     return Outcome(wanted, source=rows.source, transport=rows.transport, took_s=took_s)
         except TimeoutError:
-            raise DeadlineError(f"no rows within {timeout_s:g} s") from None
+            raise DeadlineError(f"the rows did not arrive within {timeout_s:g} s") from None
         raise InternalError("the client ended a fetch without an outcome")
 
     def _shape(self, wanted: Wanted) -> "Shape":

@@ -80,7 +80,8 @@ def refuse_sharing(config: "VllmConfig") -> None:
             "--mm-processor-cache-type shm is not supported with ec_both: the scheduler does not see the images"
         )
     if not hasattr(config.model_config.hf_config.vision_config, "spatial_merge_size"):
-        raise ValueError(f"{config.model_config.hf_config.model_type}: this model's images have no grid")
+        model_type = config.model_config.hf_config.model_type
+        raise ValueError(f"ec_both does not support {model_type}: its images have no grid")
 
 
 def _refuse_everywhere(config: "VllmConfig") -> None:
@@ -90,14 +91,14 @@ def _refuse_everywhere(config: "VllmConfig") -> None:
             "ec_role must be ec_consumer, or ec_both for an engine that shares its own tower's embeddings"
         )
     if config.model_config.multimodal_config is None:
-        raise ValueError(f"{config.model_config.model} takes no images")
+        raise ValueError(f"{config.model_config.model} does not accept images")
     if config.lora_config is not None and getattr(config.lora_config, "enable_tower_connector_lora", False):
         raise ValueError(
             "LoRA on the vision tower is not supported: the service encodes with the checkpoint's own weights"
         )
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError(
-            "--pipeline-parallel-size above 1 is not supported: the engine would keep images' rows for ever; "
+            "--pipeline-parallel-size above 1 is not supported: the engine would never release the rows of images; "
             "use --tensor-parallel-size"
         )
     if config.parallel_config.nnodes > 1:

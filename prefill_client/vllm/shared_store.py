@@ -126,7 +126,7 @@ class StoreSession:
             async with asyncio.timeout(self._settings.timeout_s):
                 return await self._find(asked)
         except TimeoutError:
-            late = f"nobody has made the rows within {self._settings.timeout_s:g} s"
+            late = f"no engine has made the rows within {self._settings.timeout_s:g} s"
             return Found(asked, "ours", error=DeadlineError(late))
         except asyncio.CancelledError:
             if not asked.given_up:
@@ -227,7 +227,7 @@ class StoreSession:
             return
         self.alone = True
         _log.warning(
-            "the encoder service at %s is gone; until it is back this engine encodes for itself: %s",
+            "the encoder service at %s is unavailable; this engine encodes for itself until it is back: %s",
             self._endpoints,
             error.message,
         )
@@ -246,7 +246,7 @@ class StoreSession:
                 if kind not in refused:  # once, not every second: it may stay so until somebody restarts it
                     refused.add(kind)
                     _log.warning(
-                        "the encoder service at %s is there and cannot be shared: %s", self._endpoints, error
+                        "the encoder service at %s answers but cannot be used: %s", self._endpoints, error
                     )
         _log.warning("the encoder service at %s is back: images are shared again", self._endpoints)
 

@@ -24,7 +24,7 @@ class Certificates:
     """Our certificate with its key, and the authorities by which the other side's is checked: PEM files, or none.
 
     A change that cannot be used, such as a certificate whose key is not there yet, is logged, and the files are looked
-    at again; until then the old ones stay in force. Any thread may ask.
+    at again; until then the old ones stay in use. Any thread may ask.
     """
 
     def __init__(self, cert: str = "", key: str = "", ca: str = "") -> None:
@@ -46,7 +46,7 @@ class Certificates:
                         self._pem = read
                         log.info("certificates: %s read again", ", ".join(filter(None, self._files)))
                 except ValueError as error:
-                    log.warning("certificates: the old ones stay in force: %s", error)
+                    log.warning("certificates: the old ones stay in use: %s", error)
             return self._pem
 
     def load_into(self, context: ssl.SSLContext) -> None:

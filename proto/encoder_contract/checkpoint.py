@@ -166,7 +166,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         except ValueError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
     if not isinstance(entries, dict):
-        raise ValueError(f"{path} is not a safetensors file: its header is no JSON object")
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
     return entries, 8 + length
 
 

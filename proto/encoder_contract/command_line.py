@@ -29,7 +29,7 @@ class CommandLine(argparse.ArgumentParser):
         found, left = super().parse_known_args(args, namespace)
         if left:
             word = left[0].partition("=")[0]
-            self.error(f"{word} is not known here{did_you_mean(word, self._option_string_actions)}")
+            self.error(f"unknown argument {word}{did_you_mean(word, self._option_string_actions)}")
         return found, left
 
     def error(self, message: str) -> NoReturn:

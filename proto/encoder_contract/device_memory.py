@@ -66,7 +66,7 @@ def open_memory(name: bytes, size_bytes: int, device: int) -> DeviceMemory:
     if name.startswith(_FILE[:5].encode()):
         return DeviceMemory(name, _open_file(name.decode(errors="replace"), size_bytes))
     if len(name) != CUDA_NAME_BYTES:
-        raise DeviceMemoryError(f"a name of {len(name)} bytes is none of CUDA's")
+        raise DeviceMemoryError(f"the name of CUDA memory has {CUDA_NAME_BYTES} bytes, got {len(name)}")
     try:
         from cuda.bindings import runtime
     except ImportError as error:
@@ -140,7 +140,7 @@ def _open_file(name: str, size_bytes: int) -> memoryview:
     """Map the memory file, for reading, after making sure that it is the one that was named, and of our user."""
     _, pid, number, inode = (*name.split(":"), "", "", "")[:4]
     if not (pid.isdecimal() and number.isdecimal()):
-        raise DeviceMemoryError(f"{name} names no memory")
+        raise DeviceMemoryError(f"{name} is not the name of memory")
     try:
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -149,7 +149,7 @@ def _open_file(name: str, size_bytes: int) -> memoryview:
         status = os.fstat(file)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not ours or str(status.st_ino) != inode or not 0 < size_bytes <= status.st_size:
-            raise DeviceMemoryError(f"{name} is no memory of {size_bytes} bytes any more")
+            raise DeviceMemoryError(f"{name} is no longer memory of {size_bytes} bytes")
         return memoryview(mmap.mmap(file, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
     finally:
         os.close(file)

@@ -62,7 +62,7 @@ def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryvie
     try:
         response = FetchResponse.FromString(message)
     except DecodeError as error:
-        raise InternalError(f"{len(message)} bytes are no FetchResponse: {error}") from error
+        raise InternalError(f"{len(message)} bytes are not a FetchResponse: {error}") from error
     if response.WhichOneof("message") == "rows":
         return response.rows.index, memoryview(response.rows.data)
     return response

@@ -65,7 +65,9 @@ def read_header(image: bytes, formats: Sequence[str] = ()) -> Header:
     for name, magic, parse in _PARSERS:
         if magic.match(image):
             if formats and name not in formats:
-                raise InvalidImageError(f"{name} images are not taken here; these are: {', '.join(formats)}")
+                raise InvalidImageError(
+                    f"{name} images are not accepted here; accepted: {', '.join(formats)}"
+                )
             try:
                 header = parse(image)
             except (struct.error, IndexError, StopIteration) as error:

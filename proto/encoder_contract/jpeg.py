@@ -108,4 +108,4 @@ def _check_scans(image: bytes, first_scan: int, most: int) -> None:
     for begin in range(first_scan, len(image), MAX_METADATA_BYTES):
         scans += image.count(b"\xff\xda", begin, begin + MAX_METADATA_BYTES + 1)
         if scans > most:
-            raise ImageLimitError(f"a JPEG of more than {most} scans, which is the limit at its size")
+            raise ImageLimitError(f"a JPEG of this size may have at most {most} scans")

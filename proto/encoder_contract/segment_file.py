@@ -25,7 +25,7 @@ def open_segment(path: str) -> int:
         status = os.fstat(file)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not ours or os.pread(file, len(MAGIC), SEGMENT_ID_BYTES) != MAGIC:
-            raise InternalError(f"{path} is no segment of this user")
+            raise InternalError(f"{path} is not a segment of this user")
     except BaseException:  # Ctrl-C too: nobody else knows of the file
         os.close(file)
         raise

@@ -48,14 +48,14 @@ def parser() -> CommandLine:
     [
         (
             ["serve", "--metric-listen", "x"],
-            "--metric-listen is not known here (did you mean --metrics-listen?)",
+            "unknown argument --metric-listen (did you mean --metrics-listen?)",
         ),
         (
             ["serve", "--metric-listen=x"],
-            "--metric-listen is not known here (did you mean --metrics-listen?)",
+            "unknown argument --metric-listen (did you mean --metrics-listen?)",
         ),
-        (["serve", "--metrics", "a:1"], "--metrics is not known here"),
-        (["--quiet", "serve"], "program: --quiet is not known here;"),
+        (["serve", "--metrics", "a:1"], "unknown argument --metrics"),
+        (["--quiet", "serve"], "program: unknown argument --quiet;"),
         (["serve", "--metrics-listen", "nowhere"], "nowhere must be host:port"),
         (["serve", "--timeout-s", "0"], "must be positive"),
         (["serve", "--timeout-s", "nan"], "must be positive"),

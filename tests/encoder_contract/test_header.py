@@ -191,7 +191,7 @@ def test_a_format_is_told_by_the_first_bytes():
 
 def test_formats_can_be_narrowed():
     assert read_header(photo(8, 8, 1), ("JPEG", "PNG")).format == "JPEG"
-    with pytest.raises(InvalidImageError, match=r"^GIF images are not taken here; these are: JPEG, PNG$"):
+    with pytest.raises(InvalidImageError, match=r"^GIF images are not accepted here; accepted: JPEG, PNG$"):
         read_header(photo(8, 8, 1, "GIF"), ("JPEG", "PNG"))
 
 

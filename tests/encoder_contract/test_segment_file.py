@@ -40,7 +40,7 @@ def test_only_a_segment_is_opened_and_nobody_waits_for_it(files, what):
 
 def test_the_segment_of_another_user_is_none(store, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(InternalError, match="no segment of this user"):
+    with pytest.raises(InternalError, match="not a segment of this user"):
         open_segment(str(store.segment.path))
 
 

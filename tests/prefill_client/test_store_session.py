@@ -121,7 +121,7 @@ async def test_an_engine_says_once_that_the_service_that_came_up_refuses_it_and_
         await soon(lambda: not ours.alone)
         await ours.close()
     said = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
-    refused = [line for line in said if "is there and cannot be shared" in line]
+    refused = [line for line in said if "answers but cannot be used" in line]
     assert len(refused) == 1, said
     assert "--accept-put" in refused[0]
 

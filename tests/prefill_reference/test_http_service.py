@@ -186,7 +186,7 @@ async def test_bad_image_is_a_400_that_says_which(service: Service) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": "other"}, "is not served here"),
+        ({"model": "other"}, "unknown model 'other'"),
         ({"messages": []}, "messages"),
         ({"temperature": 3}, "temperature"),
         ({"tools": []}, "tools"),

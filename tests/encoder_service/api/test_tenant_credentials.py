@@ -112,7 +112,7 @@ def test_a_file_that_lets_nobody_in_is_an_error_and_the_tenants_before_stay(
         assert tenants.by_token(TOKENS["chat"]) is not None
     path.write_text(text)
     assert tenants.by_token(TOKENS["chat"]) is not None
-    assert "stays in force" in caplog.text
+    assert "stay in use" in caplog.text
 
 
 def test_a_file_that_could_not_be_read_is_read_once_it_can_be(

@@ -96,7 +96,7 @@ async def test_an_operator_takes_fewer_formats(narrow: Server) -> None:
     for each, message in zip(
         refused,
         (
-            "GIF images are not taken here; these are: JPEG, PNG",
+            "GIF images are not accepted here; accepted: JPEG, PNG",
             "not an image of a supported format (JPEG, PNG)",
             "not an image of a supported format (JPEG, PNG)",
         ),

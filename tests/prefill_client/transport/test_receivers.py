@@ -63,7 +63,7 @@ async def test_rows_by_a_transport_that_was_not_asked_for_are_an_error(client: E
 
     inline = {"inline": (await connection(client)).receivers["inline"]}
     stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0))
-    with pytest.raises(InternalError, match="shm, which was not asked for"):
+    with pytest.raises(InternalError, match="shm, which the client did not request"):
         await anext(aiter(stream))
 
 

@@ -1,5 +1,5 @@
-"""An unmodified vLLM takes its image embeddings from the encoder service; docs/vllm.md has the three flags.
+"""Plug-ins through which an unmodified vLLM takes its image embeddings from the encoder service (docs/vllm.md).
 
-`middleware` submits the images of a request and names them; `connector` fetches what the names stand for before the
-scheduler needs it; `cache_manager` lets prefill run up to the first image that is not here yet.
+`middleware` submits the images of a request and replaces them by names. `connector` fetches the rows of these names
+before the scheduler needs them. `cache_manager` lets prefill run up to the first image whose rows have not arrived.
 """

@@ -1,4 +1,4 @@
-"""vLLM's encoder cache, as the gate needs it: it waits for images that are not here, or shows which ones it has."""
+"""Encoder cache managers of vLLM: one waits for images to arrive, the other shows its images to the gate."""
 
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 gates: "WeakValueDictionary[str, Gate[Any]]" = WeakValueDictionary()
-"""The gate of each scheduler of this process by its engine id: where the cache manager finds it."""
+"""The gate of each scheduler of this process, by its engine id: the cache manager looks it up here."""
 
 
 class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
-    """An encoder cache with one more rule: an image that is not here yet cannot be allocated.
+    """An encoder cache with one more rule: an image whose rows have not arrived cannot be allocated.
 
-    The scheduler then prefills exactly up to that image, in this step and the next, and goes on when it has arrived.
+    The scheduler then prefills exactly up to that image, in this step and the next, and continues when it arrives.
     `--ec-manager-config` names this class; the scheduler makes it after the connector.
     """
 
@@ -41,7 +41,7 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
         return manager
 
     def can_allocate(self, request: "Request", input_id: int, *arguments: Any, **named: Any) -> bool:
-        """Whether the image is here, or the engine's own to encode, and there is room for it."""
+        """Whether there is room for the image, and its rows have arrived or the engine encodes it."""
         identifier = request.mm_features[input_id].identifier
         if is_ours(identifier) and not self._gate.is_here(identifier):
             return False
@@ -56,9 +56,9 @@ class SharingCacheManager(EncoderCacheManager):  # type: ignore[misc]
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig", **_: object) -> Self:
-        """Return a manager whose images the connector's gate knows."""
+        """Return a manager whose images the connector's gate can see."""
         gate = gates[vllm_config.ec_transfer_config.engine_id]
-        assert isinstance(gate, SharingGate), "only such an engine names this class"
+        assert isinstance(gate, SharingGate), "only an engine that shares rows uses this class"
         manager = cls(cache_size=cache_size)
         gate.encoder_cache = manager.cached
         return manager
@@ -68,7 +68,7 @@ _NAME = f"{SharingCacheManager.__module__}.{SharingCacheManager.__qualname__}"
 
 
 def show_encoder_cache(gate: SharingGate, config: "VllmConfig") -> None:
-    """Let `gate` see the encoder cache of the scheduler that is being made. Raises `ValueError` if that is another."""
+    """Show `gate` the encoder cache of its scheduler. Raises `ValueError` if another cache manager is configured."""
     chosen = config.ec_manager_config
     if chosen.encoder_cache_manager_cls not in (None, _NAME):
         raise ValueError(

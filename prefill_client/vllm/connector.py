@@ -1,10 +1,10 @@
-"""vLLM's encoder-cache connector: what `--ec-transfer-config` names.
+"""vLLM's encoder-cache connector, for `--ec-transfer-config`.
 
-As `ec_consumer`, the engine takes its rows from the encoder service; as `ec_both`, its own tower makes what nobody has
-made yet, and the service keeps that for all engines.
+With the role `ec_consumer`, the engine takes its rows from the encoder service. With `ec_both`, its own tower makes the
+rows that no engine has made yet, and the service keeps them for all engines.
 
-vLLM makes one in the scheduler's process, whose gate decides what may run and whose table holds rows in host memory,
-and one in every worker, which copies them to its device.
+vLLM makes one connector in the scheduler's process and one in every worker. The scheduler's gate decides which requests
+may run, and its table holds rows in host memory. Each worker copies rows to its device.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
-    """For either role; arguments that a newer vLLM adds to a call are let pass."""
+    """For both roles. Arguments that a newer vLLM adds to a call are ignored."""
 
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole, *_: object, **__: object) -> None:
-        """Raise `ValueError` when the service or the configuration cannot serve this engine."""
+        """Raise `ValueError` if the service or the configuration does not fit this engine."""
         super().__init__(vllm_config, role)
         settings = Settings.from_extra_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
         if vllm_config.ec_transfer_config.is_ec_producer:
@@ -44,7 +44,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if role is ECConnectorRole.SCHEDULER:
             side = SharingSide if self.is_producer else FetchingSide
             self._scheduler: SharingSide | FetchingSide = side(settings, vllm_config)
-        else:  # made before the weights are loaded: the place to say no
+        else:  # made before the weights are loaded, so a mismatch ends the start early
             self._work(settings, vllm_config)
         self._at_work = True
 
@@ -60,7 +60,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self._loaded_step = 0
 
     def shutdown(self) -> None:
-        """End what is under way; a second time does nothing."""
+        """Cancel all work; a second call does nothing."""
         if self._at_work and self.role is ECConnectorRole.SCHEDULER:
             self._scheduler.close()
         if self._saver is not None:
@@ -70,28 +70,28 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     # In the scheduler's process.
 
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int, **_: object) -> bool:
-        """Whether the images of the request's next step are here; asked before every step."""
+        """Whether the images of the request's next step are ready; called before every step."""
         return self._scheduler.gate.may_prefill(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str, **_: object) -> bool:
-        """Whether an image is loaded, not encoded by the engine; it is here then."""
+        """Whether the rows of an image have arrived, so that the engine loads it instead of encoding it."""
         return self._scheduler.table.is_here(identifier)
 
     def update_state_after_alloc(self, request: "Request", index: int, **_: object) -> None:
-        """The image is part of the step that is being planned."""
+        """Note that the step being planned uses the image."""
         self._scheduler.allocated(request.mm_features[index])
 
     def update_state_after_free(self, request: "Request", index: int, **_: object) -> None:
-        """The request has prefilled the image."""
+        """Note that the request has prefilled the image."""
         self._scheduler.gate.passed(request.request_id, index)
 
     def request_finished(self, request: "Request", **_: object) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended, failed or been aborted."""
+        """Note that the request has ended, failed or been aborted."""
         self._scheduler.gate.finished(request.request_id)
         return False, None
 
     def take_unavailable_requests(self) -> set[str]:
-        """Return the requests of which an image failed: they end with an error, and they alone."""
+        """Return the requests with a failed image: only these end with an error."""
         return self._scheduler.gate.failed()
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput", **_: object) -> ECConnectorMetadata:
@@ -99,12 +99,12 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return self._scheduler.plan(scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: "ECConnectorOutput", **_: object) -> None:
-        """A step is over: its rows have been copied."""
+        """Note which step the workers have finished: its rows have been copied."""
         if isinstance(connector_output.ec_connector_worker_meta, LoadedUpTo):
             self._scheduler.loaded(connector_output.ec_connector_worker_meta)
 
     def get_ec_connector_stats(self) -> EncoderServiceStats | None:
-        """Return what was counted since the last time."""
+        """Return the counts since the last call."""
         if self.role is not ECConnectorRole.SCHEDULER:
             return None
         return EncoderServiceStats(self._scheduler.counts.take())
@@ -120,12 +120,12 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             self._loaded_step = plan.step
 
     def build_connector_worker_meta(self) -> LoadedUpTo | None:
-        """Say what has been loaded, once."""
+        """Report the last loaded step, once."""
         step, self._loaded_step = self._loaded_step, 0
         return LoadedUpTo(step) if step else None
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: object) -> None:
-        """The engine's own tower has made an image's rows: share them, if that is asked. One rank does."""
+        """Save the rows that the engine's own tower made, if the plan says so. Only one rank does."""
         if self._saver is None or get_tensor_model_parallel_rank():
             return
         plan = self._get_connector_metadata()
@@ -137,10 +137,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> EncoderServiceStats:
-        """Return what was counted, as it came from the engine's process."""
+        """Return the counts that came from the engine's process."""
         return EncoderServiceStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> EncoderServiceMetrics:
-        """Return what shows the counts on vLLM's /metrics."""
+        """Return the metrics that show the counts on vLLM's /metrics."""
         return EncoderServiceMetrics(*arguments, **named)

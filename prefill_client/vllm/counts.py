@@ -1,4 +1,4 @@
-"""What the engine counts: images by where their rows were found, bytes by transport, waits, failures and puts."""
+"""Counters of the engine: images by where their rows were found, bytes by transport, waits, failures, puts."""
 
 from collections import Counter
 
@@ -25,30 +25,30 @@ METRICS = {
     FETCH_S: (
         "vllm:encoder_service_fetch_seconds_total",
         "",
-        "Seconds from asking for the rows of an image to having them.",
+        "Seconds from the request for the rows of an image to their arrival.",
     ),
     FAILED: (
         "vllm:encoder_service_images_failed_total",
         "status",
-        "Images whose rows will not arrive; each ends the requests that need it.",
+        "Images whose rows could not be fetched; each ends the requests that need it.",
     ),
     WAITED: ("vllm:encoder_service_waits_total", "", "Prefill steps that waited for rows."),
     ENCODED: (
         "vllm:encoder_service_images_encoded_total",
         "made_for",
-        "Images left to the engine's own tower: for everybody, or for this engine alone.",
+        "Images that the engine's own tower encodes: for everybody (its rows are put), or for itself.",
     ),
     PUT: (
         "vllm:encoder_service_images_put_total",
         "outcome",
-        "Images whose rows the engine put into the store: kept, or why not.",
+        "Images whose rows the engine put, by outcome: kept, or the reason why not.",
     ),
     WAITED_S: ("vllm:encoder_service_wait_seconds_total", "", "Seconds that prefill steps waited for rows."),
 }
 
 
 class Counts:
-    """Counters since the last `take`, by name and label; what vLLM carries to its own metrics and log."""
+    """Counters since the last `take`, by name and label. vLLM passes them to its own metrics and log."""
 
     def __init__(self) -> None:
         self._counted: Counter[tuple[str, str]] = Counter()
@@ -60,11 +60,11 @@ class Counts:
         self._add(FETCH_S, outcome.took_s)
 
     def failed(self, error: EncoderError) -> None:
-        """An image's rows will not come."""
+        """The rows of an image could not be fetched."""
         self._counted[FAILED, error.status.name.lower()] += 1
 
     def found(self, found: Found, size_bytes: int) -> None:
-        """It is known who makes an image's rows; if they are here, they came from the store."""
+        """The store said who makes the rows of an image, or its rows came from the store."""
         if found.outcome == "here":
             self._counted[IMAGES, found.source] += 1
             self._counted[BYTES, found.transport] += size_bytes
@@ -73,20 +73,20 @@ class Counts:
             self.encoded(shared=found.lease is not None)
 
     def encoded(self, *, shared: bool) -> None:
-        """An image is left to the engine's own tower; `shared`: its rows are to be put."""
+        """The engine's own tower encodes an image; with `shared`, its rows will be put."""
         self._counted[ENCODED, "everybody" if shared else "itself"] += 1
 
     def put(self, outcome: str) -> None:
-        """The rows of an image that the engine has made were kept by the store, or not."""
+        """The store kept the rows of an image that the engine made, or did not; `outcome` says which."""
         self._counted[PUT, outcome] += 1
 
     def waited(self, wait_s: float) -> None:
-        """A prefill step has waited for the rows of its images, `wait_s` seconds."""
+        """A prefill step has waited `wait_s` seconds for the rows of its images."""
         self._counted[WAITED, ""] += 1
         self._add(WAITED_S, wait_s)
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return {name: {label: value}} and begin anew."""
+        """Return {name: {label: value}}, and reset all counters."""
         taken: dict[str, dict[str, float]] = {}
         for (name, label), value in self._counted.items():
             taken.setdefault(name, {})[label] = value

@@ -1,8 +1,8 @@
-"""Keeps DeepStack where the tower's weights are left out: rows of the service carry it, and vLLM would drop it.
+"""Keeps DeepStack in an engine without a vision tower: the service's rows contain it, and vLLM would drop it.
 
-`--limit-mm-per-prompt '{"image": 0, "video": 0}'` makes vLLM skip the vision tower, and with it, for Qwen3-VL, the part
-of the language model that takes DeepStack rows: wide rows then end the engine. This sets back what its constructor
-leaves out. It runs in the workers of an engine with our connector, and changes no other.
+`--limit-mm-per-prompt '{"image": 0, "video": 0}'` makes vLLM skip the vision tower. For Qwen3-VL it then also skips the
+part of the language model that takes DeepStack rows, and wide rows would end the engine. This module sets what the
+constructor leaves out. It runs only in the workers of an engine with our connector.
 """
 
 import importlib
@@ -21,7 +21,7 @@ _MODELS = {
 
 
 def keep_deepstack(vllm_config: "VllmConfig") -> None:
-    """See to it that the model which this worker builds takes DeepStack rows, with or without a tower."""
+    """Make the model that this worker builds take DeepStack rows, with or without a tower."""
     found = _MODELS.get(vllm_config.model_config.hf_config.model_type)
     if found is None:
         return
@@ -41,7 +41,7 @@ def _with_deepstack(construct: Any) -> Any:
 
 
 def _set_deepstack(model: Any, vllm_config: "VllmConfig") -> None:
-    """Set what the constructor sets beside a tower: vLLM 0.31 to 0.33, `Qwen3VLForConditionalGeneration.__init__`."""
+    """Set what `Qwen3VLForConditionalGeneration.__init__` of vLLM 0.31 to 0.33 sets only with a tower."""
     config = vllm_config.model_config.hf_config
     model.use_deepstack = True
     model.deepstack_num_level = len(config.vision_config.deepstack_visual_indexes)

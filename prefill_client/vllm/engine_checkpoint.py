@@ -1,4 +1,4 @@
-"""The engine's own model: its checkpoint folder, its fingerprints, and who it is to a store that engines share."""
+"""The engine's own model: its checkpoint folder, its fingerprints, and its `Producer` for rows that it shares."""
 
 import json
 from functools import cache
@@ -14,7 +14,7 @@ from encoder_contract.producer import Producer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Of a repository on the Hugging Face Hub: what fingerprints are made of.
+# The files of a repository on the Hugging Face Hub that fingerprints are made of.
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 
 fingerprints_of = cache(model_fingerprints)
@@ -44,15 +44,15 @@ def folder_of(config: "VllmConfig") -> Path:
     return Path(fetched)
 
 
-# Of an engine's settings for its tower, those that change rows by more than the order of a sum.
+# The settings for the tower that change rows by more than the order of a sum.
 _TOWER_SETTINGS = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_processor_kwargs")
 
 
 def producer_of_engine(config: "VllmConfig") -> Producer:
     """Return the producer. Reads the vision tensors of the checkpoint: under a second per GB once they are in memory.
 
-    How many ranks the tower runs on, and on which device, is no part of it: rows then differ by rounding alone, and
-    whoever shares them has those of the first writer, bit for bit. Raises `ValueError` or `OSError` when there is
+    It does not cover the number of ranks of the tower, or its device: these change rows only by rounding, and all
+    engines that share rows have those of the first writer, bit for bit. Raises `ValueError` or `OSError` if there is
     no checkpoint of safetensors files.
     """
     from vllm.transformers_utils.processor import cached_image_processor_from_config

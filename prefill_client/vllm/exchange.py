@@ -1,4 +1,4 @@
-"""One request at vLLM while its images are kept: vLLM answers it, or we do if its images are lost or broken."""
+"""One request at vLLM while its images are kept: vLLM answers it, or the middleware if images are lost or broken."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -18,12 +18,12 @@ FindFailed = Callable[[], Awaitable[EncoderError | None]]
 
 
 class Exchange:
-    """Between vLLM and the caller. What vLLM says goes out, but for what it says of images that are lost or broken."""
+    """Passes vLLM's answer to the caller, except an error that comes from a lost or broken image."""
 
     def __init__(
         self, body: bytes, kept: KeptImages, failed: FindFailed, receive: Receive, send: Send
     ) -> None:
-        """`body` is what vLLM is told that the caller sent; `failed` is asked when vLLM could not answer."""
+        """Show vLLM `body` as the caller's body. `failed` finds the broken image when vLLM could not answer."""
         self._kept = kept
         self._failed = failed
         self._tell = replay(body, self._receive_more)
@@ -35,7 +35,7 @@ class Exchange:
         self._error: EncoderError | None = None
 
     async def run(self, app: App, scope: MutableMapping[str, Any]) -> EncoderError | None:
-        """Let vLLM answer. Return why it could not, if that is an image's fault and the caller has heard nothing."""
+        """Let vLLM answer. Return the error of an image if it kept vLLM from answering and no answer has begun."""
         serving = asyncio.ensure_future(app(scope, self._tell, self._answer))
         losing = asyncio.ensure_future(self._kept.lost())
         try:
@@ -49,7 +49,7 @@ class Exchange:
         return self._error
 
     async def _receive_more(self) -> Message:
-        """Return what the caller says next; to end a request whose images are lost, that the caller has left."""
+        """Return the caller's next message, or a disconnect to end a request whose images are lost."""
         receiving = asyncio.ensure_future(self._receive())
         giving_up = asyncio.ensure_future(self._given_up.wait())
         try:
@@ -73,7 +73,7 @@ class Exchange:
         await self._send(message)
 
     async def _look_for_the_image(self) -> None:
-        """Find out whether an image is lost or broken: vLLM's answer says only that the request failed."""
+        """Check whether an image is lost or broken: vLLM's answer says only that the request failed."""
         if (error := self._kept.error or await self._failed()) is not None:
             self._give_up(error)
 
@@ -85,13 +85,13 @@ class Exchange:
 async def failed_image(
     client: EncoderClient, answers: Sequence[Submitted], *, request_id: str, timeout_s: float
 ) -> EncoderError | None:
-    """Ask the service for a row of each image; return the error of one that cannot be decoded, or that it has lost.
+    """Ask the service for one row of each image; return the error of an image that is broken or lost.
 
-    `answers` are those to the images of the prompt; one without an endpoint was not submitted for this request.
+    `answers` has one answer for each image of the prompt. One without an endpoint was not submitted for this request.
     """
     kept = {index: answer for index, answer in enumerate(answers) if answer.endpoint}
     requests = [RowRequest(each.digest, row_end=1, submitted_to=each.endpoint) for each in kept.values()]
-    with suppress(EncoderError):  # then vLLM's answer is as good as ours
+    with suppress(EncoderError):  # then vLLM's own answer stands
         async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, kept=True) as outcomes:
             async for outcome in outcomes:
                 if isinstance(outcome.error, InvalidImageError):
@@ -110,7 +110,7 @@ async def failed_image(
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that tells of `body`, then whatever comes, such as that the caller left."""
+    """Return a `receive` that returns `body` first, and then the caller's further messages, such as a disconnect."""
     told = False
 
     async def replayed() -> Message:

@@ -1,12 +1,12 @@
-"""Decides, for the scheduler, whether a request may prefill now: the images of its next step are here, or they are not.
+"""Tells the scheduler whether a request may prefill now: whether the images of its next step are ready.
 
-`NamedGate` is for an engine whose images the service encodes. A request is parked only for the images of its next step,
-and with the cache manager only for one that its very next token belongs to, or for a moment for those that the service
-has encoded already: it would need one more step without them. Images behind the next step are fetched meanwhile.
+`NamedGate` is for an engine whose images the service encodes. A request waits only for the images of its next step.
+With the cache manager, it waits only for the image of its very next token, and for a moment for images that the service
+has already encoded, since it would need one more step without them. Images of later steps are fetched in the meantime.
 
-`SharingGate` is for an engine that encodes itself and shares rows. A request waits until it is decided of every image
-of its next step who makes its rows, and until those are here that another engine makes. None of this ends a request: an
-image that the store does not answer for is encoded by the engine.
+`SharingGate` is for an engine that encodes itself and shares rows. A request waits until it is known, for every image
+of its next step, which engine makes its rows, and until the rows of other engines have arrived. None of this ends a
+request: the engine encodes an image for which the store does not answer.
 """
 
 import logging
@@ -39,13 +39,13 @@ from prefill_client.vllm.settings import Gating
 from prefill_client.vllm.shared_store import Asked
 
 _log = logging.getLogger("vllm.encoder_service")
-# For "how soon are the rows needed" of images behind the next step: a guess that only orders the service's work.
+# Estimates how soon rows of later steps are needed. The estimate only orders the service's work.
 _PREFILL_TOKENS_PER_S = 8000
-# How long a request waits, at most, for images that the service has encoded, though it could prefill the few tokens
-# before them: about a step. Over a slow network it then goes on with what is here.
+# A request that could prefill a few tokens waits at most this long, about a step, for images that the service has
+# already encoded. Over a slow network, it then continues with the images that have arrived.
 SOON_S = 0.02
-# How long a request that waits for another engine's images keeps others from making those that it has the lease of. Two
-# engines may wait for each other: each has the image that the other needs first.
+# After waiting this long for another engine's images, a request gives back its own leases. Two engines may wait for
+# each other: each may hold the lease of the image that the other needs first.
 LEASE_PATIENCE_S = 1.0
 
 
@@ -71,8 +71,8 @@ class Prompt(PromptImages[NamedSpan]):
     caller: Caller
     stored: set[int] = field(default_factory=set)  # images that the service has encoded, by index
     submitted_to: list[str] = field(default_factory=list)  # the server of each image
-    needs_rows: int = 0  # in host memory at once, at most
-    reserved_rows: int = 0  # what is set apart for it; 0: not admitted
+    needs_rows: int = 0  # the most rows that it needs in host memory at the same time
+    reserved_rows: int = 0  # rows reserved for it; 0: not admitted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class SharedPrompt(PromptImages[SharedSpan]):
     """A request with images that can be shared."""
 
     cache_salt: str
-    others: list[Feature]  # what cannot be shared
+    others: list[Feature]  # features that cannot be shared
 
 
 AnyPrompt = TypeVar("AnyPrompt", bound=PromptImages[Any])
@@ -92,7 +92,7 @@ class Gate(ABC, Generic[AnyPrompt]):
     def __init__(
         self, table: RowTable[Any], counts: Counts, *, tower: TowerInput, window_tokens: int, gating: Gating
     ) -> None:  # fmt: skip
-        """`tower` is what the engine's own takes, `window_tokens` what one step prefills at most."""
+        """`tower` describes the input of the engine's own tower; `window_tokens` is the most that one step prefills."""
         self._table = table
         self._counts = counts
         self._tower = tower
@@ -102,11 +102,11 @@ class Gate(ABC, Generic[AnyPrompt]):
         self._failed: dict[str, EncoderError] = {}
 
     def may_prefill(self, request: Request, computed: int) -> bool:
-        """Whether `request`, whose first `computed` tokens are done, may be scheduled in this step."""
+        """Whether `request`, whose first `computed` tokens are prefilled, may be scheduled in this step."""
         request_id = request.request_id
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.features != len(request.mm_features):
-            self.finished(request_id)  # a session that goes on with more images
+            self.finished(request_id)  # a session that continues with more images
             prompt = self._prompts[request_id] = self._read(request)
         if computed >= prompt.end:
             self._release(request_id, prompt)
@@ -130,17 +130,17 @@ class Gate(ABC, Generic[AnyPrompt]):
             self._release(request_id, prompt)
 
     def failed(self) -> set[str]:
-        """Return the requests that cannot go on, until `finished` is told of them."""
+        """Return the requests that must end with an error. They are returned until `finished` is called for them."""
         self._take_in()
         return set(self._failed)
 
     @abstractmethod
     def _read(self, request: Request) -> AnyPrompt:
-        """Find the images of a request that are this gate's concern; end a request that cannot be served."""
+        """Return the images of a request that this gate handles; mark a request that cannot be served as failed."""
 
     @abstractmethod
     def _is_ready(self, request_id: str, prompt: AnyPrompt, computed: int) -> bool:
-        """Hold what the next steps need; return whether the next step has all that it needs."""
+        """Hold the images of the next steps; return whether the next step has all of its images."""
 
     def _drop(self, request_id: str, prompt: AnyPrompt, index: int) -> None:
         if span := prompt.held.pop(index, None):
@@ -160,47 +160,47 @@ class Gate(ABC, Generic[AnyPrompt]):
             self._failed[request_id] = error
 
     def _window(self, prompt: PromptImages[AnySpan], computed: int, steps: int = 1) -> list[AnySpan]:
-        """Return the images that so many steps, the first of which begins at token `computed`, may touch."""
+        """Return the images that the next `steps` steps may touch; the first begins at token `computed`."""
         end = computed + steps * self._window_tokens
         return list(takewhile(lambda span: span.begin < end, _left(prompt, computed)))
 
 
 class NamedGate(Gate[Prompt]):
-    """For an engine whose images the service encodes: each has a signed name, and an image that fails ends its request.
+    """For an engine whose images the service encodes: each has a signed name, and a failed image ends its request.
 
-    Host memory is set apart for a request before its images are fetched, so that what it waits for has room to arrive.
+    Host memory is reserved for a request before its images are fetched, so their rows have space to arrive.
     """
 
     def __init__(
         self, table: FetchTable, signer: NameSigner, counts: Counts, *, description: Callable[[], Description | None],
         tower: TowerInput, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
     ) -> None:  # fmt: skip
-        """`description` is the service's, None before it is joined; `capacity_rows` is what fits into host memory."""
+        """`description` returns the service's, None before it is joined; `capacity_rows` is the size of host memory."""
         super().__init__(table, counts, tower=tower, window_tokens=window_tokens, gating=gating)
         self._signer = signer
         self._description = description
         self._tenant_salt = tenant_salt
         self._merged_patches = tower.merge**2
         self._free_rows = self._capacity_rows = capacity_rows
-        # Requests that wait for host memory, in the order in which they came.
+        # Requests that wait for host memory, in order of arrival.
         self._line: dict[str, None] = {}
         self.exact = False
-        """Whether a cache manager of ours ends each step before the first image that is not here."""
+        """Whether our cache manager ends each step before the first image that has not arrived."""
 
     def may_prefill(self, request: Request, computed: int) -> bool:
-        """Whether `request`, whose first `computed` tokens are done, may be scheduled in this step."""
+        """Whether `request`, whose first `computed` tokens are prefilled, may be scheduled in this step."""
         if self._description() is None and any(is_ours(each.identifier) for each in request.mm_features):
-            return False  # the middleware has found the service before this process has
+            return False  # the middleware joined the service before this process did
         return super().may_prefill(request, computed)
 
     def is_here(self, identifier: str) -> bool:
-        """Whether an image of ours can be loaded."""
+        """Whether the rows of an image of ours have arrived."""
         return self._table.is_here(identifier)
 
     def passed(self, request_id: str, index: int) -> None:
         """The request is done with its image number `index`."""
         if prompt := self._prompts.get(request_id):
-            prompt.stored.add(index)  # should a preemption have it asked for again
+            prompt.stored.add(index)  # a preemption may request it again
         super().passed(request_id, index)
 
     def finished(self, request_id: str) -> None:
@@ -209,7 +209,7 @@ class NamedGate(Gate[Prompt]):
         super().finished(request_id)
 
     def _read(self, request: Request) -> Prompt:
-        """Find our images in a request; one that is not what it claims to be ends it."""
+        """Return our images in a request; an image with a false claim ends the request."""
         request_id, spans = request.request_id, []
         salt = salt_of(self._tenant_salt, request.cache_salt)
         description = self._description()
@@ -241,7 +241,7 @@ class NamedGate(Gate[Prompt]):
         return all(self._table.is_here(span.identifier) for span in self._needed(prompt, computed))
 
     def _span(self, index: int, feature: Feature, producer: bytes | None) -> NamedSpan:
-        """Check an image that has a name of ours against all that the engine would believe of it."""
+        """Check everything that the engine would believe about an image with a name of ours."""
         name, position = self._signer.name(feature.identifier), feature.mm_position
         if name is None or name.producer != producer:
             raise InvalidRequestError(f"image {index} has a name that this engine's middleware did not sign")
@@ -258,7 +258,7 @@ class NamedGate(Gate[Prompt]):
         return NamedSpan(begin, end, index, feature.identifier, rows, name)
 
     def _most_rows(self, prompt: Prompt) -> int:
-        """Return how many rows one step can need at once, and as many again to fetch ahead, but not more than all."""
+        """Return twice the most rows that one step can need, to fetch ahead, but at most the rows of all images."""
         rows = [span.rows for span in prompt.spans]
         most = sum(rows)
         if self._gating == "window":
@@ -271,7 +271,7 @@ class NamedGate(Gate[Prompt]):
         return min(2 * most, sum(rows), self._capacity_rows)
 
     def _needed(self, prompt: Prompt, computed: int) -> list[NamedSpan]:
-        """Return the images without which nothing can be prefilled, and those for whose sake nothing should be yet."""
+        """Return the images that the next token needs, and the images that are worth a short wait."""
         if self._gating == "request":
             return _left(prompt, computed)
         window = self._window(prompt, computed)
@@ -288,9 +288,9 @@ class NamedGate(Gate[Prompt]):
         ]
 
     def _admit(self, request_id: str, prompt: Prompt) -> bool:
-        """Set host memory apart for all that a step of the request can need. First come, first served.
+        """Reserve host memory for everything that a step of the request can need. First come, first served.
 
-        So whatever is being waited for has room to arrive, whatever others hold.
+        The rows that it waits for then have space to arrive, whatever other requests hold.
         """
         if prompt.reserved_rows:
             return True
@@ -303,9 +303,9 @@ class NamedGate(Gate[Prompt]):
         return True
 
     def _hold(self, request_id: str, prompt: Prompt, computed: int) -> None:
-        """Hold the images of the next step, and as many behind it as were set apart; let go of all others.
+        """Hold the images of the next step, and later ones as far as rows are reserved; drop all others.
 
-        Those are done, or were fetched ahead before a preemption: images before them are wanted again, in their place.
+        Those others are prefilled, or were fetched ahead before a preemption and must make space for earlier images.
         """
         run = _in_reach(prompt, computed)
         for index in prompt.held.keys() - {span.index for span in run}:
@@ -341,10 +341,10 @@ class SharingGate(Gate[SharedPrompt]):
     ) -> None:  # fmt: skip
         super().__init__(table, counts, tower=tower, window_tokens=window_tokens, gating=gating)
         self.encoder_cache: Container[str] = ()
-        """The images whose rows vLLM's own encoder cache holds: no step loads or encodes them."""
+        """Images whose rows are in vLLM's own encoder cache: no step loads or encodes them."""
 
     def _read(self, request: Request) -> SharedPrompt:
-        """Find the images that can be shared; a part that the tower cannot encode ends its request."""
+        """Return the images that can be shared; a part that the tower cannot encode ends its request."""
         prompt = SharedPrompt(
             spans=[], features=len(request.mm_features), cache_salt=request.cache_salt or "", others=[]
         )
@@ -352,7 +352,7 @@ class SharingGate(Gate[SharedPrompt]):
             try:
                 grid = self._tower.check(index, feature)
             except InvalidRequestError as error:
-                # This role makes vLLM accept parts without pixels: with a wrong grid, one would end the engine.
+                # With this role, vLLM accepts parts without pixels. One with a wrong grid would end the engine.
                 self._fail(request.request_id, error)
                 continue
             if grid is None or feature.modality != "image":
@@ -376,13 +376,13 @@ class SharingGate(Gate[SharedPrompt]):
         return ready
 
     def _next(self, prompt: SharedPrompt, computed: int, *, steps: int) -> list[SharedSpan]:
-        """Return the images of so many next steps; all that are left where a request waits for all."""
+        """Return the images of the next `steps` steps; with gating "request", all images that are left."""
         if self._gating == "request":
             return _left(prompt, computed)
         return self._window(prompt, computed, steps)
 
     def _check(self, request_id: str, prompt: SharedPrompt) -> None:
-        """End a request that names an image as another: rows of the wrong number would end the engine."""
+        """End a request that gives two images one name: a wrong number of rows would end the engine."""
         counted = [(span.identifier, span.rows) for span in prompt.spans]
         counted += [(other.identifier, other.mm_position.get_num_embeds()) for other in prompt.others]
         for identifier, rows in counted:
@@ -390,9 +390,9 @@ class SharingGate(Gate[SharedPrompt]):
                 self._fail(request_id, InvalidRequestError(f"the uuid {identifier} stands for two images"))
 
     def _hold(self, request_id: str, prompt: SharedPrompt, computed: int) -> None:
-        """Let go of images that are done; hold those of the next step, and of the one behind it.
+        """Drop images that are prefilled; hold those of the next two steps.
 
-        Those in vLLM's encoder cache are not held: the store would wait for rows that no tower makes.
+        Images in vLLM's encoder cache are not held: the store would wait for rows that no tower makes.
         """
         for span in prompt.spans:
             if span.end <= computed:
@@ -406,12 +406,12 @@ class SharingGate(Gate[SharedPrompt]):
 
 
 def _left(prompt: PromptImages[AnySpan], computed: int) -> list[AnySpan]:
-    """Return the images that do not end within the first `computed` tokens."""
+    """Return the images that end after the first `computed` tokens."""
     return prompt.spans[bisect_right(prompt.spans, computed, key=lambda span: span.end) :]
 
 
 def _in_reach(prompt: Prompt, computed: int) -> list[NamedSpan]:
-    """Return the next images without a gap, as many as what was set apart has room for."""
+    """Return the next images, in order, as many as fit the reserved rows."""
     left = _left(prompt, computed)
     sums = accumulate(span.rows for span in left)
     return [span for span, rows in zip(left, sums, strict=True) if rows <= prompt.reserved_rows]

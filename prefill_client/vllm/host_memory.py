@@ -1,9 +1,9 @@
-"""Host memory for rows on their way into the engine: written by the scheduler's process, mapped by every worker.
+"""Host memory for rows that enter the engine: written by the scheduler's process, mapped by every worker.
 
-Rows of the engine's own tower, where it shares them, leave through another such memory, which a worker writes. Both are
-our own and not the service's, so that nothing the service does can change a row between the scheduler's word that it is
-here and the moment a worker reads it. A memfd: it has no name to leave behind, needs no room in /dev/shm, and the
-workers, processes of the same user on the same host, open it through /proc.
+An engine that shares the rows of its own tower has a second one for rows that leave, which a worker writes. Neither
+belongs to the service, so the service cannot change a row between the scheduler's decision to use it and the moment at
+which a worker reads it. The memory is a memfd: it leaves no file behind and needs no space in /dev/shm. The workers are
+processes of the same user on the same host, and open it through /proc.
 """
 
 import mmap
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Extent = tuple[int, int]
 """(offset, length), bytes."""
 RECORD = struct.Struct("<Q?")
-"""The number of the save, and whether its rows are there. Written and read whole."""
+"""The number of a save, and whether its rows are in the memory. A record is written and read as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One image whose rows, once the tower has made them, are copied out; `number` is what that is told by."""
+    """One image whose rows are copied out once the tower has made them; `number` identifies the copy."""
 
     extents: tuple[Extent, ...]
     number: int
@@ -39,7 +39,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Where the rows of saved images go: host memory at `path`, and the pipe that is told of each."""
+    """Where the rows of saved images go: host memory at `path`. A record of each is written to `pipe`."""
 
     path: str
     pipe: str
@@ -58,11 +58,11 @@ class HostMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that are not allocated."""
         return sum(length for _, length in self._free)
 
     def allocate(self, size: int) -> tuple[Extent, ...] | None:
-        """Return extents of `size` bytes together, or None when there are not as many."""
+        """Return extents of `size` bytes in all, or None if that many are not free."""
         if size > self.free_bytes:
             return None
         taken: list[Extent] = []
@@ -76,7 +76,7 @@ class HostMemory:
         return tuple(taken)
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Take extents back."""
+        """Free extents."""
         merged: list[Extent] = []
         for offset, length in sorted([*self._free, *extents]):
             if merged and sum(merged[-1]) == offset:
@@ -86,19 +86,19 @@ class HostMemory:
         self._free = merged
 
     def write(self, extents: Sequence[Extent], content: NDArray[np.uint8]) -> None:
-        """Copy `content`, uint8 [bytes], into extents of the same length together. Any thread may."""
+        """Copy `content`, uint8 [bytes], into extents of the same total length. For any thread."""
         begin = 0
         for offset, length in extents:
             self._bytes[offset : offset + length] = content[begin : begin + length]
             begin += length
 
     def read(self, extents: Sequence[Extent]) -> NDArray[np.uint8]:
-        """Return what lies in extents, uint8 [bytes]; a copy only where there are several. Any thread may."""
+        """Return the bytes of extents, uint8 [bytes]: a view of a single one, a copy of several. For any thread."""
         pieces = [self._bytes[offset : offset + length] for offset, length in extents]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def close(self) -> None:
-        """Let the memory go when nothing maps it any more."""
+        """Close the memory; it is freed when no process maps it."""
         os.close(self._file)
 
 

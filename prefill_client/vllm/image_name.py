@@ -1,11 +1,11 @@
-"""What images are called: the signed name of one that the service encodes, the key of one that engines share.
+"""Names of images: the signed name of an image that the service encodes, the key of one that engines share.
 
-vLLM takes the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys,
-without a check. So a name covers the file, the grid, the model, the processor and the tenant. Any client may send such
-a part, so only names with our signature are fetched.
+vLLM uses the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys,
+without a check. A name therefore covers the file, the grid, the model, the processor and the tenant. Any client can
+send such a part, so the connector fetches only names with our signature.
 
-Engines that share a store call an image by a digest of its pixels, as their processor hands them to the tower. vLLM's
-own hash does not serve: a caller's `uuid` takes its place, and could be that of another image.
+Engines that share a store name an image by a digest of the pixels that their processor passes to the tower. vLLM's own
+hash is not safe: a caller can replace it by a `uuid`, which could be that of another image.
 """
 
 import re
@@ -28,7 +28,7 @@ _TAG_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ImageName:
-    """An image whose rows can be fetched. `producer`: what encodes it, 16 bytes over model, processor and tenant."""
+    """An image whose rows can be fetched. `producer` is 16 bytes over model, processor, dtype and tenant."""
 
     digest: bytes
     grid: Grid
@@ -36,7 +36,7 @@ class ImageName:
 
 
 class NameSigner:
-    """Turns names into identifiers and back. Both sides make one from the `engine_id` that they share."""
+    """Turns names into identifiers and back. Middleware and connector make one from the `engine_id` that they share."""
 
     def __init__(self, engine_id: str) -> None:
         self._key = blake3.blake3(
@@ -49,7 +49,7 @@ class NameSigner:
         return f"{said}-{self._tag(said)}"
 
     def name(self, identifier: str) -> ImageName | None:
-        """Return the name that an identifier of ours stands for; None for a forged one."""
+        """Return the name in an identifier; None if it is not one of ours, or is forged."""
         match = _FORM.fullmatch(identifier)
         if match is None:
             return None
@@ -63,14 +63,14 @@ class NameSigner:
 
 
 def is_ours(identifier: str) -> bool:
-    """Whether an identifier claims to be a name of ours."""
+    """Whether an identifier has the form of our names; only `NameSigner.name` checks the signature."""
     return identifier.startswith(_PREFIX)
 
 
 def salt_of(tenant_salt: str, cache_salt: str | None) -> str:
-    """Return the tenant salt of a request's images: the engine's, and with it what the request says to vLLM.
+    """Return the tenant salt of a request's images: the engine's salt, combined with the request's `cache_salt`.
 
-    `cache_salt` keeps requests apart in vLLM's prefix cache; images of such a request have addresses of their own.
+    `cache_salt` separates requests in vLLM's prefix cache. Images of such a request have addresses of their own.
     """
     if not cache_salt:
         return tenant_salt
@@ -81,7 +81,7 @@ def salt_of(tenant_salt: str, cache_salt: str | None) -> str:
 
 
 def producer_of(description: Description, tenant_salt: str) -> bytes:
-    """Return 16 bytes over what decides an image's rows besides the image."""
+    """Return 16 bytes over everything that an image's rows depend on besides the image."""
     hasher = blake3.blake3(derive_key_context="encoder-service vllm producer")
     salt = tenant_salt.encode()
     for field in (
@@ -95,10 +95,10 @@ _SCHEME = "vllm processed pixels"
 
 
 def image_key(data: Mapping[str, Any], cache_salt: str) -> EngineKey:
-    """Return the key of an image: all that the tower is given, and the `cache_salt` of its request.
+    """Return the key of an image: a hash of all inputs of the tower, and of the `cache_salt` of its request.
 
-    `data` is vLLM's, by name. Raises `TypeError` for what is no tensor. It takes the processor 0.15 ms per MB, with the
-    interpreter's lock released: for a worker thread.
+    `data` has vLLM's inputs by name. Raises `TypeError` for an input that is not a tensor. Takes 0.15 ms per MB, with
+    the interpreter's lock released: for a worker thread.
     """
     hasher = blake3.blake3(derive_key_context="encoder-service vllm image")
     for name in sorted(data):
@@ -114,7 +114,7 @@ def image_key(data: Mapping[str, Any], cache_salt: str) -> EngineKey:
 
 
 def same_image(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the tower is given the same; takes 0.2 ms per MB where vLLM does not have the one twice."""
+    """Whether two images have the same inputs of the tower; takes 0.2 ms per MB if they are not the same objects."""
     if one is other:
         return True
     return set(one) == set(other) and all(

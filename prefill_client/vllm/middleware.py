@@ -1,9 +1,9 @@
-"""The ASGI middleware that vLLM's `--middleware` names: images leave a request before vLLM reads it.
+"""The ASGI middleware for vLLM's `--middleware`: it takes the images out of a request before vLLM reads it.
 
-Each image is submitted to the encoder service, which answers from its header, and replaced by its name and grid: vLLM
-neither loads nor processes a pixel, and the service encodes while the request is tokenised, queued and its text
-prefilled. All images of a request or none. Until the request ends they stay submitted, at another server if theirs
-goes; then servers drop what they have not encoded.
+It submits each image to the encoder service, which answers from the header, and replaces the image by its name and
+grid. vLLM therefore loads and processes no pixel, and the service encodes while vLLM tokenises, queues and prefills
+text. All images of a request are replaced, or none. They stay submitted until the request ends, at another server if
+theirs fails. At the end, servers drop the images that they have not encoded.
 """
 
 import asyncio
@@ -54,38 +54,38 @@ from prefill_client.vllm.stored_responses import Earlier, StoredResponses
 
 _log = logging.getLogger("vllm.encoder_service")
 FORMS = {"/v1/chat/completions": CHAT, "/invocations": CHAT, "/v1/responses": RESPONSES}
-"""The routes on which images are ours, and how requests there carry them."""
+"""The routes whose images are replaced, and how their requests carry images."""
 _HTTP = {
     Status.INVALID_ARGUMENT: (400, "BadRequestError"),
     Status.PERMISSION_DENIED: (403, "PermissionDeniedError"),
     Status.NOT_FOUND: (404, "NotFoundError"),
     Status.INTERNAL: (500, "InternalServerError"),
 }
-# As vLLM answers for an image that its host does not have.
+# vLLM's answer for an image that its host does not have.
 _IMAGE_HOST = (422, "UnprocessableEntityError")
 _DOWN = (503, "ServiceUnavailableError")
-# Bytes of a body that is parsed on the event loop, within a millisecond: text. Images are megabytes of base64.
+# A body up to this size, in bytes, is text: the event loop parses it within a millisecond. Images are megabytes.
 _SHORT = 1 << 16
-# What says that the next request would wait in vain as well.
+# Errors after which the next request would fail as well.
 _NO_ANSWER = (
     Status.UNAVAILABLE,
     Status.DEADLINE_EXCEEDED,
     Status.FAILED_PRECONDITION,
     Status.UNAUTHENTICATED,
 )
-# How often a service that does not answer is asked, while the own tower encodes.
+# How often a service that does not answer is probed while the engine's own tower encodes.
 FIRST_PROBE_S, LAST_PROBE_S = 1.0, 15.0
 
 
 class EncoderServiceMiddleware:
-    """One for each API server; configured by the `ec_connector_extra_config` of the engine behind it."""
+    """One for each API server. The `ec_connector_extra_config` of its engine configures it."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._service: _Service | None = None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Handle one request, or the life of the server."""
+        """Handle one request, or the server's lifespan events."""
         if scope["type"] == "lifespan":
             try:
                 await self._app(scope, receive, send)
@@ -127,20 +127,20 @@ class EncoderServiceMiddleware:
         await self._app(_with_length(scope, len(body)), replay(body, receive), send)
 
     async def _images(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> RequestImages | None:
-        """Return a request whose images, or those of the response that it goes on from, are ours; else None."""
+        """Return a request that has images, or continues a response with images; else None."""
         try:
             parsed = json.loads(body) if len(body) <= _SHORT else await asyncio.to_thread(json.loads, body)
         except (ValueError, RecursionError):
-            return None  # vLLM has an answer to that
+            return None  # vLLM answers invalid JSON
         images = RequestImages(parsed, form)
         if images.in_background:
-            return None  # they would be withdrawn as soon as vLLM has said that it will work
+            return None  # vLLM answers at once, and the end of the request would withdraw its images
         if len(images) or (images.goes_on_from and self._of(scope).earlier(images).digests):
             return images
         return None
 
     async def _named(self, scope: MutableMapping[str, Any], images: RequestImages) -> "_Named":
-        """Submit the images and put names in their place."""
+        """Submit the images and replace them by names."""
         kept, failed = await self._of(scope).submit(images, _headers(scope))
         try:
             named = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
@@ -164,7 +164,7 @@ class EncoderServiceMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A body with names in the place of images, those images, and how to find out which has failed."""
+    """A body with names instead of images, those images, and a function that finds the one that failed."""
 
     body: bytes
     kept: KeptImages
@@ -172,7 +172,7 @@ class _Named:
 
 
 class _Service:
-    """The encoder service as the middleware sees it: connected at the first image, and again when that failed."""
+    """The middleware's connection to the encoder service: made at the first image, and again if that failed."""
 
     def __init__(self, vllm_config: Any, image_hosts: Sequence[str]) -> None:
         config = vllm_config.ec_transfer_config
@@ -189,13 +189,13 @@ class _Service:
         self._responses = StoredResponses()
 
     def earlier(self, images: RequestImages) -> Earlier:
-        """Return the images of the response that a request goes on from; they come first in its prompt."""
+        """Return the images of the response that a request continues; they come first in its prompt."""
         return self._responses.earlier(images.goes_on_from)
 
     async def submit(self, images: RequestImages, headers: dict[str, str]) -> tuple[KeptImages, FindFailed]:
         """Submit a request's images and name them; raise the error of the first that failed.
 
-        With them go those of the response that it goes on from, as far as their files are at hand.
+        Submits the images of the response that it continues as well, if their files are still kept.
         """
         caller = _caller(images.body, headers)
         salt = _salt(self.settings, images.body)
@@ -248,22 +248,22 @@ class _Service:
 
     @property
     def has_own_tower(self) -> bool:
-        """Whether the engine's own tower encodes what the service does not."""
+        """Whether the engine's own tower encodes images while the service cannot."""
         return self.settings.without_service == "own_tower"
 
     def can_do_without(self, images: RequestImages | None) -> bool:
-        """Whether the engine's own tower can encode a request's images: of earlier responses it has no pixels."""
+        """Whether the engine's own tower can encode a request's images: it has no pixels of earlier responses."""
         return self.has_own_tower and not (images is not None and self.earlier(images).digests)
 
     def note(self, error: EncoderError) -> None:
-        """Let the engine's own tower encode at once, until the service answers, if `error` says that it does not."""
+        """If `error` means that the service is down, let the engine's own tower encode until the service answers."""
         if self.has_own_tower and error.status in _NO_ANSWER and self._down is None:
             _log.warning("the engine's own tower encodes until the service is back: %s", error.message)
             self._down = error
             self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        """Ask the service, on a connection of its own, until it answers."""
+        """Probe the service, on separate connections, until it answers."""
         pause_s = FIRST_PROBE_S
         while self._down is not None:
             await asyncio.sleep(pause_s)
@@ -277,9 +277,9 @@ class _Service:
 
     @property
     def _again_s(self) -> float:
-        """How long images of a request may be at no server: then the request is refused, or the own tower has them.
+        """How long no server may accept the images of a request before it is refused, or the own tower encodes them.
 
-        It is to hear that from us: the connector gives up `timeout_s` after it began to fetch.
+        Shorter than `timeout_s`, so that the middleware gives up before the connector does.
         """
         settings = self.settings
         return (
@@ -292,13 +292,13 @@ class _Service:
             await self._opening.result().close()
 
     async def _client(self) -> EncoderClient:
-        """Return the client; who comes while it connects waits for the same attempt, and a failure is not kept."""
+        """Return the client. Concurrent callers wait for the same attempt to connect; a failure is not remembered."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._opening = asyncio.create_task(self._open())
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> EncoderClient:
-        """Connect. Raises `ModelMismatchError` for a service whose rows are not those of this engine's model."""
+        """Connect. Raises `ModelMismatchError` if the service's rows are not those of this engine's model."""
         client = await connect(self.settings, wait=False)
         try:
             await asyncio.to_thread(check_description, self.settings, self._config, client.description)
@@ -320,7 +320,7 @@ class _Service:
 
 
 def _is_of_the_image(error: EncoderError) -> bool:
-    """Whether something is wrong with an image, or where it is; anything else says that the service does not help."""
+    """Whether an image or its host is at fault; any other error means that the service cannot help."""
     return isinstance(error, ImageHostError) or error.status in (
         Status.INVALID_ARGUMENT,
         Status.PERMISSION_DENIED,
@@ -331,7 +331,7 @@ def _is_of_the_image(error: EncoderError) -> bool:
 def _of_prompt(
     earlier: Earlier, files: Sequence[bytes | None], answers: Sequence[Submitted]
 ) -> list[Submitted]:
-    """Return an answer for each image of the prompt; one without an endpoint for what could not be submitted."""
+    """Return an answer for each image of the prompt; without an endpoint for images that could not be submitted."""
     given = iter(answers)
     return [
         next(given) if file is not None else Submitted(earlier.digests[index])
@@ -340,7 +340,7 @@ def _of_prompt(
 
 
 def _raise_first(outcomes: Iterable[EncoderError | None]) -> None:
-    """Raise the first that is an error, with the number of its image."""
+    """Raise the first error, with the number of its image."""
     for index, outcome in enumerate(outcomes):
         if outcome is not None:
             text = f"image {index}: {outcome.message}"
@@ -348,7 +348,7 @@ def _raise_first(outcomes: Iterable[EncoderError | None]) -> None:
 
 
 def _caller(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
-    """Return who calls, as the service wants to know it; vLLM's smaller priority is our larger."""
+    """Return the caller's fields for the service. vLLM puts small priorities first, the service large ones."""
     priority = body.get("priority")
     return {
         "request_id": (headers.get("x-request-id") or uuid4().hex)[:128],
@@ -363,13 +363,13 @@ def _salt(settings: Settings, body: dict[str, Any]) -> str:
 
 
 def _form(scope: MutableMapping[str, Any]) -> Form | None:
-    """Return how a request carries images; None for one whose images are not ours."""
+    """Return how a request carries images; None for a route that is not handled."""
     path: str = scope["path"]
     return FORMS.get(path.removeprefix(scope.get("root_path", ""))) if scope["method"] == "POST" else None
 
 
 def _is_authorized(scope: MutableMapping[str, Any]) -> bool:
-    """Whether vLLM, which looks only after us, would let a request in: nothing is submitted for others."""
+    """Whether vLLM, which checks its API keys after this middleware, would accept a request."""
     args = getattr(scope["app"].state, "args", None)
     keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
     if not keys:
@@ -384,7 +384,7 @@ def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Return the body, or None when the caller left before its end."""
+    """Return the body, or None if the caller left before its end."""
     pieces = []
     while (message := await receive())["type"] == "http.request":
         pieces.append(message.get("body", b""))
@@ -399,7 +399,7 @@ def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping
 
 
 async def _refuse(send: Send, error: EncoderError) -> None:
-    """Answer with the error's own text, as vLLM words its own."""
+    """Answer with the error's text, in the form of vLLM's own errors."""
     code, kind = _IMAGE_HOST if isinstance(error, ImageHostError) else _HTTP.get(error.status, _DOWN)
     body = json.dumps(
         {"error": {"message": error.message, "type": kind, "param": None, "code": code}}

@@ -1,4 +1,4 @@
-"""The images of a request as vLLM describes them: where their tokens lie, and whether its own tower can take them."""
+"""The images of a request as vLLM describes them: the place of their tokens, and whether its tower can encode them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Position(Protocol):
-    """Where an image's tokens lie: vLLM's `PlaceholderRange`."""
+    """The place of an image's tokens: vLLM's `PlaceholderRange`."""
 
     offset: int
     length: int
 
     def get_num_embeds(self) -> int:
-        """How many of them are rows."""
+        """Number of the tokens that are filled by rows."""
 
 
 class Feature(Protocol):
@@ -35,7 +35,7 @@ class Feature(Protocol):
 
 
 class Request(Protocol):
-    """What we read of vLLM's `Request`."""
+    """The fields of vLLM's `Request` that we read."""
 
     request_id: str
     mm_features: Sequence[Feature]
@@ -59,20 +59,20 @@ AnySpan = TypeVar("AnySpan", bound=Span)
 
 @dataclass(slots=True, kw_only=True)
 class PromptImages(Generic[AnySpan]):
-    """The images of a request that are a gate's concern, in the order of the prompt."""
+    """The images of a request that a gate handles, in the order of the prompt."""
 
     spans: list[AnySpan]
-    features: int  # how many the request had when it was read
-    held: dict[int, AnySpan] = field(default_factory=dict)  # what the table keeps for it, by index
-    parked_s: float = 0.0  # since when, on the steady clock; 0: it is not
+    features: int  # number of multimodal features when the request was read
+    held: dict[int, AnySpan] = field(default_factory=dict)  # images that the table holds for it, by index
+    parked_s: float = 0.0  # when its wait began, on the steady clock; 0: it does not wait
 
     @property
     def end(self) -> int:
-        """The token behind its last image."""
+        """The token after its last image."""
         return self.spans[-1].end if self.spans else 0
 
     def note_wait(self, counts: Counts, *, ready: bool) -> None:
-        """Park the request, or count how long it was parked."""
+        """Begin a wait, or count the one that has ended."""
         if not ready:
             self.parked_s = self.parked_s or monotonic()
         elif self.parked_s:
@@ -82,20 +82,20 @@ class PromptImages(Generic[AnySpan]):
 
 # By modality: the pixels and the grid.
 _KEYS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-# How the inputs of a tower of any other modality begin.
+# Prefix of the input names of towers for other modalities.
 _OTHER_INPUT = "input_"
 _WHOLE = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TowerInput:
-    """What the engine's tower takes: `patch_values` numbers for each patch, 0 if unknown; `merge`² patches for a row.
+    """The input of the engine's tower: `patch_values` numbers for each patch, 0 if unknown; `merge`² patches for a row.
 
-    `prunes_videos`: the engine drops rows of videos, whose number is then not that of their grid.
+    `prunes_videos`: the engine drops rows of videos, so their number is not that of their grid.
 
-    An engine that loads embeddings through a connector accepts parts without pixels from any caller, and takes tensors
-    in the place of an image as they are. One that does not fit ends the engine in the step that reads it, so `check`
-    refuses it first.
+    An engine that loads embeddings through a connector accepts parts without pixels from any caller, and does not check
+    tensors that replace an image. One that does not fit ends the engine in the step that reads it, so `check` refuses
+    it before that.
     """
 
     merge: int
@@ -104,7 +104,7 @@ class TowerInput:
 
     @classmethod
     def of(cls, config: "VllmConfig") -> Self:
-        """Return what the tower of an engine takes."""
+        """Return the input of an engine's tower."""
         vision = config.model_config.hf_config.vision_config
         frames: int = getattr(vision, "temporal_patch_size", 0)
         side: int = getattr(vision, "patch_size", 0)
@@ -113,9 +113,9 @@ class TowerInput:
         return cls(vision.spatial_merge_size, channels * frames * side**2, bool(pruning))
 
     def check(self, index: int, feature: Feature) -> Grid | None:
-        """Return the grid of what is number `index` in its request; None for other modalities and models without grids.
+        """Return the grid of feature number `index` of a request; None for other modalities and models without grids.
 
-        Raises `InvalidRequestError` for what the tower cannot encode.
+        Raises `InvalidRequestError` for a feature that the tower cannot encode.
         """
         data, modality = feature.data, feature.modality
         if data is None or any(key.endswith("_embeds") for key in data):
@@ -127,7 +127,7 @@ class TowerInput:
         pixels_key, grid_key = _KEYS[modality]
         if pixels_key not in data:
             raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name of ours")
-        if grid_key not in data:  # of a model whose images have none
+        if grid_key not in data:  # a model whose images have no grid
             return None
         grid = grid_of(feature, grid_key)
         if grid is None or min(grid) < 1 or grid.h % self.merge or grid.w % self.merge:
@@ -154,7 +154,7 @@ class TowerInput:
 
 
 def grid_of(feature: Feature, key: str) -> Grid | None:
-    """Return the grid that a feature carries under `key`; None for anything but three whole numbers."""
+    """Return the grid of a feature under `key`; None if it is not three whole numbers."""
     tensor = feature.data[key].data
     if not isinstance(tensor, torch.Tensor) or tensor.shape != (3,) or tensor.dtype not in _WHOLE:
         return None

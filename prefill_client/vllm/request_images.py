@@ -1,7 +1,7 @@
-"""The images of a request body: where they are in its JSON, what takes their place, what the connector is told.
+"""The images of a request body: finds them in the JSON, replaces them by names, and passes facts to the connector.
 
-The middleware tells the connector in the request's `ec_transfer_params` who calls and what the service has. Any client
-may write there too: what the connector reads is made harmless, and decides only about waiting.
+In the request's `ec_transfer_params`, the middleware tells the connector who calls and which images the service has.
+Any client can write there too. The connector therefore sanitises the values, and uses them only to decide how to wait.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from prefill_client.vllm.row_fetcher import Caller
 
 _KINDS = {"image_url", "input_image", "image_pil"}
 _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
-# They change images in the engine alone, and with them what vLLM takes for an image's identity.
+# They would change images only in the engine, and also vLLM's hash of an image.
 _PROCESSOR_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 
 
@@ -23,7 +23,7 @@ _PROCESSOR_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 class Form:
     """How the requests of an API carry images: in lists of parts under these keys of each message.
 
-    `named` is what a named part has besides its name and grid.
+    `named` has the other keys of a named part, besides its name and grid.
     """
 
     messages: str
@@ -32,7 +32,7 @@ class Form:
 
 
 CHAT = Form("messages", ("content",), (("type", "image_embeds"),))
-# vLLM checks these by OpenAI's types, which have no `image_embeds`, and reads a part that has a `uuid` by its keys.
+# vLLM checks these with OpenAI's types, which lack `image_embeds`. It recognises a part with a `uuid` by its keys.
 RESPONSES = Form("input", ("content", "output"), (("type", "input_image"), ("detail", "auto")))
 
 
@@ -66,24 +66,24 @@ class RequestImages:
 
     @property
     def in_background(self) -> bool:
-        """Whether vLLM answers at once, and works after that."""
+        """Whether vLLM answers at once and generates the response later."""
         return bool(self._of_response("background"))
 
     def stored_as(self) -> str:
-        """Return the id of the response, which is set if need be; empty if it is not to be stored."""
+        """Return the id of the response, and set one if there is none; empty if the response will not be stored."""
         if self._form is not RESPONSES or self.body.get("store") is False:
             return ""
         given = self.body.setdefault("request_id", f"resp_{uuid4().hex}")
         return given if isinstance(given, str) else ""
 
     def urls(self) -> list[str]:
-        """Return the URL of each image, in the order in which they stand."""
+        """Return the URL of each image, in the order of the request."""
         return [_url(part) for part in self._parts]
 
     def name(self, identifiers: list[tuple[str, list[int]]], parameters: tuple[str, dict[str, Any]]) -> None:
-        """Put a named part, without pixels, in the place of each image; each is given by identifier and grid.
+        """Replace each image by a named part without pixels, with its identifier and grid.
 
-        `parameters` go, under their key, to the connector.
+        `parameters` are a key and a value for the connector.
         """
         for part, (identifier, grid) in zip(self._parts, identifiers, strict=True):
             part.clear()
@@ -106,7 +106,7 @@ def _parts(body: Any, form: Form) -> Iterator[dict[str, Any]]:
 
 
 def _kinds(part: dict[str, Any]) -> set[str]:
-    """Return all that vLLM may take a part for: by its type, or by its keys."""
+    """Return every kind that vLLM may recognise a part as: by its type, or by its keys."""
     kind = part.get("type")
     return {*part, kind} if isinstance(kind, str) else {*part}
 
@@ -120,16 +120,16 @@ def _url(part: dict[str, Any]) -> str:
 
 
 PARAMETERS = "encoder_service"
-"""The key under which it stands."""
+"""The key of our values in `ec_transfer_params`."""
 STORED = "stored"
-"""Below it: the indexes of the images that the service had encoded when they were submitted."""
+"""Below it: the indexes of the images that were already encoded when they were submitted."""
 
 SUBMITTED_TO = "submitted_to"
 """Below it: the server to which each image was submitted."""
 
 
 def caller_of(parameters: Mapping[str, Any] | None, *, request_id: str, tenant_salt: str) -> Caller:
-    """Return who calls; `request_id` is vLLM's, for a request that the middleware has not seen."""
+    """Return who calls. vLLM's `request_id` is used for a request that did not pass the middleware."""
     said = _said(parameters)
     priority = said.get("priority", 0)
     return Caller(
@@ -141,18 +141,18 @@ def caller_of(parameters: Mapping[str, Any] | None, *, request_id: str, tenant_s
 
 
 def trace_context(said: object) -> str:
-    """Return a well-formed `traceparent`, else nothing: as metadata of a call gRPC would fail it for any other."""
+    """Return a well-formed `traceparent`, else nothing: gRPC would fail a call with invalid metadata."""
     return said if isinstance(said, str) and trace_id(said) else ""
 
 
 def stored_of(parameters: Mapping[str, Any] | None) -> set[int]:
-    """Return the images that the service had when the middleware submitted them."""
+    """Return the indexes of the images that were already encoded when the middleware submitted them."""
     stored = _said(parameters).get(STORED)
     return {index for index in stored if isinstance(index, int)} if isinstance(stored, list) else set()
 
 
 def submitted_to_of(parameters: Mapping[str, Any] | None) -> list[str]:
-    """Return the server to which each image was submitted; it is asked only if the connector knows it."""
+    """Return the server to which each image was submitted. The client asks it only if it knows that server."""
     servers = _said(parameters).get(SUBMITTED_TO)
     return [str(server) for server in servers] if isinstance(servers, list) else []
 

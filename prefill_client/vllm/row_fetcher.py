@@ -1,4 +1,4 @@
-"""Asks for rows on a thread of its own, so that the scheduler never waits, and fetches them into host memory."""
+"""Fetches rows into host memory, on a thread of its own, so the scheduler never waits."""
 
 import asyncio
 import logging
@@ -30,13 +30,13 @@ from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.image_name import ImageName
 from prefill_client.vllm.settings import Settings
 
-_log = logging.getLogger("vllm.encoder_service")  # below vLLM's own: configured, and shown, with it
-JOIN_S = 1.0  # how often an engine that has started without the service looks for it
+_log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so it has its configuration
+JOIN_S = 1.0  # how often an engine that started without the service tries to join it
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who wants rows: what the middleware said about the request, repeated with every Fetch."""
+    """What the middleware said about the caller of a request; it is sent with every Fetch."""
 
     request_id: str = ""
     priority: int = 0
@@ -46,7 +46,7 @@ class Caller:
 
 @dataclass(eq=False, slots=True)
 class Wanted:
-    """One image to fetch, into `extents`; itself is what its outcome is known by."""
+    """One image to fetch into `extents`. Its outcome refers to this object."""
 
     name: ImageName
     tokens: int
@@ -59,7 +59,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one: its rows lie in its extents, or there is an error, or it was cancelled."""
+    """The outcome of a `Wanted`: its rows are in its extents, or it has an error, or it was cancelled."""
 
     wanted: Wanted
     error: EncoderError | None = None
@@ -70,13 +70,13 @@ class Outcome:
 
 
 class Wish(Protocol):
-    """What a scheduler asks for: the rows of one image, into `extents`."""
+    """A scheduler's request for the rows of one image, into `extents`."""
 
     extents: tuple[Extent, ...]
 
     @property
     def tokens(self) -> int:
-        """How many rows the image has."""
+        """Number of rows of the image."""
 
 
 AnyWish = TypeVar("AnyWish", bound=Wish)
@@ -84,43 +84,43 @@ Answer = TypeVar("Answer")
 
 
 class RowSource(ABC, Generic[AnyWish, Answer]):
-    """Asks for rows on a thread with an event loop of its own: the scheduler's thread never waits.
+    """Requests rows on a thread with an event loop of its own, so the scheduler's thread never waits.
 
-    For one thread. Every `ask` ends in exactly one answer, which `answers` yields.
+    For one calling thread. Every `ask` ends in exactly one answer, which `answers` yields.
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread, under this name, and open the source on it. Raises what that raises."""
-        self._asking: dict[AnyWish, asyncio.Task[Answer]] = {}  # of the loop's thread
+        """Start a thread with this name, and open the source on it. Raises the errors of opening."""
+        self._asking: dict[AnyWish, asyncio.Task[Answer]] = {}  # used only by the loop's thread
         self._answers: deque[Answer] = deque()
         self._any_answer = threading.Event()
         self._loop = LoopThread(name)
         try:
             self._loop.run(self._open())
-        except BaseException:  # Ctrl-C too: no one else can end the thread
+        except BaseException:  # Ctrl-C too: nothing else would end the thread
             self._loop.stop()
             raise
 
     def ask(self, wish: AnyWish) -> None:
-        """Begin to ask for an image's rows. Its extents are in use until the answer."""
+        """Request an image's rows. Its extents are in use until the answer."""
         self._loop.call(self._begin, wish)
 
     def give_up(self, wish: AnyWish) -> None:
-        """Ask no more; the answer still comes."""
+        """Cancel a request. Its answer still comes."""
         self._loop.call(self._give_up, wish)
 
     def answers(self) -> Iterator[Answer]:
-        """Yield the answers that have come since the last time."""
+        """Yield the answers that have arrived since the last call."""
         self._any_answer.clear()
         while self._answers:
             yield self._answers.popleft()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when there is an answer that `answers` has not yielded, or after so long."""
+        """Wait until there is an answer that `answers` has not yielded, but at most `timeout_s`."""
         self._any_answer.wait(timeout_s)
 
     def close(self) -> None:
-        """End everything that is under way, the connections and the thread."""
+        """Cancel all requests, close the connections and end the thread."""
         self._loop.stop(self._end())
 
     @abstractmethod
@@ -133,11 +133,11 @@ class RowSource(ABC, Generic[AnyWish, Answer]):
 
     @abstractmethod
     async def _answer(self, wish: AnyWish) -> Answer:
-        """Return the answer. Raises nothing, except that it was cancelled."""
+        """Return the answer. Raises only `CancelledError`."""
 
     @abstractmethod
     def _cancelled(self, wish: AnyWish) -> Answer:
-        """Return the answer to a wish that was given up."""
+        """Return the answer to a cancelled request."""
 
     def _begin(self, wish: AnyWish) -> None:
         task = asyncio.create_task(self._answer(wish))
@@ -173,10 +173,10 @@ class RowFetcher(RowSource[Wanted, Outcome]):
         dtype: str,
         check: Callable[[Description], None] = lambda _: None,
     ) -> None:
-        """Connect. Raises `UnavailableError` when no server answers in `start_timeout_s`.
+        """Connect. Raises `UnavailableError` if no server answers within `start_timeout_s`.
 
-        `width`, `dtype`: a row, as the engine reads it; images with other rows fail. An engine that has its own tower
-        waits for none: it joins the service later, once `check` raises no `ValueError`.
+        `width` and `dtype` describe a row as the engine reads it; images with other rows fail. An engine with its own
+        tower does not wait for a server. It joins the service later, once `check` raises no `ValueError`.
         """
         self._settings = settings
         self._width = width
@@ -189,7 +189,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
 
     @property
     def description(self) -> Description | None:
-        """What the service said it is; None while an engine that has its own tower has not joined it."""
+        """The service's description; None while an engine with its own tower has not joined it."""
         return self._client.description if self._client else None
 
     async def _open(self) -> None:
@@ -215,7 +215,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
                 self._client = client
             except ValueError as error:
                 await client.close()
-                if str(error) != refused:  # once, not every second: it may stay so until somebody restarts it
+                if str(error) != refused:  # logged once, not every second: it may last until a restart
                     refused = str(error)
                     _log.error("the encoder service is not used: %s", refused)
 
@@ -224,7 +224,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
             return await self._fetch(wanted)
         except EncoderError as error:
             return Outcome(wanted, error)
-        except Exception as error:  # noqa: BLE001 - an image fails, and not the engine
+        except Exception as error:  # noqa: BLE001 - only the image fails, not the engine
             _log.error("a fetch failed unexpectedly", exc_info=error)
             return Outcome(wanted, InternalError(f"{type(error).__name__}: {error}"))
 
@@ -232,8 +232,8 @@ class RowFetcher(RowSource[Wanted, Outcome]):
         return Outcome(wanted, cancelled=True)
 
     async def _fetch(self, wanted: Wanted) -> Outcome:
-        traceparent.set(wanted.caller.traceparent)  # of this task alone
-        assert self._client is not None, "nothing is named before the service is joined"
+        traceparent.set(wanted.caller.traceparent)  # only in this task
+        assert self._client is not None, "images have names only after the service is joined"
         begun_s, timeout_s = monotonic(), self._settings.timeout_s
         request = RowRequest(
             wanted.name.digest,
@@ -252,7 +252,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
                     grace_ms=int(1000 * self._settings.grace_s),
                     transports=BY_DEFAULT if self._settings.shared_memory else [INLINE],
                     timeout_s=timeout_s,
-                    kept=bool(wanted.submitted_to),  # by the middleware, which said so
+                    kept=bool(wanted.submitted_to),  # the middleware keeps it submitted
                 ) as stream,
             ):
                 async for rows in stream:
@@ -276,7 +276,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an image's rows have to be: `tokens` of `width` elements, of an image with this grid."""
+    """The shape that an image's rows must have: `tokens` rows of `width` elements, for this grid."""
 
     grid: Grid
     tokens: int
@@ -285,7 +285,7 @@ class Shape:
 
 
 async def keep(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent], shape: Shape) -> None:
-    """Copy rows to where they are wanted. On this thread: a copy in another would outlive a cancelled fetch.
+    """Copy rows into `extents`, on this thread: a copy on another one could outlive a cancelled fetch.
 
     Raises the image's error, and `InternalError` for rows of another shape.
     """
@@ -307,7 +307,7 @@ async def keep(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent],
 
 
 async def connect(settings: Settings, *, wait: bool = True) -> EncoderClient:
-    """Return a client of the service; with `wait`, of one that is still being started."""
+    """Return a client of the service; with `wait`, wait for a service that is still starting."""
     return await EncoderClient.connect(
         settings.endpoints,
         model_fingerprint=settings.demanded_fingerprint,

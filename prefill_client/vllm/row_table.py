@@ -1,4 +1,4 @@
-"""Which images' rows are here: asked for once however many requests hold them, kept until the last one lets go."""
+"""Tables of rows: each image is requested once for all requests that hold it, and kept until the last drops it."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -16,36 +16,36 @@ from prefill_client.vllm.row_fetcher import AnyWish, Outcome, RowFetcher, RowSou
 from prefill_client.vllm.shared_store import Asked, Found, SharedStore
 
 Holder = tuple[str, int]
-"""A request, and the number of the image in it."""
+"""A request, and the index of the image in it."""
 
 
 @dataclass(eq=False, slots=True)
 class Rows(Generic[AnyWish]):
     """The rows of one image that requests hold.
 
-    `asked`: they are on their way, or wait for memory. `here`: they are in host memory. `ours`: this engine's own tower
-    makes them, which only an engine that shares rows knows.
+    `asked`: they are requested, or wait for memory. `here`: they are in host memory. `ours`: this engine's own tower
+    makes them (only in an engine that shares rows).
     """
 
     identifier: str
     wanted: AnyWish
     state: Literal["asked", "here", "ours"] = "asked"
-    loads: int = 0  # steps under way that copy them into a worker
+    loads: int = 0  # running steps that copy them into a worker
     holders: set[Holder] = field(default_factory=set)
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """Where they are, or will be."""
+        """Where the rows are, or will be."""
         return self.wanted.extents
 
 
 class RowTable(ABC, Generic[AnyWish]):
-    """The images that requests hold, by vLLM's identifier. For the scheduler's thread."""
+    """The images that requests hold, by vLLM's identifier. Only for the scheduler's thread."""
 
     def __init__(
         self, memory: HostMemory, source: RowSource[AnyWish, Any], row_bytes: int, counts: Counts
     ) -> None:
-        """`source` is asked for rows, into `memory`; a row has `row_bytes` bytes."""
+        """`source` fetches rows into `memory`; a row has `row_bytes` bytes."""
         self._memory = memory
         self._source = source
         self._row_bytes = row_bytes
@@ -53,14 +53,14 @@ class RowTable(ABC, Generic[AnyWish]):
         self._rows: dict[str, Rows[AnyWish]] = {}
         self._asked: dict[
             AnyWish, Rows[AnyWish]
-        ] = {}  # without an answer; their memory is in use until it comes
+        ] = {}  # without an answer; their memory is in use until it arrives
 
     def __len__(self) -> int:
         return len({*self._rows.values(), *self._asked.values()})
 
     @property
     def fetching(self) -> bool:
-        """Whether an answer is on its way."""
+        """Whether an answer is outstanding."""
         return bool(self._asked)
 
     def is_here(self, identifier: str) -> bool:
@@ -69,7 +69,7 @@ class RowTable(ABC, Generic[AnyWish]):
         return rows is not None and rows.state == "here"
 
     def hold(self, identifier: str, holder: Holder, wanted: AnyWish) -> None:
-        """Keep an image's rows for `holder`; ask for them, as `wanted` says, unless that has begun."""
+        """Keep an image's rows for `holder`; request them, as `wanted` says, unless that has been done."""
         rows = self._rows.get(identifier)
         if rows is None:
             rows = self._rows[identifier] = Rows(identifier, wanted)
@@ -77,38 +77,38 @@ class RowTable(ABC, Generic[AnyWish]):
         rows.holders.add(holder)
 
     def drop(self, identifier: str, holder: Holder) -> None:
-        """Let go of what `holder` held; rows that have failed since are gone already."""
+        """Release the hold of `holder`. Rows that failed in the meantime are gone already."""
         rows = self._rows.get(identifier)
         if rows is not None:
             rows.holders.discard(holder)
             self._forget_unheld(rows)
 
     def begin_load(self, identifier: str) -> Rows[AnyWish]:
-        """Keep the rows of an image that is here until `end_load`, even if no request holds them."""
+        """Keep the rows of an image that has arrived until `end_load`, even if no request holds them."""
         rows = self._rows[identifier]
-        assert rows.state == "here", "only what is here is loaded"
+        assert rows.state == "here", "only rows that have arrived can be loaded"
         rows.loads += 1
         return rows
 
     def end_load(self, rows: Rows[AnyWish]) -> None:
-        """The workers have their copies."""
+        """Undo `begin_load`: the workers have their copies."""
         rows.loads -= 1
         self._forget_unheld(rows)
 
     @abstractmethod
     def collect(self) -> list[tuple[Holder, EncoderError]]:
-        """Take in what has arrived. Return who waited for rows that have failed; a failure is not remembered."""
+        """Process the answers. Return the holders of rows that failed, with the errors; failures are not remembered."""
 
     @abstractmethod
     def _ask(self, rows: Rows[AnyWish]) -> None:
-        """Begin to ask for rows."""
+        """Request rows."""
 
     def _give_up(self, rows: Rows[AnyWish]) -> None:
-        """Ask no more for rows that are `asked`."""
+        """Cancel the request for rows that are `asked`."""
         self._source.give_up(rows.wanted)
 
     def _reserve(self, rows: Rows[AnyWish]) -> bool:
-        """Reserve host memory for rows; they count as asked for from here on. Return False if it is full."""
+        """Reserve host memory for rows, and count them as requested. Return False if the memory is full."""
         extents = self._memory.allocate(rows.wanted.tokens * self._row_bytes)
         if extents is None:
             return False
@@ -131,20 +131,20 @@ class RowTable(ABC, Generic[AnyWish]):
         self._memory.release(rows.extents)
 
     def _forget(self, rows: Rows[AnyWish]) -> None:
-        """Whoever wants the image from now on asks again."""
+        """Forget the rows: a request that needs the image later asks for it again."""
         if self._rows.get(rows.identifier) is rows:
             del self._rows[rows.identifier]
 
 
 class FetchTable(RowTable[Wanted]):
-    """The table of an engine whose images the service encodes: rows are here, or asked for."""
+    """The table of an engine whose images the service encodes: rows are `here` or `asked`."""
 
     def __init__(self, memory: HostMemory, fetcher: RowFetcher, row_bytes: int, counts: Counts) -> None:
         super().__init__(memory, fetcher, row_bytes, counts)
-        self._starved: deque[Rows[Wanted]] = deque()  # no memory yet; first come, first served
+        self._starved: deque[Rows[Wanted]] = deque()  # they wait for memory; first come, first served
 
     def collect(self) -> list[tuple[Holder, EncoderError]]:
-        """Take in what has arrived. Return who waited for rows that have failed; a failure is not remembered."""
+        """Process the answers. Return the holders of rows that failed, with the errors; failures are not remembered."""
         failed: list[tuple[Holder, EncoderError]] = []
         for outcome in self._source.answers():
             rows = self._asked.pop(outcome.wanted)
@@ -183,7 +183,7 @@ class FetchTable(RowTable[Wanted]):
 
 
 class SharedTable(RowTable[Asked]):
-    """The table of an engine that shares rows: those that no other engine makes are `ours`, and are put."""
+    """The table of an engine that shares rows: rows that no other engine makes are `ours`, and are put."""
 
     def __init__(
         self, store: SharedStore, incoming: HostMemory, outgoing: HostMemory, row_bytes: int, counts: Counts
@@ -191,8 +191,8 @@ class SharedTable(RowTable[Asked]):
         super().__init__(incoming, store, row_bytes, counts)
         self._store = store
         self._outgoing = outgoing
-        self._leases: dict[Rows[Asked], PutAnswer] = {}  # the store waits for their rows
-        self._saving: dict[int, tuple[Rows[Asked], Save]] = {}  # their rows are made, and put
+        self._leases: dict[Rows[Asked], PutAnswer] = {}  # leases of rows that the store expects
+        self._saving: dict[int, tuple[Rows[Asked], Save]] = {}  # rows that are being made and put
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -200,20 +200,20 @@ class SharedTable(RowTable[Asked]):
         return len({*self._rows.values(), *self._asked.values(), *saving})
 
     def is_decided(self, identifier: str) -> bool:
-        """Whether a step may count on an image: its rows are here, or this engine makes them."""
+        """Whether a step may use an image: its rows have arrived, or this engine makes them."""
         rows = self._rows.get(identifier)
         return rows is None or rows.state != "asked"
 
     def clashes(self, identifier: str, tokens: int) -> bool:
-        """Whether `identifier` stands for an image with another number of rows: a caller gave two the same `uuid`."""
+        """Whether `identifier` is an image with another number of rows: a caller gave two images the same `uuid`."""
         rows = self._rows.get(identifier)
         return rows is not None and rows.wanted.tokens != tokens
 
     def begin_save(self, identifier: str, data: Mapping[str, Any]) -> Save | None:
-        """The tower makes an image's rows of `data` in this step; return where they go, if the store waits for them.
+        """Return where to copy the rows that the tower makes from `data` in this step; None if they are not put.
 
-        The lease is given back if there is no room for the rows, as no step waits for memory. So it is if the store was
-        asked about other data, because a caller gave two images the same `uuid`.
+        The lease is given back if there is no space for the rows, since no step waits for memory. It is also given back
+        if the store was asked about other data, because a caller gave two images the same `uuid`.
         """
         rows = self._rows.get(identifier)
         lease = self._leases.pop(rows, None) if rows is not None else None
@@ -231,21 +231,21 @@ class SharedTable(RowTable[Asked]):
         return save
 
     def give_back(self, identifier: str) -> None:
-        """Let another engine make an image's rows, if this one has the lease; it then makes its own for itself."""
+        """Give back the lease of an image, so that another engine may make the rows; this one then makes its own."""
         rows = self._rows.get(identifier)
         if rows is not None and rows in self._leases:
             self._counts.put("waited")
             self._end_lease(rows)
 
     def collect(self) -> list[tuple[Holder, EncoderError]]:
-        """Take in what was found and what was put. No request fails: what cannot be fetched is `ours`."""
+        """Process what was found and put. No request fails: rows that cannot be fetched become `ours`."""
         for found in self._store.answers():
             self._take_found(self._asked.pop(found.wanted), found)
         for sent in self._store.sent():
             rows, save = self._saving.pop(sent.number)
             self._outgoing.release(save.extents)
             self._counts.put("kept" if sent.error is None else sent.error.status.name.lower())
-            self._forget(rows)  # who needs it after this asks the store
+            self._forget(rows)  # a later request asks the store again
         return []
 
     def _ask(self, rows: Rows[Asked]) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler's part of the connector: the gate and all that it needs, and what the workers do in each step."""
+"""The scheduler's part of the connector: the gate with its table and source, and the plans of the workers."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,16 +26,16 @@ from prefill_client.vllm.worker_side import row_bytes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# vLLM asks about a waiting request nearly a thousand times a second. Where nothing else runs, its loop rests in here
-# until rows arrive; a request that comes meanwhile waits no longer than this.
+# vLLM checks a waiting request nearly a thousand times a second. When nothing else runs, its loop pauses here until
+# rows arrive. A request that comes in the meantime waits at most this long.
 REST_S = 0.004
-# Empty steps until nothing runs: with asynchronous scheduling one is planned while another is computed.
+# After more empty steps than this, nothing runs: with asynchronous scheduling, one step is planned during another.
 _EMPTY_STEPS = 3
 
 
 @dataclass
 class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
-    """What every worker loads before a step, from the host memory at `path`, and what one of them saves after it."""
+    """The rows that every worker loads before a step, from host memory at `path`, and those that one saves after it."""
 
     step: int
     path: str
@@ -46,24 +46,24 @@ class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class LoadedUpTo(ECConnectorWorkerMetadata):  # type: ignore[misc]
-    """A worker has loaded what the plans up to this step said."""
+    """Reports that a worker has loaded the plans up to this step."""
 
     step: int
 
     def aggregate(self, other: "LoadedUpTo") -> "LoadedUpTo":
-        """The slowest worker counts."""
+        """Return the step that all workers have reached."""
         return LoadedUpTo(min(self.step, other.step))
 
 
 class SchedulerSide(ABC, Generic[AnyWish]):
-    """One for each scheduler; of its thread."""
+    """The part of one scheduler; used only by its thread."""
 
     counts: Counts
     table: RowTable[AnyWish]
     gate: Gate[Any]
 
     def __init__(self, path: str, wait: Callable[[float], None]) -> None:
-        """`path` is the host memory's that workers load from; `wait` waits for an answer that the table can take."""
+        """Workers load from the host memory at `path`. `wait` waits for an answer that the table can process."""
         self._path = path
         self._wait = wait
         self._step = 0
@@ -74,14 +74,14 @@ class SchedulerSide(ABC, Generic[AnyWish]):
 
     @abstractmethod
     def allocated(self, feature: Feature) -> None:
-        """The scheduler counts on an image in the step that it is planning."""
+        """Note that the step being planned uses an image."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what is under way; the engine stops."""
+        """Cancel all work; the engine stops."""
 
     def plan(self, scheduled_tokens: int) -> LoadPlan:
-        """Return what the workers are to load before this step. Without scheduled tokens some would not load it."""
+        """Return what the workers load before this step. Without scheduled tokens some would not load it."""
         self._step += 1
         self._rest(scheduled_tokens)
         if not self._to_load or not scheduled_tokens:
@@ -92,13 +92,13 @@ class SchedulerSide(ABC, Generic[AnyWish]):
         return LoadPlan(self._step, self._path, tuple(Load(each.identifier, each.extents) for each in images))
 
     def loaded(self, up_to: LoadedUpTo) -> None:
-        """Let go of what the workers have copied."""
+        """Release the rows that all workers have copied."""
         while self._under_way and self._under_way[0][0] <= up_to.step:
             for rows in self._under_way.popleft()[1]:
                 self.table.end_load(rows)
 
     def _load(self, identifier: str) -> None:
-        """Have the next plan load an image."""
+        """Add an image to the next plan."""
         if identifier not in self._to_load:
             self._to_load[identifier] = self.table.begin_load(identifier)
 
@@ -109,10 +109,10 @@ class SchedulerSide(ABC, Generic[AnyWish]):
 
 
 class FetchingSide(SchedulerSide[Wanted]):
-    """Of an engine whose images the service encodes."""
+    """For an engine whose images the service encodes."""
 
     def __init__(self, settings: Settings, config: "VllmConfig") -> None:
-        """Connect to the service, or go on without it if the engine has its own tower, and set host memory apart."""
+        """Allocate host memory and connect to the service. An engine with its own tower starts without it."""
         self.counts = Counts()
         self._memory = HostMemory(int(settings.host_gib * (1 << 30)))
         kind = row_kind(config)
@@ -139,23 +139,23 @@ class FetchingSide(SchedulerSide[Wanted]):
         super().__init__(self._memory.path, wait=lambda timeout_s: self._fetcher.wait(timeout_s))
 
     def allocated(self, feature: Feature) -> None:
-        """The scheduler counts on an image in the step that it is planning."""
+        """Note that the step being planned uses an image."""
         if is_ours(feature.identifier):
             self._load(feature.identifier)
 
     def close(self) -> None:
-        """End what is under way; the engine stops."""
+        """Cancel all work; the engine stops."""
         self._fetcher.close()
         self._memory.close()
 
 
 class SharingSide(SchedulerSide[Asked]):
-    """Of an engine that encodes itself and shares what its tower makes."""
+    """For an engine that encodes itself and shares the rows of its tower."""
 
     table: SharedTable
 
     def __init__(self, settings: Settings, config: "VllmConfig") -> None:
-        """Join the store and set host memory apart. Raises `ValueError` where this engine cannot share."""
+        """Allocate host memory and join the store. Raises `ValueError` if this engine cannot share."""
         self.counts = Counts()
         kind = row_kind(config)
         size_bytes = int(settings.host_gib * (1 << 30))
@@ -177,7 +177,7 @@ class SharingSide(SchedulerSide[Asked]):
         self._to_save: dict[str, Save] = {}  # with the next plan
 
     def allocated(self, feature: Feature) -> None:
-        """The scheduler counts on an image in the step that it is planning: it is loaded, or the tower makes it."""
+        """Note that the step being planned uses an image: it is loaded, or the tower makes it."""
         identifier = feature.identifier
         if identifier in self._to_load:
             return
@@ -187,7 +187,7 @@ class SharingSide(SchedulerSide[Asked]):
             self._to_save[identifier] = save
 
     def plan(self, scheduled_tokens: int) -> LoadPlan:
-        """Return what the workers are to load before this step and to save in it."""
+        """Return what the workers load before this step and save after it."""
         plan = super().plan(scheduled_tokens)
         if self._to_save:
             plan.saves, self._to_save = self._to_save, {}
@@ -195,13 +195,13 @@ class SharingSide(SchedulerSide[Asked]):
         return plan
 
     def close(self) -> None:
-        """End what is under way, and with it every lease; the engine stops."""
+        """Cancel all work and end all leases; the engine stops."""
         self.store.close()
         self._incoming.close()
         self._outgoing.close()
 
 
 def look_ahead(config: "VllmConfig") -> int:
-    """Return how many tokens behind its own a step may touch: those that a drafter reads ahead."""
+    """Return how many tokens beyond its own a step may touch, because a drafter reads ahead."""
     speculative = config.speculative_config
     return 0 if speculative is None else speculative.num_speculative_tokens + 1

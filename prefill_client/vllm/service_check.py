@@ -1,4 +1,4 @@
-"""Before the weights load: whether the service makes the rows that this engine's model takes."""
+"""Checks, before the weights load, that the service makes rows for this engine's model."""
 
 import logging
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("vllm.encoder_service")
 
 Difference = tuple[str, object, object]
-"""What it is about, the engine's value, the service's."""
+"""(what differs, the engine's value, the service's value)."""
 
 
 def check_service(settings: Settings, config: "VllmConfig") -> None:
-    """Ask the service what it is.
+    """Compare the service with this engine.
 
-    Raises `ValueError` with both values of everything that differs, `UnavailableError` when no server answers in
-    `start_timeout_s`; an engine that has its own tower needs none.
+    Raises `ValueError` with both values of everything that differs, and `UnavailableError` if no server answers within
+    `start_timeout_s`. An engine with its own tower may start without one.
     """
     refuse_configuration(config)
     if settings.takes_any_model:
@@ -62,7 +62,7 @@ def check_description(settings: Settings, config: "VllmConfig", description: Des
 
 
 def refuse_configuration(config: "VllmConfig") -> None:
-    """Raise `ValueError` for settings of the engine under which our rows would be wrong or out of reach."""
+    """Raise `ValueError` for settings of the engine with which our rows would be wrong or could not be read."""
     _refuse_everywhere(config)
     multimodal = config.model_config.multimodal_config
     if multimodal.mm_processor_kwargs or multimodal.media_io_kwargs:
@@ -73,7 +73,7 @@ def refuse_configuration(config: "VllmConfig") -> None:
 
 
 def refuse_sharing(config: "VllmConfig") -> None:
-    """Raise `ValueError` for settings under which this engine cannot share what its tower makes."""
+    """Raise `ValueError` for settings with which this engine cannot share the rows of its tower."""
     _refuse_everywhere(config)
     if config.model_config.multimodal_config.mm_processor_cache_type == "shm":
         raise ValueError(
@@ -108,7 +108,7 @@ def _refuse_everywhere(config: "VllmConfig") -> None:
 
 
 def row_kind(config: "VllmConfig") -> RowKind:
-    """Return what a row of this engine's own tower is."""
+    """Return the kind of row that this engine's own tower makes."""
     model = config.model_config
     vision = model.hf_config.vision_config
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
@@ -117,7 +117,7 @@ def row_kind(config: "VllmConfig") -> RowKind:
 
 
 def differences(model: Any, description: Description) -> Iterator[Difference]:
-    """Yield what decides the rows of an image, as the engine's checkpoint has it and as the service says."""
+    """Yield the properties that decide the rows of an image: the values of the engine's checkpoint and the service."""
     from vllm.transformers_utils.processor import cached_image_processor_from_config
 
     vision, geometry = model.hf_config.vision_config, description.geometry
@@ -140,7 +140,7 @@ def differences(model: Any, description: Description) -> Iterator[Difference]:
 def _other_checkpoint(config: "VllmConfig", description: Description) -> Iterator[Difference]:
     """Yield the fingerprints if the service encodes with another checkpoint than the engine's.
 
-    A service that only stores has the fingerprint it was told; one that was told none cannot be compared.
+    A service that only stores has the fingerprint of its `--model-fingerprint`; without that it cannot be compared.
     """
     try:
         folder = folder_of(config)

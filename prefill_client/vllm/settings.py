@@ -1,4 +1,4 @@
-"""What `--ec-transfer-config` says to us: the `ec_connector_extra_config` of vLLM, read by middleware and connector."""
+"""Settings of middleware and connector: the `ec_connector_extra_config` in vLLM's `--ec-transfer-config`."""
 
 import re
 from collections.abc import Mapping
@@ -15,36 +15,36 @@ _FINGERPRINT = re.compile("[0-9a-fA-F]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One field is one key; keys that do not exist are errors."""
+    """Each field is a key. Unknown keys are errors."""
 
     endpoints: tuple[str, ...]
     """host:port or unix:/path of each server; a string for one."""
     timeout_s: float = 60.0
     """How long the rows of one image may take; then its request ends with an error."""
     grace_s: float = 1.0
-    """How long an image may be unknown to the service; then it has lost it. The middleware submits before the engine
-    hears of an image, but one replica may learn of it a little later than another."""
+    """How long an image may be unknown to the service before it counts as lost. The middleware submits an image before
+    the engine sees it, but one replica may learn of it later than another."""
     submit_timeout_s: float = 10.0
-    """How long the service may take to answer for the images of a request; then it counts as down."""
+    """How long the service may take to answer for the images of a request before it counts as down."""
     start_timeout_s: float = 300.0
-    """How long the engine waits for the service when both are being started."""
+    """How long a starting engine waits for the service."""
     host_gib: float = 2.0
-    """Host memory for rows that wait for the engine. Taken as it is used; full: new requests wait their turn."""
+    """Limit of host memory for arriving rows, allocated as it is used; when it is full, new requests wait."""
     shared_memory: bool = True
-    """Whether rows may come by the service's shared memory when it is on this host."""
+    """Whether rows may come through the shared memory of a service on this host."""
     gating: Gating = "window"
-    """What a request waits for: the images of its next prefill step, or those of the whole request."""
+    """The images that a request waits for: those of its next prefill step, or all of them."""
     without_service: WithoutService = "refuse"
-    """When the service is down: answer 503, or let the engine's own tower do it, where it is loaded."""
+    """While the service is down: answer 503, or let the engine's own tower encode, if it is loaded."""
     model_fingerprint: str = ""
-    """A service with other vision weights or another vision configuration than the engine's checkpoint is refused.
-    64 hexadecimal digits: so is one with another fingerprint than this. "any": neither is looked at."""
+    """A service whose vision weights or configuration differ from the engine's checkpoint is refused. 64 hexadecimal
+    digits: the service must also have this fingerprint. "any": nothing is compared."""
     tls_ca: str = ""
     """PEM file of authorities of the service's certificate, or `public`; empty: no TLS."""
     tls_cert: str = ""
-    """PEM file with a certificate of this engine, where the service asks for one; read again when it changes."""
+    """PEM file with this engine's certificate, if the service requires one; read again when it changes."""
     tls_key: str = ""
-    """PEM file with its key."""
+    """PEM file with the key of `tls_cert`."""
     tls_name: str = ""
     """The name in the service's certificate, if endpoints are addresses."""
     token_file: str = ""
@@ -76,12 +76,12 @@ class Settings:
 
     @property
     def takes_any_model(self) -> bool:
-        """Whether a service needs only rows of the right shape."""
+        """Whether a service of any model is accepted, if its rows have the right shape."""
         return self.model_fingerprint == ANY_MODEL
 
     @property
     def credentials(self) -> Credentials:
-        """What the service is asked with."""
+        """The credentials for the service."""
         return Credentials(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
 
     def _check(self) -> None:

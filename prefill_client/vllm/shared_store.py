@@ -1,4 +1,4 @@
-"""The store that engines share: it says who makes an image's rows, has those of others, and takes our own."""
+"""The store that engines share: it says which engine makes an image's rows, holds rows of others, and accepts ours."""
 
 import asyncio
 import logging
@@ -36,17 +36,17 @@ from prefill_client.vllm.row_fetcher import RowSource, Shape, connect, keep
 from prefill_client.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.encoder_service")
-# Records read at a time; a read never gives a part of one, since they are written whole.
+# Records that are read at a time. Each is written as a whole, so a read never returns a part of one.
 _RECORDS = 256
-# How often an engine that is on its own asks whether the store is back.
+# How often an engine that works alone checks whether the store is back.
 _REJOIN_S = 1.0
-# Errors of one image: the store is there all the same.
+# Errors of a single image: the store is still available.
 _OF_AN_IMAGE = (OverloadedError, ImageLimitError, AbandonedError)
 
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """A row, and how many patches, along either side, become one."""
+    """Width and type of a row, and the patches along each side that are merged into one."""
 
     width: int
     dtype: str
@@ -55,7 +55,7 @@ class RowKind:
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """One image: what vLLM has of it, and where its rows go if somebody else made them."""
+    """One image: vLLM's data of it, and the extents for its rows if another engine makes them."""
 
     data: Mapping[str, Any]
     cache_salt: str
@@ -63,11 +63,11 @@ class Asked:
     tokens: int
     extents: tuple[Extent, ...] = ()
     given_up: bool = False
-    # What `give_up` may cancel: not while it is named, since a lease may be its answer.
+    # The task that `give_up` may cancel. None while the image is named, since the answer may be a lease.
     fetching: "asyncio.Task[Any] | None" = None
 
     def give_up(self) -> None:
-        """Nobody waits for it any more. For the loop's thread."""
+        """Note that no request waits for the image any more. For the loop's thread."""
         self.given_up = True
         if self.fetching is not None:
             self.fetching.cancel()
@@ -75,7 +75,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of it: its rows are `here`, or they are `ours` to make; with a `lease`, for everybody."""
+    """The outcome of an `Asked`: rows are `here`, or `ours`: this engine makes them, with a `lease` for all engines."""
 
     wanted: Asked
     outcome: Literal["here", "ours", "given up"]
@@ -87,10 +87,13 @@ class Found:
 
 
 class StoreSession:
-    """For one event loop. While the store cannot be reached the engine is `alone`, and asks in the background."""
+    """The engine's connection to the store, for one event loop.
+
+    While the store cannot be reached, the engine is `alone`, and tries to rejoin it in the background.
+    """
 
     def __init__(self, settings: Settings, producer: Producer, rows: RowKind, memory: HostMemory) -> None:
-        """`memory` is where rows are fetched to."""
+        """Rows are fetched into `memory`."""
         self._settings = settings
         self._producer = producer
         self._rows = rows
@@ -101,7 +104,7 @@ class StoreSession:
         self.alone = True
 
     async def start(self) -> None:
-        """Join, if a server is there. Raises `ValueError` for one that cannot take this engine's rows."""
+        """Join the store if a server answers. Raises `ValueError` if it cannot accept this engine's rows."""
         try:
             await self._join()
         except (UnavailableError, DeadlineError) as error:
@@ -111,7 +114,7 @@ class StoreSession:
             raise ValueError(f"the encoder service at {self._endpoints}: {error.message}") from error
 
     async def close(self) -> None:
-        """End the calls, and with them every lease."""
+        """End the calls, and with them all leases."""
         if self._rejoining is not None:
             self._rejoining.cancel()
             await asyncio.gather(self._rejoining, return_exceptions=True)
@@ -121,7 +124,7 @@ class StoreSession:
             await self._client.close()
 
     async def find(self, asked: Asked) -> Found:
-        """Find out who makes an image's rows, and fetch them if that is somebody else. Raises nothing but its end."""
+        """Ask which engine makes an image's rows, and fetch them if it is another one. Raises only `CancelledError`."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 return await self._find(asked)
@@ -135,22 +138,22 @@ class StoreSession:
         except EncoderError as error:
             self._note(error)
             return Found(asked, "ours", error=error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+        except Exception as error:  # noqa: BLE001 - the engine continues after any error
             _log.exception("an image cannot be shared")
             return Found(asked, "ours", error=InternalError(f"{type(error).__name__}: {error}"))
 
     async def put(self, lease: PutAnswer, data: NDArray[np.uint8]) -> EncoderError | None:
-        """Put the rows of an image that is ours, their bytes `data`; return why not."""
-        assert self._session is not None, "a lease has come from one"
+        """Put the rows (their bytes are `data`) of an image that this engine made; return the error, or None."""
+        assert self._session is not None, "the lease comes from a session"
         rows = data.view(element_type(self._rows.dtype)).reshape(-1, self._rows.width)
         error = (await self._session.put(lease, rows)).error
-        # Any other error is this image's alone: an engine may be later than its lease.
+        # Any other error concerns only this image, for example rows that come after the end of its lease.
         if isinstance(error, UnavailableError):
             self._go_alone(error)
         return error
 
     async def abandon(self, lease: PutAnswer) -> None:
-        """No rows will come for it."""
+        """Say that no rows will come for a lease."""
         if self._session is not None:
             await self._session.abandon(lease)
 
@@ -174,7 +177,7 @@ class StoreSession:
         return Found(asked, "given up")
 
     async def _fetch(self, asked: Asked, key: EngineKey, answer: PutAnswer) -> FetchedRows | None:
-        """Fetch rows that are held, or wait until they are; None if they will not come: it is to be named again."""
+        """Fetch rows that are held, or wait for them; None if they will not come, and the image must be named again."""
         assert self._client is not None
         wait_s = answer.lease_s if answer.state == "wait" else 0.0
         shared = self._settings.shared_memory
@@ -194,7 +197,7 @@ class StoreSession:
         raise InternalError("the client ended a fetch without an outcome")
 
     async def _join(self) -> None:
-        """Connect, and see that names are answered. Raises what keeps this engine from sharing."""
+        """Connect, and check that the server answers names. Raises the error that keeps this engine from sharing."""
         if self._client is None:
             self._client = await connect(self._settings, wait=False)
             theirs = self._client.description
@@ -243,7 +246,7 @@ class StoreSession:
                 continue
             except (EncoderError, ValueError) as error:
                 kind = _kind_of(error)
-                if kind not in refused:  # once, not every second: it may stay so until somebody restarts it
+                if kind not in refused:  # logged once, not every second: it may last until a restart
                     refused.add(kind)
                     _log.warning(
                         "the encoder service at %s answers but cannot be used: %s", self._endpoints, error
@@ -256,32 +259,32 @@ class StoreSession:
 
 
 def _kind_of(error: Exception) -> tuple[type[Exception], str]:
-    """What two errors have in common if one need not be told after the other."""
-    # The text of an internal error names another id each time.
+    """Return a key that is equal for errors of which only one needs to be logged."""
+    # The text of an internal error has another incident id each time.
     return type(error), "" if isinstance(error, InternalError) else str(error)
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The rows of the save with this number have been put, or not."""
+    """The outcome of the save with this number: its rows were put, or have an error."""
 
     number: int
     error: EncoderError | None = None
 
 
 class SharedStore(RowSource[Asked, Found]):
-    """Runs a `StoreSession` for a scheduler. Every `expect` ends in one `Sent`, which `sent` yields."""
+    """Runs a `StoreSession` for a scheduler. Every `expect` ends in exactly one `Sent`, which `sent` yields."""
 
     def __init__(self, session: StoreSession, outgoing: HostMemory) -> None:
-        """Join the store, if it is there. Raises `ValueError` for one that cannot take this engine's rows."""
+        """Join the store if it answers. Raises `ValueError` if it cannot accept this engine's rows."""
         self._session = session
         self._outgoing = outgoing
-        self._putting: set[asyncio.Task[None]] = set()  # of the loop's thread
+        self._putting: set[asyncio.Task[None]] = set()  # used only by the loop's thread
         self._expected: dict[int, tuple[PutAnswer, tuple[Extent, ...]]] = {}
         self._sent: deque[Sent] = deque()
         self._saved, self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.pipe = f"/proc/{os.getpid()}/fd/{self._pipe}"
-        """Where a worker says that the rows of a save are in the outgoing memory."""
+        """The pipe into which a worker writes that the rows of a save are in the outgoing memory."""
         try:
             super().__init__("shared-store")
         except BaseException:
@@ -290,24 +293,24 @@ class SharedStore(RowSource[Asked, Found]):
 
     @property
     def alone(self) -> bool:
-        """Whether the store is gone, as far as is known: then nothing is asked of it."""
+        """Whether the store was unavailable at the last attempt; the engine then does not ask it."""
         return self._session.alone
 
     def give_back(self, lease: PutAnswer) -> None:
-        """No rows will come for a lease: another engine may make them."""
+        """Give a lease back, so that another engine may make the rows."""
         self._loop.call(self._put_later, self._session.abandon(lease))
 
     def expect(self, number: int, lease: PutAnswer, extents: tuple[Extent, ...]) -> None:
-        """Put the rows of a save as soon as the pipe says that they are in `extents` of the outgoing memory."""
+        """Put the rows of a save as soon as the pipe reports them in `extents` of the outgoing memory."""
         self._expected[number] = lease, extents
 
     def sent(self) -> Iterator[Sent]:
-        """Yield what was put since the last time."""
+        """Yield the outcomes since the last call."""
         while self._sent:
             yield self._sent.popleft()
 
     def close(self) -> None:
-        """End everything, and with it every lease."""
+        """End all calls, and with them all leases."""
         super().close()
         self._close_pipe()
 
@@ -349,7 +352,7 @@ class SharedStore(RowSource[Asked, Found]):
                 error = await self._session.put(lease, self._outgoing.read(extents))
             else:
                 await self._session.abandon(lease)
-        except Exception as raised:  # noqa: BLE001 - whatever it is, its extents are free
+        except Exception as raised:  # noqa: BLE001 - its extents must be freed after any error
             _log.exception("the rows of an image cannot be put")
             error = InternalError(f"{type(raised).__name__}: {raised}")
             self._put_later(self._session.abandon(lease))

@@ -1,4 +1,4 @@
-"""What the engine's side counted, on vLLM's own /metrics and in its log."""
+"""Shows the counts of the engine's side on vLLM's own /metrics and in its log."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class EncoderServiceStats(ECConnectorStats):  # type: ignore[misc]
     data: dict[str, dict[str, float]]
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self.data = {}
 
     def is_empty(self) -> bool:
@@ -29,7 +29,7 @@ class EncoderServiceStats(ECConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return one number for each, for the log."""
+        """Return one number for each name, for the log."""
         return {name: round(sum(labelled.values()), 3) for name, labelled in self.data.items()}
 
 
@@ -46,7 +46,7 @@ class EncoderServiceMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what one engine counted."""
+        """Add the counts of one engine."""
         engine = self.per_engine_labelvalues[engine_idx]
         for name, labelled in transfer_stats_data.items():
             for label, value in labelled.items():

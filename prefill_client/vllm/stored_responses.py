@@ -1,13 +1,13 @@
-"""The images of responses that vLLM stores: a request that goes on from one has them in its prompt, and sends none."""
+"""The images of responses that vLLM stores: a request that continues one needs them, but does not send them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-# Bytes of files that are kept in case the service has lost them: the least recently used are dropped first.
+# Bytes of files that are kept in case the service loses them. The least recently used are dropped first.
 MAX_BYTES = 256 << 20
-MAX_RESPONSES = 65536  # vLLM itself keeps every response, as long as its process lives
+MAX_RESPONSES = 65536  # vLLM itself keeps every response for the life of its process
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +19,21 @@ class Earlier:
 
 
 class StoredResponses:
-    """Of one API server, as those that vLLM stores."""
+    """The stored responses of one API server. vLLM, too, stores them for each API server."""
 
     def __init__(self) -> None:
         self._responses: LRUCache[str, Earlier] = LRUCache(MAX_RESPONSES)
         self._files: LRUCache[bytes, bytes] = LRUCache(MAX_BYTES, getsizeof=len)
 
     def add(self, response_id: str, earlier: Earlier, files: Sequence[bytes | None]) -> None:
-        """Remember a response with its images; files that are not at hand are None."""
+        """Remember a response with its images; a file that is no longer kept is None."""
         self._responses[response_id] = earlier
         for digest, file in zip(earlier.digests, files, strict=True):
             if file is not None and len(file) <= MAX_BYTES:
                 self._files[digest] = file
 
     def earlier(self, response_id: str) -> Earlier:
-        """Return the images of a response; none for one that has none, or is not known."""
+        """Return the images of a response; no images for an unknown one."""
         return self._responses.get(response_id, Earlier())
 
     def file(self, digest: bytes) -> bytes | None:

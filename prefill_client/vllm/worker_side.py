@@ -1,4 +1,4 @@
-"""In each worker: copies rows from host memory to the device, and rows of the engine's own tower back."""
+"""The worker's part: copies rows from host memory to the device, and rows of the engine's own tower back."""
 
 import logging
 import os

@@ -55,22 +55,22 @@ class AdminServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Stats(self, request, context):
-        """What the store holds and has done.
+        """Statistics of the store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops one embedding from all tiers, unless it is in use. When someone asks for it, it is made again,
-        or, if a client had put it, unknown.
+        """Drops one embedding from all tiers, unless it is in use. The next Fetch makes it again or, if a client had put it,
+        gets NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Drops every embedding that nobody uses, and the image files kept to make them again.
+        """Drops every embedding that is not in use, and the image files kept to make embeddings again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

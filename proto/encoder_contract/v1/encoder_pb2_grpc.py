@@ -60,27 +60,27 @@ class EncoderServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """What the server is. Cheap, never queues behind work; a client calls it on connect and refuses a server
-        whose fingerprints are not the ones it was told to expect.
+        """Describes the server. Cheap, never queues behind work. A client calls it on connect, and refuses a server with
+        other fingerprints than it expects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request_iterator, context):
-        """Hands images over. The caller sends `open` first, then names images; each name is answered by exactly one
-        `ImageState`, at once. Only a name answered NEEDS_BYTES is followed by its bytes, and those by one more
-        `ImageState`: QUEUED or CACHED with the confirmed grid, or FAILED. Names and bytes of different images may
-        be interleaved, but what a call has sent of images that are not complete is at most `max_image_bytes`. A name
-        for which there is no room to upload is answered FAILED with RESOURCE_EXHAUSTED, before its bytes travel; while
-        bytes are awaited and none come, or too few, the images of the call that lack them end in DEADLINE_EXCEEDED.
-        When the caller half-closes and every answer is out, the server sends one message without a state and ends the
-        stream; the images stay submitted (speculative work until someone fetches them). A call that is cancelled, or
-        whose caller is gone, withdraws what it submitted and nobody else wants.
+        """Submits images. The caller sends `open` first, then names images. The server answers each name at once with exactly
+        one `ImageState`. Only after NEEDS_BYTES does the caller send the bytes of the image. The server answers them with
+        one more `ImageState`: QUEUED or CACHED with the confirmed grid, or FAILED. Names and bytes of different images may
+        be interleaved. The incomplete images of a call may have at most `max_image_bytes` together. If there is no space
+        to upload an image, its name is answered FAILED with RESOURCE_EXHAUSTED, before its bytes travel. If bytes do not
+        come, or come too slowly, the incomplete images of the call end in DEADLINE_EXCEEDED.
+        After the caller has half-closed and every answer is sent, the server sends one message without a state and ends the
+        stream. The images stay submitted, as speculative work until a Fetch asks for them. If a call is cancelled, or its
+        caller dies, the server withdraws its images unless another caller wants them.
 
-        A caller may name images as `kept`, and then keeps the call open for as long as it wants their rows. When someone
-        fetches a kept image of which the server has neither rows nor bytes any more, its name is answered NEEDS_BYTES once
-        more: the caller sends the bytes again, and they are answered as before. A server that drains ends such a call with
+        A caller may name images as `kept`. It then keeps the call open for as long as it wants their rows. If a Fetch asks
+        for a kept image whose rows and bytes the server has lost, the server answers its name NEEDS_BYTES once more. The
+        caller sends the bytes again, and the server answers them as before. A server that drains ends such a call with
         UNAVAILABLE, so that its images are submitted elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -88,27 +88,28 @@ class EncoderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Asks for rows. Images come in the order in which they become ready; each ends in exactly one outcome: its
-        rows (`ImageReady` followed by `Rows` messages until `row_bytes` are out, or by none when it carries a
-        `Handle`), or one `ImageError`. Messages of different images may be interleaved. A handle is valid while
-        the stream is open: the server keeps the stream open until the caller closes it. Cancelling releases
-        everything the call held.
+        """Fetches rows. Images come in the order in which they become ready. Each has exactly one outcome: its rows, or one
+        `ImageError`. Rows are an `ImageReady`, followed by `Rows` messages until `row_bytes` are sent, or by none if it
+        carries a `Handle`. Messages of different images may be interleaved. A handle is valid while the stream is open: the
+        server keeps the stream open until the caller closes it. Cancelling releases everything that the call holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Stores rows that the caller computes itself, for everyone who names them alike. The caller sends `open` first,
-        which is answered by `opened`, then names images; each name is answered at once by one `PutState`: HELD (fetch
-        them), YOURS (a lease to compute them, for `lease_ms`), WAIT (someone else is at it: fetch with a grace, and ask
-        again after NOT_FOUND) or FAILED. Only a name answered YOURS is followed by its rows, in `Rows` messages or, for
-        callers of the server's user and host, in the caller's segment, and then by `end` with their checksum; that is
-        answered by one more `PutState`: HELD, when they are complete and can be fetched, or FAILED.
-        Rows exist only when they are complete; the first writer wins, and nothing overwrites what is held. Whatever ends an
-        image otherwise (an error, an `end` that is `abandoned`, the end of the call, the end of its lease) leaves nothing
-        of it and frees its lease. Names and rows of different images may be interleaved; an index may be used again once
-        its image has its last answer. A server takes rows only where its operator lets it (PERMISSION_DENIED).
+        """Stores rows that the caller computes itself, for all callers who name them alike. The caller sends `open` first, and
+        the server answers `opened`. The caller then names images, and the server answers each name at once with one
+        `PutState`: HELD (fetch the rows), YOURS (a lease to compute them, for `lease_ms`), WAIT (another caller computes
+        them: fetch with a grace, and name the image again after NOT_FOUND) or FAILED. Only after YOURS does the caller send
+        rows: in `Rows` messages or, if it has the server's user and host, in its own segment. It ends them with `end` and
+        their checksum. The server answers with one more `PutState`: HELD once the rows are complete and can be fetched, or
+        FAILED.
+        Rows exist only when they are complete. The first writer wins, and rows that are held are never overwritten. If an
+        image ends in any other way (an error, an `end` that is `abandoned`, the end of the call, the end of its lease), the
+        server keeps nothing of it and frees its lease. Names and rows of different images may be interleaved. An index may
+        be used again after the last answer for its image. A server accepts rows only if its operator allows it (else
+        PERMISSION_DENIED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

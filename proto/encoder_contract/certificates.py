@@ -36,7 +36,7 @@ class Certificates:
 
     @property
     def pem(self) -> Pem:
-        """What is in force now: costs a look at each file, and reads them when they have changed."""
+        """The content in use now. Checks each file for changes, and reads the files again if one has changed."""
         with self._lock:
             if (stamps := self._stamps()) != self._seen:
                 self._seen = stamps
@@ -50,7 +50,7 @@ class Certificates:
             return self._pem
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Have connections that `context` begins from now on use our certificate. Raises `ValueError`."""
+        """Make new connections of `context` use our certificate. Raises `ValueError`."""
         cert, key, _ = self._files
         try:
             context.load_cert_chain(cert, key, password=_no_password)

@@ -118,7 +118,7 @@ def model_fingerprints(folder: Path) -> Mapping[Precision, bytes]:
 
 
 def configuration_fingerprint(folder: Path) -> bytes:
-    """32 bytes, BLAKE3 over architecture and vision configuration alone: of a server that has no weights."""
+    """32 bytes, BLAKE3 over architecture and vision configuration: for a server without weights."""
     return _hash_of(read_spec(folder), "full").update(b"no weights").digest()
 
 

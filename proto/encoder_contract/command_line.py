@@ -1,4 +1,4 @@
-"""The manners of our commands: one line for what is wrong, and a quiet end when nobody wants to hear more."""
+"""How our commands behave: one line for an error, and a quiet end if the reader of the output has left."""
 
 import argparse
 import errno
@@ -17,7 +17,7 @@ FAILED, BAD_USAGE = 1, 2
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser that says in one line what is wrong; flags are written in full, so that new ones break no script."""
+    """A parser that reports an error in one line. Flags must be written in full, so that new ones break no script."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -25,7 +25,7 @@ class CommandLine(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # the base class has overloads, for other namespaces
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and end the program at what is not known, naming what was perhaps meant."""
+        """Parse, and end the program at an unknown argument, with a suggestion."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             word = left[0].partition("=")[0]
@@ -47,14 +47,14 @@ def endpoint(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """Return the argument as a time that passes."""
+    """Return the argument as a positive, finite number of seconds."""
     if not 0 < (value := float(text)) < inf:
         raise argparse.ArgumentTypeError(f"{text} must be positive and finite")
     return value
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a remark that names what is nearest to `word`; empty when nothing is near."""
+    """Return a suggestion with the known word nearest to `word`; empty if none is near."""
     near = get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -76,10 +76,10 @@ def output() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Prepare a process for a command: let signals end it without a traceback, and the gRPC library be silent.
+    """Prepare a process for a command: signals end it without a traceback, and the gRPC library prints nothing.
 
-    Who serves sets handlers of its own later. What gRPC's C++ core would print, our errors say in our words;
-    `GRPC_VERBOSITY` in the environment brings it back.
+    A server sets handlers of its own later. Our errors say what gRPC's C++ core would print; `GRPC_VERBOSITY` in the
+    environment turns its output on.
     """
     if os.getpid() == 1:  # of a container: the kernel spares it the default of every signal
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Credentials: how a client knows that a server is who it says, and how it shows who it is itself."""
+"""Credentials: how a client verifies a server, and how it identifies itself."""
 
 import argparse
 import os
@@ -58,7 +58,7 @@ class Credentials:
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> Self:
-        """Return what those flags say."""
+        """Return the credentials that those flags give."""
         return cls(
             given["tls_ca"], given["tls_cert"], given["tls_key"], given["tls_name"], given["token_file"]
         )
@@ -69,7 +69,7 @@ class Credentials:
 
 
 class Token:
-    """What shows a server whose call it is; nothing without a file."""
+    """The token that identifies the client's tenant; empty without a file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -78,7 +78,7 @@ class Token:
         self.metadata()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what goes out with a call. Raises `ValueError` when the file cannot be read or holds no token."""
+        """Return the metadata of a call. Raises `ValueError` if the file cannot be read or holds no token."""
         if self._path:
             try:
                 found = os.stat(self._path)

@@ -1,8 +1,9 @@
 """Device memory that two processes of a host share: one allocates it, another opens it by its name.
 
-On a GPU it is an allocation of its own, whole: torch's allocator gives out parts, of segments that may grow, and CUDA
-names whole allocations. The calls are those of `cuda-bindings`, which torch's own build for CUDA depends on. On the CPU
-a memory file stands in, so that everything else about it is the same code. No torch here: who computes takes `content`.
+On a GPU it is an allocation made with CUDA itself. CUDA shares only whole allocations, and torch's allocator hands out
+parts of segments that may grow. The calls are those of `cuda-bindings`, which torch's build for CUDA depends on. On the
+CPU a memory file stands in for it, so all other code is the same. This module does not import torch: callers wrap
+`content`.
 """
 
 import ctypes
@@ -21,12 +22,12 @@ _FILE = "file:{pid}:{file}:{inode}"
 
 
 class DeviceMemoryError(RuntimeError):
-    """A device did not give memory, or memory of that name is not there."""
+    """A device could not allocate memory, or no memory has that name."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CudaBytes:
-    """Bytes of a GPU, as torch and others take them without a copy; not freed while this exists."""
+    """Bytes of a GPU, which torch and others can read without a copy; not freed while this exists."""
 
     address: int
     size_bytes: int
@@ -38,7 +39,7 @@ class CudaBytes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One allocation: its name, and its bytes: of a GPU, or on the CPU in memory."""
+    """One allocation: its name, and its bytes, on a GPU or in host memory."""
 
     name: bytes
     content: CudaBytes | memoryview
@@ -58,10 +59,10 @@ def allocate(device: str, size_bytes: int) -> DeviceMemory:
 
 
 def open_memory(name: bytes, size_bytes: int, device: int) -> DeviceMemory:
-    """Return memory that another process allocated, as seen from GPU number `device` of ours.
+    """Return memory that another process allocated, for access from GPU number `device` of this process.
 
-    It may be another GPU's: CUDA then lets ours read it. Raises `DeviceMemoryError` when there is none of that name any
-    more, or this process cannot see it.
+    The memory may be on another GPU: CUDA then lets this one read it. Raises `DeviceMemoryError` if no memory has that
+    name any more, or this process cannot open it.
     """
     if name.startswith(_FILE[:5].encode()):
         return DeviceMemory(name, _open_file(name.decode(errors="replace"), size_bytes))
@@ -81,9 +82,9 @@ def open_memory(name: bytes, size_bytes: int, device: int) -> DeviceMemory:
 
 @contextmanager
 def _current(device: int) -> Iterator[None]:
-    """Make a GPU the current one of this thread, and the one before again.
+    """Make a GPU this thread's current one, and restore the previous one afterwards.
 
-    Nothing if it is: to set a device makes a context on it, hundreds of megabytes.
+    Do nothing if it is current already: setting a device makes a context on it, which takes hundreds of megabytes.
     """
     from cuda.bindings import runtime
 
@@ -99,7 +100,7 @@ def _current(device: int) -> Iterator[None]:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Return what a call of CUDA returned beside its error. Raises `DeviceMemoryError`."""
+    """Return the result of a CUDA call. Raises `DeviceMemoryError` for its error."""
     error, *values = answer
     if int(error):
         raise DeviceMemoryError(f"CUDA: {error.name}")
@@ -115,7 +116,7 @@ def _owned(address: int, size_bytes: int, gpu: int, free: Callable[[int], object
 
 
 def _free(address: int, gpu: int, free: Callable[[int], object]) -> None:
-    """Free memory, or close that of another process, on whatever thread lets go of it: in the context it belongs to."""
+    """Free memory, or close that of another process, in the context that it belongs to. For any thread."""
     with _current(gpu):
         free(address)
 
@@ -137,7 +138,7 @@ def _allocate_file(size_bytes: int) -> DeviceMemory:
 
 
 def _open_file(name: str, size_bytes: int) -> memoryview:
-    """Map the memory file, for reading, after making sure that it is the one that was named, and of our user."""
+    """Map the memory file read-only, after checking that it is the named one and belongs to our user."""
     _, pid, number, inode = (*name.split(":"), "", "", "")[:4]
     if not (pid.isdecimal() and number.isdecimal()):
         raise DeviceMemoryError(f"{name} is not the name of memory")

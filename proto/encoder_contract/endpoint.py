@@ -1,4 +1,4 @@
-"""Endpoint: where a server listens or is found, `host:port`, `[ipv6]:port` or `unix:/path`."""
+"""Endpoint: the address of a server: `host:port`, `[ipv6]:port` or `unix:/path`."""
 
 import re
 from ipaddress import ip_address
@@ -9,7 +9,7 @@ MAX_PATH_BYTES = 107  # of a Unix socket's name, in Linux
 
 
 class Endpoint(NamedTuple):
-    """An address taken apart: `host` (without brackets) and `port`, or the `path` of a Unix socket."""
+    """A parsed address: `host` (without brackets) and `port`, or the `path` of a Unix socket."""
 
     host: str
     port: int
@@ -17,7 +17,7 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Take `text` apart. Raises `ValueError`, which says what an endpoint looks like."""
+        """Parse `text`. Raises `ValueError`, which says what an endpoint looks like."""
         if text.startswith("unix:"):
             path = re.sub("^//(?=/)", "", text.removeprefix("unix:"))
             if not 0 < len(path.encode()) <= MAX_PATH_BYTES:
@@ -32,14 +32,14 @@ class Endpoint(NamedTuple):
 
 
 def why_unconnected(details: str) -> str:
-    """Return the reason at the end of what gRPC's core says when it has no connection, without the core's prose."""
+    """Return the reason at the end of gRPC's message about a failed connection, without the rest of the message."""
     if handshake := re.search(r"OPENSSL_internal:(.*)|(Hostname Verification Check failed)", details):
         return f"the TLS handshake failed: {(handshake[1] or handshake[2]).removesuffix(': OK')}"
     return details.rpartition(": ")[2].removesuffix("])")
 
 
 def is_local(text: str) -> bool:
-    """Whether who connects here, through no proxy, is connected to this host, whatever a name server says."""
+    """Whether a connection to this address, without a proxy, always ends at this host. Asks no name server."""
     try:
         endpoint = Endpoint.parse(text)
         return endpoint.path != "" or endpoint.host == "localhost" or ip_address(endpoint.host).is_loopback

@@ -66,7 +66,7 @@ class UnknownImageError(EncoderError):
 
 
 class OverloadedError(EncoderError):
-    """A queue or the store is full; `retry_after_ms` says when to come back."""
+    """A queue or the store is full; `retry_after_ms` says when to retry."""
 
     status, retryable = Status.RESOURCE_EXHAUSTED, True
 
@@ -112,7 +112,7 @@ class AbandonedError(EncoderError):
 
 
 class InternalError(EncoderError):
-    """A bug of ours; the message carries the id under which the log has the details."""
+    """A bug in the server; the message has the id of the details in the log."""
 
     status, retryable = Status.INTERNAL, True
 

@@ -1,4 +1,4 @@
-"""The fleet's key: a secret of all replicas and nobody else, by which they believe each other."""
+"""The fleet's key: a secret that only the replicas share, with which they sign what they send to each other."""
 
 import struct
 from collections.abc import Iterable
@@ -13,28 +13,28 @@ from encoder_contract.geometry import Grid
 MIN_SECRET_CHARACTERS = 32
 SIGNATURE_BYTES = 32
 SIGNATURE_METADATA = "fleet-signature-bin"
-"""Where a replica's call carries the signature of its request."""
+"""The metadata key of the signature of a replica's request."""
 
 _TIME = struct.Struct("<d")
 _GRID = struct.Struct("<III")
 
 
 class FleetKey:
-    """Signs with the first of its secrets and believes all, so that a secret can be replaced replica by replica.
+    """Signs with the first of its secrets and accepts all of them, so a secret can be replaced replica by replica.
 
-    Signatures are BLAKE3 in its keyed mode, each purpose with a key of its own: one made for a request says nothing
-    about rows.
+    Signatures are BLAKE3 in its keyed mode. Each purpose has a key of its own, so the signature of a request is not
+    valid for rows.
     """
 
     def __init__(self, secrets: Iterable[bytes]) -> None:
-        """Raises `ValueError` when there is no secret, or one is short."""
+        """Raises `ValueError` if there is no secret, or one is too short."""
         self._secrets = tuple(secrets)
         if not self._secrets or min(map(len, self._secrets)) < MIN_SECRET_CHARACTERS:
             raise ValueError(f"each line must be one secret of at least {MIN_SECRET_CHARACTERS} characters")
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Read a file of secrets, a line each. Raises `ValueError`, which names the file and never what is in it."""
+        """Read a file of secrets, one a line. Raises `ValueError`, which names the file but not its content."""
         try:
             return cls(line.strip() for line in Path(path).read_bytes().splitlines() if line.strip())
         except OSError as error:
@@ -43,7 +43,7 @@ class FleetKey:
             raise ValueError(f"{path}: {error}") from error
 
     def sign_request(self, endpoint: str, request: bytes, at_s: float) -> bytes:
-        """Sign a call of ours to the replica that advertises `endpoint`: to another one it is worth nothing.
+        """Sign our call to the replica that advertises `endpoint`; other replicas do not accept it.
 
         `at_s` is the time, seconds since 1970; the signature carries it.
         """
@@ -51,7 +51,7 @@ class FleetKey:
         return time + self._sign(self._secrets[0], "request", [time, endpoint.encode(), request])
 
     def request_signed_at(self, signature: bytes, endpoint: str, request: bytes) -> float | None:
-        """Return when a replica made this call to us, who advertise `endpoint`; None if none did."""
+        """Return when a replica signed this call for `endpoint`, seconds since 1970; None if none signed it."""
         time, signature = signature[: _TIME.size], signature[_TIME.size :]
         if not self._believes(signature, "request", [time, endpoint.encode(), request]):
             return None
@@ -66,17 +66,17 @@ class FleetKey:
         return self._believes(signature, "rows", [address, _GRID.pack(*grid)], [rows])
 
     def seal_file(self, key: bytes, file: bytes) -> bytes:
-        """Return an image file as it is shared under `key`: its signature, then the file."""
+        """Return an image file in the form that is shared under `key`: its signature, then the file."""
         return self._seal("file", key, file)
 
     def open_file(self, key: bytes, sealed: bytes) -> bytes | None:
-        """Return the file; None when no replica shared it under this key."""
+        """Return the file; None if no replica signed it for this key."""
         return self._open("file", key, sealed)
 
     def salt(self, tenant: str, said: bytes) -> bytes:
-        """Return the salt of a tenant's addresses, with what it said itself: nobody else can have the same one.
+        """Return the salt of a tenant's addresses, which includes its own `said`. No other tenant has the same salt.
 
-        It comes from the first secret: when that is replaced, what tenants have is encoded anew.
+        It comes from the first secret. When that is replaced, the images of all tenants are encoded again.
         """
         return self._sign(self._secrets[0], "salt", [tenant.encode(), said])
 

@@ -1,8 +1,8 @@
 """Rows on the wire: `FetchResponse{rows{index, data}}` framed and parsed by hand, without protobuf's copies.
 
-`PutRequest{rows{index, data}}` has the same bytes. Identical with what the generated classes write, and read by them.
-protobuf copies `bytes` when a message is built, when it is serialised, when it is parsed, and at every access of the
-field; this copies once when writing and never when reading.
+`PutRequest{rows{index, data}}` has the same bytes. They are identical to those of the generated classes, which can read
+them. protobuf copies `bytes` when a message is built, serialised and parsed, and at every access of the field. This
+module copies once when writing and never when reading.
 """
 
 from collections.abc import Iterable, Iterator
@@ -69,13 +69,13 @@ def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryvie
 
 
 class Checksum:
-    """XXH3-64 over bytes as they come: of rows that have just arrived, and so are still in the processor's cache."""
+    """XXH3-64 over bytes as they arrive, while they are still in the processor's cache."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_64()
 
     def add(self, data: memoryview) -> None:
-        """Go on with `data`. Releases the GIL for large views."""
+        """Add `data`. Releases the GIL for large views."""
         self._digest.update(data)
 
     @property

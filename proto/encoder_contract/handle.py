@@ -1,12 +1,12 @@
-"""A handle: where rows lie in memory that processes of one host share. A path and numbers, never data.
+"""A handle: the place of rows in memory that processes of one host share. It has a path and numbers, never data.
 
-A segment is a file: its first 16 bytes are its random id; somewhere behind them lies a table of generations
-(uint64, little-endian), then the pages of rows. A generation is written when an entry is complete and zeroed
-before its pages are given to another, so a reader that finds the handle's generation **before and after** it
-used the bytes has used the right bytes. What keeps them in place is the Fetch stream that sent the handle, and a
-stream may end unnoticed: both are checked.
+A segment is a file. Its first 16 bytes are its random id. After them come a table of generations (uint64,
+little-endian) and the pages of rows. A generation is written when an entry is complete, and zeroed before its pages are
+reused. If a reader finds the handle's generation **before and after** it used the bytes, it has used the right bytes.
+The Fetch stream that sent the handle keeps the rows in place. A stream may end unnoticed, so readers check both.
 
-Rows on a device lie in `memory` instead, which is named as its driver names it; their generation is in the segment.
+Rows on a device are in `memory` instead, which has the name that the driver gives it. Their generation is in the
+segment.
 """
 
 from dataclasses import dataclass

@@ -178,7 +178,7 @@ def format_of(image: bytes) -> str | None:
 
 
 def unknown(image: bytes, formats: Sequence[str] = FORMATS) -> InvalidImageError:
-    """Return the error of a file that is no image in one of `formats`."""
+    """Return the error for a file that is not an image in one of `formats`."""
     if not image:
         return InvalidImageError("empty: an image of 0 bytes")
     found = [name for name, magic in _OTHERS if magic.match(image[:1024])]

@@ -1,7 +1,7 @@
 """Files of rows that belong to a process: it holds an exclusive `flock` on each for as long as it runs.
 
-The kernel drops the lock however the owner ends, so a file that can be locked has no owner and may be removed. Process
-ids would not work between containers that share a folder.
+The kernel drops the lock when the owner ends in any way, so a file that can be locked has no owner and may be removed.
+Process ids would not work between containers that share a folder.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ def create_owned(folder: Path, prefix: str) -> tuple[Path, int]:
                 return path, file
         except BlockingIOError:
             pass
-        os.close(file)  # whoever sweeps had it before we had locked it
+        os.close(file)  # another process removed it before we had locked it
 
 
 def remove_ownerless(folder: Path, prefix: str) -> list[Path]:

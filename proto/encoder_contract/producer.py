@@ -1,4 +1,4 @@
-"""Who computes rows that are put into a store, and what it calls an image."""
+"""The producer of rows that are put into a store, and its names of images."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -13,7 +13,7 @@ MAX_SCHEME_BYTES, MAX_ENGINE_KEY_BYTES = 32, 64
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """All that decides the bits of rows that were put, in the producer's own words.
+    """Everything that decides the bits of rows that were put, as the producer says it.
 
     `model` (architecture and configuration), `weights` and `processor` are fingerprints, `dtype` is the element type it
     computes in, `implementation` code and version. Raises `InvalidRequestError` for a field that is empty or too long.
@@ -53,7 +53,7 @@ class Producer:
 
 @dataclass(frozen=True, slots=True)
 class EngineKey:
-    """An engine's own name of an image; the scheme says whose names these are.
+    """An engine's own name of an image, under a named scheme.
 
     The key covers all that the image's grid and rows depend on, other than the producer. Raises `InvalidRequestError`
     for one that is empty or too long.

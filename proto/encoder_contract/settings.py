@@ -42,7 +42,7 @@ def require_folder(name: str, path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a program can be told: subclasses add a `knob` for each, and check on construction what it cannot say."""
+    """The settings of a program. Subclasses add a `knob` for each, and check values on construction."""
 
     # Never the name of the program's Kubernetes Service: Kubernetes itself injects <SERVICE>_PORT and the like.
     environment_prefix: ClassVar[str]
@@ -56,7 +56,7 @@ class Settings:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` one flag per field, none of them with a default: absence must be seen."""
+        """Give `parser` one flag for each field, without defaults, so that a missing flag is visible."""
         hints = get_type_hints(cls)
         for each in fields(cls):
             kind, choices = _kind(hints[each.name])
@@ -132,7 +132,7 @@ class Settings:
 
 
 class _Removed(argparse.Action):
-    """A flag that is no more; its `const` says what to do instead."""
+    """A removed flag; its `const` says what to do instead."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _namespace: object, _values: object, used: str | None = None
@@ -156,7 +156,7 @@ def _parsed(name: str, text: str, hint: Any) -> Any:
 
 
 def _kind(hint: Any) -> tuple[type, Sequence[str] | None]:
-    """Return how a value of a field is read, and its choices if it has such; a knob has one plain type."""
+    """Return how a value of a field is read, and its choices, if any. A knob has one plain type."""
     if get_origin(hint) is Literal:
         return str, get_args(hint)
     assert isinstance(hint, type), hint

@@ -68,7 +68,7 @@ class HttpPort:
         certificates: Certificates | None = None,
         readers: Readers | None = None,
     ) -> None:
-        """Bind `listen` (host:port), for HTTPS with `certificates`; without `readers`, everybody may read everything.
+        """Bind `listen` (host:port), for HTTPS with `certificates`; without `readers`, all clients may read everything.
 
         Raises `OSError` if it is unavailable, `ValueError` for an invalid address.
         """

@@ -210,7 +210,7 @@ class Images:
         source = await self._validator.take(key, data, image.claim.holder)
         grid = self._validator.grid(key, source, image.claimed_grid)
         if not self._jobs.knows(key):
-            # The lease is usually ours already, but not if another caller gave it up or the bytes took too long.
+            # This replica usually has the lease already, unless another caller gave it up or the bytes took too long.
             acquired = await self._cluster.acquire([key.address])
             if key.address not in acquired.granted:  # a peer holds it or encodes it
                 self._sources.put(source, image.claim.holder)
@@ -287,7 +287,7 @@ class Images:
                 elsewhere = await self.waiters.wait(key, caller, deadline)
 
     def known_error(self, error: Exception) -> EncoderError:
-        """Return what to tell who awaits rows of an error on their way; a lost device ends everything."""
+        """Return the error to report to callers that wait for rows; a lost device ends everything."""
         return self._jobs.known_error(error)
 
     def knows(self, key: ImageKey) -> bool:
@@ -406,13 +406,13 @@ class Images:
         try:
             source = await self._validator.take(key, data, claim.holder)
         except DigestMismatchError:
-            return None  # bytes in the index may be anyone's: they must not become this image's embedding
+            return None  # any writer of Redis could have stored these bytes: never encode them as this image
         self._sources.put(source, claim.holder)
         return source
 
 
-# Images followed at a time that another replica's caller computes: whoever waits for more of them hears at the end of
-# its grace that nothing came, instead of at once.
+# Images that callers of other replicas compute, and that are followed at the same time. Callers that wait for further
+# ones learn only at the end of their grace that no rows came.
 MAX_FOLLOWED = 4096
 
 
@@ -501,7 +501,7 @@ class PutLeases:
         self._waiters.wake(address)
 
     def give_up(self, lease: Lease) -> None:
-        """End a lease whose rows do not come; who waits for them hears it now. Once it is not open, nothing happens."""
+        """End a lease whose rows do not come, and tell the callers that wait for them. A closed lease is left alone."""
         if lease.open:
             self.settle(lease)
             self._cluster.release(lease.image.key.address)

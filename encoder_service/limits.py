@@ -15,7 +15,7 @@ from encoder_service.scheduler import Limits
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call: made once, where the call enters, and completed by what its first message says.
+    """The caller of one call. Made once, where the call enters, and completed from its first message.
 
     `holders` are the names that its shares count against, the most particular one first: its tenant; or, without
     tenants, its client and then its host.

@@ -14,7 +14,7 @@ DEFAULT_ANSWER_TOKENS = 256
 
 
 class _Strict(BaseModel):
-    """What is not served is refused by name and never silently ignored."""
+    """Unsupported fields are refused by name and never silently ignored."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -32,9 +32,9 @@ DRAIN_S = 30  # what running requests are given after SIGTERM
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which would raise the signal that stopped it once more; here the process ends with 0.
+    """A uvicorn server that ends with exit code 0 after a signal: uvicorn itself would raise the signal once more.
 
-    Prints its banner once it answers requests, so that whoever started it can wait for that.
+    Prints its banner once it answers requests, so that its parent process can wait for that.
     """
 
     def __init__(self, config: uvicorn.Config, banner: str, certificates: Certificates | None) -> None:

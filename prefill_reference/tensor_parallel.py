@@ -53,7 +53,7 @@ def rows_on_every_rank(
         ]
         with _together(group):
             yield rows
-            reading.close()  # together: whoever finds other rows than it was given tells all
+            reading.close()  # all together: a rank that finds its rows replaced tells the others
 
 
 def pack(outcomes: Sequence[FetchedRows]) -> bytes:
@@ -127,12 +127,12 @@ def _rows(message: pb.FetchResponse, source: FetchedRows | None, group: dist.Pro
 
 @contextmanager
 def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Do the body; nobody goes on before all have, and none when it failed at one."""
+    """Run the body on all ranks: none continues before all have ended, and all fail if one does."""
     has_failed = True
     try:
         yield
         has_failed = False
-    finally:  # whatever ended the body: the other ranks wait for this one
+    finally:  # after any end of the body: the other ranks wait for this one
         failed = torch.tensor([has_failed], dtype=torch.int32)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group)
         if failed.item() and not has_failed:

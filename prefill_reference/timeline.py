@@ -26,7 +26,7 @@ COLOURS = {
     "prefill": "#3182bd",
 }
 OTHER = "#969696"
-# What lasts a whole stage's wait lies behind what happens meanwhile.
+# Bars that span other stages are drawn behind them.
 BEHIND = ("fetch", "hit", "queue")
 
 WIDTH, LEFT, RIGHT = 1120, 76, 16  # pixels

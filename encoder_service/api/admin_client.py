@@ -75,7 +75,7 @@ def _proof(channel: grpc.Channel, server: str, limits: dict[str, Any]) -> bytes:
 
 
 def _why(error: Any) -> str:
-    """Return the reason without the core's own prose: that there is no server is what an operator has to know."""
+    """Return the reason for a failed call, without the prose of gRPC's core."""
     text = str(error.details() if hasattr(error, "details") else error)
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return text

@@ -20,7 +20,7 @@ class Call:
     """One Submit, Fetch or Put. Always `close` it."""
 
     def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch", "put"], caller: Caller) -> None:
-        """Begin a call of `caller`, who has said nothing yet."""
+        """Begin the record of a call of `caller`, before its first message."""
         self._metrics = metrics
         self._kind = kind
         self._began = monotonic()

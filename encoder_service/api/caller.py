@@ -36,7 +36,7 @@ _PEER = ("peer",)
 
 
 def caller_of(context: Context) -> Caller:
-    """Return who makes a call, as far as connection and metadata tell; its shares count against its host."""
+    """Return the caller that connection and metadata show; until `admit`, its shares count against its host."""
     metadata = dict(context.invocation_metadata() or ())
     connection = context.peer()
     host = host_of(connection)
@@ -108,7 +108,7 @@ class Identity:
         return True
 
     def admit(self, right: Right, caller: Caller, said: pb.Caller) -> Caller:
-        """Return the caller with what it `said` of itself, as far as that counts, and whom its shares count against.
+        """Return the caller, completed by what it `said` about itself, as far as that counts, and by its holders.
 
         With tenants, name, salt and shares are its tenant's; the salt that it sent is mixed in, so a tenant can keep
         its own users apart. Without, the name is what it calls itself, unless its host uses many names; names are free
@@ -152,7 +152,7 @@ class Identity:
         )
 
     def check_again(self, right: Right, admitted: Caller) -> None:
-        """Check that a caller still is the tenant that it was admitted as, with the right; in a call that stays open.
+        """Check, during a call that stays open, that its caller still is the same tenant and has the right.
 
         Raises `UnauthenticatedError`, `ForbiddenError`.
         """
@@ -193,7 +193,7 @@ def _of_host(host: str) -> str:
 
 
 def _bearer(tenants: Tenants, authorization: str) -> Tenant:
-    """Return whose token it is that an authorization carries. Raises `UnauthenticatedError`."""
+    """Return the tenant of the token in an authorization. Raises `UnauthenticatedError`."""
     is_bearer = authorization.startswith(_BEARER)
     tenant = tenants.by_token(authorization.removeprefix(_BEARER)) if is_bearer else None
     if tenant is None:

@@ -64,7 +64,7 @@ def shut_down_excess(port: int, room: int) -> dict[str, int]:
 
 
 def fair_most(counts: Sequence[int], room: int) -> int:
-    """Return the largest number such that `room` suffices if nobody has more of it than that."""
+    """Return the largest number such that `room` suffices if no host has more than that."""
     for nth, count in enumerate(sorted(counts)):
         sharing = len(counts) - nth
         if count * sharing > room:

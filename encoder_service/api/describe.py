@@ -21,7 +21,7 @@ from encoder_service.transport import Transports
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the calls need to know about the server: its description, limits and transports."""
+    """The facts about the server that calls need: its description, limits and transports."""
 
     description: pb.DescribeResponse
     recipe: Recipe

@@ -41,9 +41,9 @@ class Holds:
         self._held: set[ExitStack] = set()
 
     async def keep(self, pin: Pin, again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
-        """Return a pin on the rows of `pin`, which is taken over, and what `release` is called with.
+        """Take over `pin`; return a pin on its rows, and the hold to pass to `release`.
 
-        Rows that wait for a place are not pinned while they wait: `again` finds or makes them once more.
+        Rows that wait for a place are not pinned in the meantime: `again` finds or makes them once more.
         """
         address, size = pin.address, pin.tokens * self._row_bytes
         with ExitStack() as hold:
@@ -103,9 +103,9 @@ class RowWindow:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """One image of the call, every window of it that is named, and what the scheduler is told.
+    """One image of the call, with all of its windows, and its claim for the scheduler.
 
-    However often a call names an image, its rows are found, waited for and pinned once.
+    The rows of an image are found, awaited and pinned once, even if the call names it several times.
     """
 
     key: ImageKey
@@ -127,7 +127,7 @@ class RowFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What became of one image: its rows, pinned until `hold` is closed, or its error; and how long it took."""
+    """The outcome of one image: its rows, pinned until `hold` is closed, or its error; and how long it took."""
 
     wanted: RowRequest
     result: FetchResult | EncoderError
@@ -135,7 +135,7 @@ class _Outcome:
     hold: ExitStack = field(default_factory=ExitStack)
 
     def of(self, window: RowWindow) -> FetchResult | EncoderError:
-        """Return what becomes of one window of the image."""
+        """Return the outcome of one window of the image."""
         if isinstance(self.result, EncoderError) or window.is_inside(self.result.pin.tokens):
             return self.result
         return InvalidRequestError(
@@ -182,13 +182,13 @@ async def row_requests(
 async def rows_anywhere(
     images: Images, requests: Sequence[RowRequest], caller: Caller, grace_s: float
 ) -> RowsOf:
-    """Return what finds rows here or elsewhere; asks at once, for all images together, who else holds them."""
+    """Return a function that finds rows here or elsewhere; ask now, for all images, which replicas hold them."""
     located = await images.locate([wanted.key for wanted in requests])
     return lambda wanted: images.rows(wanted.key, wanted.claim, caller, grace_s, located)
 
 
 def rows_of_this_replica(images: Images) -> RowsOf:
-    """Return what finds rows that are held or being made here; anything else is unknown."""
+    """Return a function that finds rows that are held or being made here, and no others."""
 
     async def rows_of(wanted: RowRequest) -> FetchResult:
         found = await images.rows_here(wanted.key, wanted.claim)

@@ -170,5 +170,5 @@ class Cluster:
         """Share an image's bytes, so that any replica can finish what this one begins."""
 
     async def find_source(self, key: ImageKey) -> bytes | None:
-        """Return bytes that another replica shared. Anyone may have written them: check them against the digest."""
+        """Return bytes that another replica shared. Any writer of Redis may have written them: check the digest."""
         return None

@@ -73,9 +73,9 @@ class Peers:
     ) -> None:
         """Fingerprints and row type are those of our model; `on_fetch` is told seconds and success of each attempt.
 
-        With `certificates` peers are reached by TLS: ours is shown, theirs must be for `name`, or their own host. With
-        `key` our calls are signed, and rows that no replica signed are not taken. A peer that is silent for `silence_s`
-        has failed, one that cannot be connected to in that time as well.
+        With `certificates`, peers are reached by TLS: ours is presented, theirs must be for `name`, or their own host.
+        With `key`, our calls are signed, and unsigned rows are not accepted. A peer that is silent for `silence_s` has
+        failed, and so has one to which no connection can be made in that time.
         """
         self._model = model
         self._processor = processor

@@ -1,4 +1,4 @@
-"""The cluster over Redis: who holds an image, who encodes it, and how rows come from a peer.
+"""The cluster over Redis: which replica holds or encodes an image, and how rows come from a peer.
 
 `Transfers` fetches rows from peers into the store: each once, a few at a time, not from peers that just failed.
 `hand_over` runs before the replica leaves: its peers fetch the images that it alone holds, the most recently requested

@@ -9,7 +9,7 @@ from encoder_service.cluster.tasks import begin, end
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 2  # files: enough to fill a gigabit link, few enough not to delay calls that somebody waits for
+AT_ONCE = 2  # files: enough to fill a gigabit link, few enough not to delay calls that a caller waits for
 # The most that may wait: as much as a gigabit link carries in half a second. What exceeds it is not shared, and costs
 # another upload if this replica dies.
 MAX_WAITING_BYTES = 64 << 20

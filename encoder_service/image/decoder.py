@@ -19,7 +19,7 @@ from encoder_service.image.pillow import Pixels, decode_file
 from encoder_service.image.source import Source
 
 # Why a decoder process was replaced: it crashed; it used up its processor time; it did not answer in time; it ran out
-# of memory; somebody killed it, as the kernel does when the machine's memory is short; its answer makes no sense.
+# of memory; another process or the kernel killed it (the latter when memory is short); its answer was invalid.
 DEATHS = ("crashed", "time", "stuck", "memory", "killed", "senseless")
 
 

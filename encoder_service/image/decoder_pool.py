@@ -105,7 +105,7 @@ _SMALLEST_BYTES, _ALIGNED = 1 << 20, 64
 class PixelMemory:
     """A piece of memory, used for one request at a time.
 
-    `descriptor` is open until `close_descriptor`, or until nobody has this memory any more.
+    `descriptor` is open until `close_descriptor`, or until this object is garbage-collected.
     """
 
     def __init__(self, size: int = _SMALLEST_BYTES) -> None:

@@ -128,7 +128,7 @@ _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
 _LANDLOCK_FILES = {1: 13, 2: 14, 3: 15, 5: 16}
 _LANDLOCK_TCP, _LANDLOCK_SCOPES = (4, 0b11), (6, 0b11)
 
-# What a decoder calls once it is running -> its number on x86-64 and on arm64 (-1: not there). Not among it: whatever
+# The system calls of a running decoder -> their numbers on x86-64 and on arm64 (-1: not there). No call among them
 # opens a file or a socket, starts a process or a thread, reaches another process, or sets a timer.
 _CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, -1), "ppoll": (271, 73),

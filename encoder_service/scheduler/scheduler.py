@@ -222,8 +222,9 @@ class Scheduler:
 
         A task of more than `large_pixels` source pixels that is decoded by itself is large: see `next_apart`.
 
-        Speculative tasks may fill it once and demanded ones once more, so that these wait for no guess: patches stay
-        below twice `max_ahead_patches`, but for a larger image and those decoded apart. It should hold two batches.
+        Speculative tasks may fill these bounds once, and demanded ones once more, so that a demanded image never waits
+        for a speculative one. Patches stay below twice `max_ahead_patches`, except for a larger image and for those
+        decoded apart. The bounds should hold two batches.
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
@@ -502,8 +503,8 @@ class Scheduler:
     def _has_room_ahead(self, task: Task, now: float) -> bool:
         """Whether decoding `task`, the first of its stage, now keeps what is decoded ahead within its bounds.
 
-        They double for a demanded task beside guesses, and for one that will be the next in the ViT. What is being
-        decoded apart is bounded by itself: it may be slow, and is not to keep others from being decoded.
+        They double for a demanded task beside speculative ones, and for one that will be the next in the ViT. Tasks
+        that are decoded apart have bounds of their own: they may be slow, and must not keep others from being decoded.
         """
         demanded, guessed = self._table.ahead(demanded=True), self._table.ahead(demanded=False)
         images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches

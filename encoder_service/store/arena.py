@@ -31,7 +31,7 @@ _START_BITS = 32
 MAX_HOLDERS = 64
 """Holders that are told apart. The rows of all others count against one share: an eviction looks at every share."""
 UNUSED_S = 600.0
-"""An entry that nobody has used for so long is evicted before others: a holder that left does not keep its part."""
+"""An entry that has been unused for this long is evicted before others: a holder that left does not keep its share."""
 
 
 class Arena:

@@ -170,9 +170,10 @@ class Store:
         return Pin(self, found)
 
     def to_device(self, pin: Pin) -> None:
-        """Move a pin to the device tier's copy for someone who reads there; if there is none, it stays as it is.
+        """Move a pin to the device tier's copy, for a reader on the device; if there is none, it stays as it is.
 
-        What such readers find on the host again and again is copied to the device. Takes microseconds; for one thread.
+        An embedding that such readers find on the host repeatedly is copied to the device. Takes microseconds; for one
+        thread.
         """
         entry = pin.entry
         if self._device is None or entry.tier is self._device:

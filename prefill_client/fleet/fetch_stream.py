@@ -59,7 +59,7 @@ class FetchStream:
         self._unknown_at: defaultdict[bytes, set[str]] = defaultdict(set)  # by image, in this round
         deadline = monotonic() + timeout_s
         self._attempts = [Attempts(deadline, kept=kept) for _ in requests]
-        # None: closed. An exception: the client was closed, or a bug; the caller must not wait for ever.
+        # None: closed. An exception: the client was closed, or a bug; the caller must not wait forever.
         self._outcomes: asyncio.Queue[FetchedRows | BaseException | None] = asyncio.Queue()
         self._streams: list[RowStream] = []
         self._tasks: set[asyncio.Future[None]] = set()

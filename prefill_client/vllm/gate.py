@@ -123,7 +123,7 @@ class Gate(ABC, Generic[AnyPrompt]):
             self._drop(request_id, prompt, index)
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, in whatever way."""
+        """Note that the request has ended, in any way."""
         self._failed.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
@@ -204,7 +204,7 @@ class NamedGate(Gate[Prompt]):
         super().passed(request_id, index)
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, in whatever way."""
+        """Note that the request has ended, in any way."""
         self._line.pop(request_id, None)
         super().finished(request_id)
 

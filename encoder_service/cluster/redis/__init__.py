@@ -1,4 +1,4 @@
-"""The index in Redis: which replica holds which embedding, and who encodes what."""
+"""The index in Redis: which replica holds or encodes which embedding."""
 
 from encoder_service.cluster.redis.index import RedisIndex
 from encoder_service.cluster.redis.schema import namespace

@@ -111,7 +111,7 @@ class Connection:
     async def open(cls, url: RedisUrl, timeout_s: float) -> Self:
         """Connect, and find out what the server supports.
 
-        A socket that takes longer than `timeout_s` to connect or to answer is closed, whatever the bound of the call.
+        A socket that takes longer than `timeout_s` to connect or to answer is closed, even if the call may take longer.
         """
         try:
             client = _cluster(url, timeout_s) if url.is_cluster else _node(url.urls[0], timeout_s)
@@ -126,7 +126,7 @@ class Connection:
         except TypeError as error:  # redis-py hands options of the URL that it does not know to a constructor
             await connection.close()
             raise ConfigError(f"--index: an option of the URL is not known: {error}") from error
-        except BaseException:  # cancelled too: nobody else knows of the connection
+        except BaseException:  # cancelled too: nothing else would close the connection
             await connection.close()
             raise
         return connection

@@ -1,6 +1,6 @@
-"""The index in Redis: who holds which embedding, and who encodes what. Answers as empty while Redis is unavailable.
+"""The index in Redis: which replica holds or encodes which embedding. Answers as empty while Redis is unavailable.
 
-`Subscriptions` notify of changes; a notification may be lost, so who waits for one also reads again in time.
+`Subscriptions` notify of changes. A notification may be lost, so a waiter also reads again after a while.
 `SharedSources` are image files that one replica shares for a while, for any other to read.
 """
 
@@ -137,7 +137,7 @@ class RedisIndex:
         return Acquired(frozenset(granted), located)
 
     async def renew(self, addresses: Sequence[bytes]) -> frozenset[bytes]:
-        """Extend leases now; return those that are ours, including lapsed ones that nobody else had taken."""
+        """Extend leases now; return those that are ours, including lapsed ones that no other replica took."""
         ours: set[bytes] = set()
         for batch in batches(addresses):
             keys = [(self._keys.lease(address),) for address in batch]
@@ -240,7 +240,7 @@ class RedisIndex:
 
 
 def _names_holder(reply: Any) -> bool:
-    """Whether a reply names who encodes an address: a list of one token, and nothing else that Redis may say."""
+    """Whether a reply names the replica that encodes an address: a list of exactly one token."""
     return isinstance(reply, list) and len(reply) == 1 and isinstance(reply[0], bytes)
 
 

@@ -47,7 +47,7 @@ class Keys:
         self.roll = self._prefix + b"replicas}"
 
     def location(self, address: bytes) -> bytes:
-        """Return the key of the records of who holds the address; also the channel that notifies of changes."""
+        """Return the key of the address's records of holders; also the channel that notifies of changes."""
         return self._tagged(address) + b":loc"
 
     def address(self, channel: bytes) -> bytes | None:
@@ -163,7 +163,7 @@ class Membership:
         self.peers: dict[bytes, Peer] = {}
 
     async def heartbeat(self, connection: Connection, verb: str) -> bool:
-        """Join, beat or leave; learn who is alive; return whether we were on the roll already.
+        """Join, beat or leave; learn which replicas are alive; return whether we were on the roll already.
 
         Raises `ModelMismatchError` when a live replica serves another model, `SupersededError` when a later start of
         this replica has taken its place.

@@ -37,13 +37,13 @@ class RedisSettings:
     namespace: str
     call_timeout_ms: int = 100
     source_timeout_ms: int = 1000  # image bytes are megabytes
-    socket_timeout_ms: int = 1000  # of connecting, and of one answer, whatever the bound of the call
+    socket_timeout_ms: int = 1000  # of connecting, and of one answer, even if the bound of the call is longer
     # No caller waits for a heartbeat or a probe: time enough to open connections, including TLS and a cluster's map.
     beat_timeout_ms: int = 2000
     heartbeat_ms: int = 500
     replica_ttl_ms: int = 2000  # four heartbeats
     # Renewed three times within it. A holder that dies loses its leases as soon as it is off the roll; this time is for
-    # leases that nobody asks about any more. It may be long, and should: a full queue has many to renew.
+    # leases that no replica asks about any more. It should be long, since a full queue has many to renew.
     lease_ttl_ms: int = 10_000
     location_ttl_s: int = 3600  # republished three times within it
     source_ttl_s: int = 600
@@ -277,7 +277,7 @@ class RedisSession:
         self._keeper = begin(self._keep(), "index-keeper")
 
     async def heartbeat(self, bulkhead: Bulkhead) -> bool | None:
-        """Send a heartbeat and update who is alive; return whether we were on the roll, None without an answer."""
+        """Send a heartbeat and update the live replicas; return whether we were on the roll, None without an answer."""
         try:
             return await self.ask(
                 "beat", lambda connection, ours: ours.heartbeat(connection, "beat"), bulkhead
@@ -338,7 +338,7 @@ class RedisSession:
         connection = await Connection.open(self._url, self._settings.socket_timeout_ms / 1000)
         try:
             await self.membership.heartbeat(connection, "beat" if self._has_joined else "join")
-        except BaseException:  # cancelled too: nobody else knows of the connection
+        except BaseException:  # cancelled too: nothing else would close the connection
             await self._disconnect(connection)
             raise
         return connection

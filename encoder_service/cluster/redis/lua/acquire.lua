@@ -1,7 +1,7 @@
--- Grants the lease of addresses that nobody encodes and no replica holds; the dead do not count.
+-- Grants the lease of addresses that no live replica encodes or holds.
 -- KEYS: location, lease, for each address.
 -- ARGV: token, time to live (ms), tokens of the dead, tokens of others whose locations do not count.
--- Returns for each address: its location, or 1 when granted, or {token} of the other who holds the lease.
+-- Returns for each address: its location, or 1 if granted, or {token} of the replica that has the lease.
 local token, ttl_ms, dead = ARGV[1], ARGV[2], set_of(ARGV[3])
 local unwanted = set_of(token .. ARGV[3] .. ARGV[4])
 local replies = {}

@@ -1,4 +1,4 @@
--- Adds this replica to locations, ends its leases on them, and tells who waits.
+-- Adds this replica to locations, ends its leases on them, and notifies waiters.
 -- KEYS: location, lease, for each address.
 -- ARGV: token, time to live (ms), PUBLISH or SPUBLISH; then the grid, as in a record, of each address.
 -- Returns 1 for each address.
@@ -12,7 +12,7 @@ for i = 1, #KEYS, 2 do
   if holder == token then
     redis.call('DEL', KEYS[i + 1])
   end
-  if holder ~= '' then -- without a lease nobody waits
+  if holder ~= '' then -- without a lease there are no waiters
     redis.call(tell, KEYS[i], '')
   end
   replies[#replies + 1] = 1

@@ -1,5 +1,5 @@
--- Lengthens leases that are ours or free. KEYS: lease of each address. ARGV: token, time to live (ms).
--- Returns for each address 1 when it is ours now, 0 when another has it.
+-- Extends leases that this replica has or that are free. KEYS: lease of each address. ARGV: token, time to live (ms).
+-- Returns for each address 1 if this replica has it now, 0 if another has it.
 local replies = {}
 for i = 1, #KEYS do
   local holder = get(KEYS[i])

@@ -1,12 +1,12 @@
 """The picture of traces: one lane per image and one per chunk, as HTML or SVG by hand, or as PNG by matplotlib."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from encoder_contract.json_file import read_json_object
 from prefill_client.trace import REQUEST, Span, place, read_spans
 
 COLOURS = {
@@ -73,7 +73,7 @@ def draw(traces: Sequence[Path], picture: Path) -> Path:
     Raises `ValueError` for another ending, for a file that is no trace, and for .png without matplotlib; `OSError`
     when a file cannot be read or written.
     """
-    panels = [panel(_read(trace)) for trace in traces]
+    panels = [panel(read_json_object(trace)) for trace in traces]
     if picture.suffix == ".svg":
         picture.write_text(svg(panels))
     elif picture.suffix == ".html":
@@ -83,16 +83,6 @@ def draw(traces: Sequence[Path], picture: Path) -> Path:
     else:
         raise ValueError(f"{picture}: a picture ends in .html, .svg or .png")
     return picture
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        trace = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(trace, dict):
-        raise ValueError(f"{path}: not a trace of a request")
-    return trace
 
 
 def html(panels: Sequence[Panel]) -> str:

@@ -15,6 +15,7 @@ import blake3
 
 from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry
+from encoder_contract.json_file import read_json_object
 from encoder_contract.settings import ConfigError, flag, require_folder
 
 # Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old and new
@@ -122,25 +123,15 @@ def read_processor(folder: Path) -> ProcessorSettings:
 def _find_settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     nested_path, path = folder / "processor_config.json", folder / "preprocessor_config.json"
     if nested_path.is_file():
-        nested = _read_object(nested_path).get("image_processor")
+        nested = read_json_object(nested_path).get("image_processor")
         if isinstance(nested, dict):
             return nested_path, nested
     if path.is_file():
-        return path, _read_object(path)
+        return path, read_json_object(path)
     raise FileNotFoundError(
         f"{folder} holds no image processor settings: neither preprocessor_config.json"
         " nor an image_processor in processor_config.json"
     )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _refuse_unsupported(settings: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import blake3
 
+from encoder_contract.json_file import read_json_object
 from encoder_contract.tower_spec import Precision, TowerSpec, full_blocks, spec_of
 
 # Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
@@ -28,13 +29,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {folder} is not a Hugging Face checkpoint folder")
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return config
+    return read_json_object(path)
 
 
 def read_spec(folder: Path) -> TowerSpec:

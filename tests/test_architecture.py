@@ -201,7 +201,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph()).prepare()  # raises CycleError, naming the circle
 
 
-def test_folders_import_only_from_those_below_but_the_command_line_finds_the_reference_service() -> None:
+def test_folders_import_only_from_lower_layers() -> None:
     for name, imported in graph().items():
         allowed = set(FOLDERS[: FOLDERS.index(name.split(".")[0]) + 1])
         if name == "prefill_client.cli":

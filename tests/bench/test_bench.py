@@ -43,7 +43,7 @@ def test_a_benchmark_that_works_gives_its_figures_versions_and_command() -> None
     assert all(looked_up(figure.key, result.figures) is not None for figure in SIZING.figures)
 
 
-def test_a_run_takes_under_twenty_minutes_whatever_one_does_and_none_takes_ten() -> None:
+def test_a_gpu_run_takes_under_twenty_minutes_and_no_part_ten() -> None:
     """A benchmark's limit ends it when it hangs; the limit of the whole run ends all, and the last are left out."""
     assert LIMIT_S + END_S < 20 * 60
     assert _run(SIZING, "a machine", quick=False, left_s=WORTH_STARTING_S - 1).status == NOT_RUN
@@ -93,7 +93,7 @@ def test_code_that_is_not_committed_is_not_measured_unless_told(
     assert measured == [False, False, False, True]
 
 
-def test_a_result_names_the_commit_of_its_code_and_whether_all_was_committed(repository: Path) -> None:
+def test_a_result_names_its_commit_and_uncommitted_changes(repository: Path) -> None:
     commit = git(repository, "rev-parse", "--short", "HEAD")
     clean = replace(GOOD, versions=results.versions())
     assert caption(clean).startswith(f"**a machine** · 2026-01-02, commit {commit} · `python")
@@ -191,7 +191,7 @@ def test_every_attacker_has_its_figures() -> None:
     assert {f"{what}_{name}" for name in ATTACKS for what in ("p99_ratio", "failed")} <= shown
 
 
-def test_the_summary_has_a_column_for_each_machine_and_says_where_a_target_was_missed() -> None:
+def test_the_summary_has_a_column_per_machine_and_marks_missed_targets() -> None:
     other = replace(GOOD, hardware="another, AMX", figures={"hit_shm_ms": 2.5, "inline_gbps": 1.0})
     lines = summary([GOOD, other]).splitlines()
     assert lines[0] == "|  | another, AMX | a machine | target | command |"
@@ -199,7 +199,7 @@ def test_the_summary_has_a_column_for_each_machine_and_says_where_a_target_was_m
     assert any("| 1 GB/s |  | ≥ 0.9 |" in line for line in lines)
 
 
-def test_what_there_was_no_time_for_stands_above_the_table() -> None:
+def test_skipped_measurements_are_listed_above_the_table() -> None:
     assert "left out, no time: case 720p" in caption(replace(GOOD, figures={"left_out": ["case 720p"]}))
 
 

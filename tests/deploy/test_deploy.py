@@ -85,14 +85,14 @@ def test_the_example_sets_every_variable_and_no_other() -> None:
     assert EXAMPLE["COMPOSE_PROFILES"] in SERVICES["encoder-cpu"]["profiles"]
 
 
-def test_what_is_mounted_is_there() -> None:
+def test_every_mounted_file_exists() -> None:
     for service in SERVICES.values():
         for volume in service.get("volumes", []):
             if volume["type"] == "bind" and volume["source"].startswith("."):
                 assert (DEPLOY / volume["source"]).exists(), volume
 
 
-def test_what_prometheus_scrapes_has_a_service_that_listens_there() -> None:
+def test_every_scrape_target_is_a_listening_service() -> None:
     jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     networks = [service.get("networks", {}) for service in SERVICES.values()]
     aliases = {alias for each in networks for alias in each.get("default", {}).get("aliases", [])}
@@ -106,7 +106,7 @@ def test_what_prometheus_scrapes_has_a_service_that_listens_there() -> None:
         assert listens[job["job_name"]] == f"0.0.0.0:{found['port']}"
 
 
-def test_the_image_installs_extras_that_exist_and_runs_as_nobody() -> None:
+def test_the_image_installs_existing_extras_and_runs_unprivileged() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", dockerfile) for extra in group.split(",")}

@@ -243,9 +243,7 @@ async def refused(pod: Pod, credentials: Credentials) -> None:
         )
 
 
-async def test_a_pod_by_tls_answers_probes_and_tenants_alone_and_takes_a_new_secret_without_a_restart(
-    pod: Pod, tmp_path: Path
-) -> None:
+async def test_a_tls_pod_serves_probes_and_tenants_and_rereads_its_secret(pod: Pod, tmp_path: Path) -> None:
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert await asyncio.to_thread(pod.probe, name) == 200
     ca, cert, key = (str(tmp_path / name) for name in ("ca.pem", "client.pem", "client-key.pem"))

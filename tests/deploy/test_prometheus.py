@@ -160,7 +160,7 @@ async def test_every_legend_names_labels_that_its_expression_keeps(exported: Ser
     assert wrong == []
 
 
-async def test_what_is_exported_is_shown_or_said_to_be_left_out(exported: Series) -> None:
+async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Series) -> None:
     """A metric that no panel, rule or alert reads is either dead or forgotten."""
     read = {selector.name for expression in EXPRESSIONS.values() for selector in reads(expression).selectors}
     stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in read}

@@ -167,7 +167,7 @@ def chat(started: Started, *images: bytes) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def test_a_chat_is_answered_and_counted_and_a_known_image_is_not_encoded_again(started: Started) -> None:
+def test_a_chat_is_counted_and_a_known_image_is_encoded_once(started: Started) -> None:
     known, new = photo(320, 240, 1), photo(200, 300, 2)
     chat(started, known)
     chat(started, known, new)

@@ -78,7 +78,7 @@ def test_the_example_sets_every_variable_and_no_other() -> None:
     assert {match[1] for match in VARIABLE.finditer(text)} == set(EXAMPLE)
 
 
-def test_pods_look_for_the_encoders_by_a_service_that_exists_and_may_call_them() -> None:
+def test_pods_find_and_may_call_the_encoders_service() -> None:
     (found,) = {endpoints(each) for name, each in command_lines().items() if name.startswith("vllm-")}
     service, namespace, _, port = re.fullmatch(r"dns:([\w-]+)\.([\w-]+)\.(svc):(\d+)", found).groups()  # type: ignore[union-attr]
     base = yaml.safe_load((DEPLOY / "kubernetes/base/kustomization.yaml").read_text())
@@ -106,7 +106,7 @@ def test_there_is_an_overlay_for_each_family_and_its_pod_is_locked_down() -> Non
     assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container())
 
 
-def test_compose_and_pods_differ_only_in_where_the_service_is_and_what_one_machine_sets() -> None:
+def test_compose_and_pods_differ_only_in_endpoints_and_machine_settings() -> None:
     def flags(arguments: list[str]) -> dict[str, str]:
         return dict(each.lstrip("-").partition("=")[::2] for each in arguments if each.startswith("--"))
 

@@ -114,7 +114,7 @@ def test_every_environment_name_exists(commands: Commands) -> None:
         assert named(r"\b([A-Z]+SVC_[A-Z_]*[A-Z])\b", path.read_text()) <= known, path.name
 
 
-def test_every_make_target_and_variable_a_page_names_exists_and_says_what_it_does() -> None:
+def test_make_targets_and_variables_on_pages_exist_and_are_described() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = named(r"(?m)^\.PHONY: ([a-z-]+)$", makefile)
     variables = named(r"(?m)^([A-Z]+) +\?=", makefile)

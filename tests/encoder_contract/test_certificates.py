@@ -25,7 +25,7 @@ def issued(tmp_path: Path) -> Issued:
     return authority.issue(tmp_path, "server", ["localhost"])
 
 
-def test_what_has_not_changed_is_not_read_again(issued: Issued) -> None:
+def test_unchanged_files_are_not_read_again(issued: Issued) -> None:
     certificates = Certificates(*issued)
     assert certificates.pem is certificates.pem
     assert certificates.pem.cert == Path(issued.cert).read_bytes()
@@ -66,7 +66,7 @@ def test_files_that_cannot_be_used_leave_the_old_ones_in_force(
         assert certificates.pem is old
 
 
-def test_what_is_wrong_with_files_is_told_with_their_names(issued: Issued, tmp_path: Path) -> None:
+def test_errors_in_certificate_files_name_the_files(issued: Issued, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     foreign = Authority().issue(other, "server", ["localhost"])

@@ -18,7 +18,7 @@ def pieces(rows: bytes = ROWS, length: int = 10) -> list[memoryview]:
     return [memoryview(rows[begin : begin + length]) for begin in range(0, len(rows), length)]
 
 
-def test_rows_are_believed_however_they_are_cut_and_only_as_they_are() -> None:
+def test_signed_rows_verify_in_any_pieces_and_only_unchanged() -> None:
     signature = KEY.sign_rows(ADDRESS, GRID, pieces())
     assert len(signature) == SIGNATURE_BYTES
     assert KEY.signed_rows(signature, ADDRESS, GRID, memoryview(ROWS))
@@ -61,7 +61,7 @@ def test_a_file_comes_out_as_it_went_in_or_not_at_all() -> None:
         assert KEY.open_file(b"k" * 32, file) is None
 
 
-def test_a_secret_is_replaced_in_steps_and_every_pair_on_the_way_believes_each_other() -> None:
+def test_replicas_accept_each_other_at_every_step_of_a_key_change() -> None:
     steps = [[OLD], [OLD, NEW], [NEW, OLD], [NEW]]
     for before, after in itertools.pairwise(steps):
         for one, other in ((before, after), (after, before)):

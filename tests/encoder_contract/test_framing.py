@@ -101,7 +101,7 @@ def test_any_bytes_are_accepted_or_refused_as_the_generated_class_does(message):
     byte=st.integers(0, 255),
 )
 @settings(max_examples=500)
-def test_a_damaged_frame_is_accepted_or_refused_as_the_generated_class_does(index, data, at, change, byte):
+def test_damaged_frames_are_judged_as_by_the_generated_class(index, data, at, change, byte):
     message = bytearray(frame(index, [memoryview(data)]))
     at %= len(message)
     if change == "cut":

@@ -55,7 +55,7 @@ def test_the_next_server_removes_what_a_killed_caller_left(killed: Path) -> None
     os.close(file)
 
 
-def test_who_sweeps_removes_neither_links_nor_files_of_other_names(tmp_path: Path) -> None:
+def test_a_sweep_removes_neither_links_nor_other_files(tmp_path: Path) -> None:
     other = tmp_path / "somebody-elses.rows"
     other.touch()
     link = tmp_path / f"{CALLERS_PREFIX}link.rows"

@@ -32,7 +32,7 @@ def files(tmp_path, store):
 
 
 @pytest.mark.parametrize("what", ["fifo", "link", "other", "folder", "gone"])
-def test_only_a_segment_is_opened_and_nobody_waits_for_it(files, what):
+def test_only_segments_are_opened_without_blocking(files, what):
     assert segment_proof("127.0.0.1:1", files[what]) == b""
     with pytest.raises((OSError, InternalError)):
         open_segment(files[what])
@@ -64,7 +64,7 @@ def test_only_a_server_of_this_host_is_told_what_a_file_holds(store, endpoint, t
     assert segment_proof(endpoint, str(store.segment.path)) == (store.segment.segment_id if told else b"")
 
 
-def test_a_start_removes_dead_segments_past_whatever_else_lies_in_the_folder(tmp_path):
+def test_a_start_removes_dead_segments_among_other_files(tmp_path):
     dead = tmp_path / "encoder-service-1-aa.rows"
     dead.write_bytes(b"left behind")
     fifo, folder = tmp_path / "encoder-service-1-bb.rows", tmp_path / "encoder-service-1-cc.rows"

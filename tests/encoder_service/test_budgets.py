@@ -63,7 +63,7 @@ def test_an_amount_above_the_whole_budget_counts_as_all_of_it() -> None:
     assert budget.held == 0
 
 
-async def test_a_caller_that_waits_gets_what_another_releases_or_an_error_in_time() -> None:
+async def test_a_waiting_caller_gets_released_budget_or_an_error() -> None:
     room = Budget(100, "pinned bytes")
 
     async def hold(holder: str, address: bytes, seconds: float, size: int = 60) -> Hold:

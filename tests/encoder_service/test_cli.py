@@ -72,9 +72,7 @@ asyncio.run(hold(*sys.argv[1:]))
 """
 
 
-def test_a_client_that_is_killed_while_it_reads_shared_rows_soon_holds_them_no_more(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_killed_client_soon_releases_its_shared_rows(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
     with running(checkpoint) as server:
         holder = subprocess.Popen(
@@ -106,7 +104,7 @@ def test_a_server_says_what_it_runs_on_and_within_which_limits(checkpoint: Path)
         assert word in banner
 
 
-async def test_encode_prints_address_grid_and_stages_and_fails_for_what_is_no_image(
+async def test_encode_prints_address_grid_and_stages_and_refuses_non_images(
     server: Server, gate: Gate, tmp_path: Path
 ) -> None:
     good, bad = tmp_path / "photo.jpg", tmp_path / "notes.txt"
@@ -127,9 +125,7 @@ async def test_encode_prints_address_grid_and_stages_and_fails_for_what_is_no_im
     assert "InvalidImageError" in second.stdout
 
 
-def test_the_operator_looks_into_the_store_and_drops_what_nobody_uses(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_operator_commands_inspect_and_empty_the_store(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
     with running(checkpoint) as server:
         encoded = run("prefill-client", "encode", tmp_path / "photo.jpg", "--server", server.endpoint).stdout

@@ -170,7 +170,7 @@ def test_a_port_of_another_kind_is_told_in_a_line(tmp_path: Path) -> None:
         web.shutdown()
 
 
-def test_what_is_no_address_is_refused_and_never_looked_up() -> None:
+def test_an_invalid_address_is_refused_without_a_lookup() -> None:
     assert "64 hexadecimal" in refused("encoder-service", "evict", "abcd", code=1)
     assert "unix:/path" in refused("encoder-service", "stats", "--server", "http://127.0.0.1:1", code=2)
     assert "unix:/path" in refused("prefill-client", "encode", "x.jpg", "--server", "nowhere", code=2)
@@ -186,13 +186,13 @@ def test_what_is_no_address_is_refused_and_never_looked_up() -> None:
         (["--model", "/nowhere/model"], "/nowhere/model: there is no such folder"),
     ],
 )
-def test_the_prefill_service_refuses_what_cannot_be_meant_before_torch_is_imported(
+def test_the_prefill_service_refuses_bad_settings_before_importing_torch(
     checkpoint: Path, flags: list[str], says: str, without_torch: None
 ) -> None:
     assert says in refused("prefill-client", "serve", "--model", checkpoint, *flags, code=2)
 
 
-def test_the_prefill_service_tells_of_a_taken_port_before_it_reads_the_model(
+def test_the_prefill_service_reports_a_taken_port_before_reading_the_model(
     checkpoint: Path, taken: str, free: str
 ) -> None:
     said = refused(
@@ -211,9 +211,7 @@ def test_the_prefill_service_tells_of_weights_that_cannot_be_read(checkpoint: Pa
 
 
 @pytest.mark.parametrize(("command", "module"), [("serve", "torch"), ("top --once", "rich")])
-def test_what_was_not_installed_is_named_with_what_installs_it(
-    checkpoint: Path, command: str, module: str
-) -> None:
+def test_a_missing_package_is_named_with_its_extra(checkpoint: Path, command: str, module: str) -> None:
     code = (
         f"import sys; sys.modules[{module!r}] = None; from encoder_service.cli import main; sys.exit(main())"
     )
@@ -226,7 +224,7 @@ def test_what_was_not_installed_is_named_with_what_installs_it(
     assert "pip install 'encoder-service[server]'" in result.stderr
 
 
-def test_a_disk_that_is_too_small_for_the_store_is_told_in_the_words_of_its_flag(checkpoint: Path) -> None:
+def test_a_disk_too_small_for_the_store_names_the_flag(checkpoint: Path) -> None:
     # There is no small disk here; a limit on the size of a file fails in the same call.
     serve = [str(SCRIPTS / "encoder-service"), "serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
     limited = (
@@ -242,9 +240,7 @@ def test_a_disk_that_is_too_small_for_the_store_is_told_in_the_words_of_its_flag
     assert "Traceback" not in result.stderr
 
 
-def test_a_reader_that_left_and_a_full_disk_under_the_output_are_no_tracebacks(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_closed_and_full_outputs_print_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     with running(checkpoint) as server:
         for words in (

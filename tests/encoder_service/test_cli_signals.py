@@ -45,7 +45,7 @@ def wait_until_torch_is_loaded(pid: int) -> None:
 # Moments on the way to serving: while torch is imported, and about when the model is read.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("later_s", [0.0, 1.5])
-def test_a_signal_while_loading_ends_it_before_it_serves_and_without_a_word(
+def test_a_signal_during_loading_ends_the_server_silently(
     checkpoint: Path, number: signal.Signals, later_s: float
 ) -> None:
     command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]

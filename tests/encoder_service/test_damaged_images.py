@@ -77,7 +77,7 @@ async def outcomes_of(stub: Any, seeds: range) -> list[int | str]:
     return list(outcomes.values())
 
 
-async def test_2000_damaged_files_end_in_rows_or_one_error_each_and_leave_no_trace(
+async def test_2000_damaged_files_end_in_rows_or_one_error_each(
     small_images: Path,
 ) -> None:
     counts: Counter[int | str] = Counter()

@@ -36,7 +36,7 @@ async def outcomes(client: EncoderClient, images: list[bytes]) -> list[EncoderEr
     return [found[each.digest] for each in submitted]
 
 
-async def test_decoders_that_are_killed_again_and_again_cost_no_image_that_is_tried_again(
+async def test_repeatedly_killed_decoders_cost_no_retried_image(
     server: ServerProcess,
 ) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
@@ -50,7 +50,7 @@ async def test_decoders_that_are_killed_again_and_again_cost_no_image_that_is_tr
     assert not [each for each in decoders(server) if each.status() == psutil.STATUS_ZOMBIE]
 
 
-async def test_a_server_says_what_confines_its_decoders_and_ends_them_when_it_ends(checkpoint: Path) -> None:
+async def test_a_server_reports_its_sandbox_and_ends_its_decoders(checkpoint: Path) -> None:
     with running(checkpoint, decoder_process="auto", decode_threads=1) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             assert await outcomes(client, [photo(64, 48, 1, "PNG")]) == [None]

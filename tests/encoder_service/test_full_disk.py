@@ -17,9 +17,7 @@ def serve(checkpoint: Path, folder: Path, listen: str, store_gib: float) -> list
     return [str(word) for word in (SCRIPTS / "encoder-service", "serve", *flags)]
 
 
-def test_a_segment_that_finds_its_folder_full_is_told_by_the_flag_to_change(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_full_segment_folder_names_the_flag_to_change(checkpoint: Path, tmp_path: Path) -> None:
     command = serve(checkpoint, tmp_path, "127.0.0.1:0", store_gib=16 / 1024)
     result = subprocess.run(
         in_full_folder(tmp_path, 32, 15, command), capture_output=True, text=True, check=False
@@ -32,7 +30,7 @@ def test_a_segment_that_finds_its_folder_full_is_told_by_the_flag_to_change(
     assert "Traceback" not in result.stderr
 
 
-async def test_a_server_goes_on_whose_folder_is_full_and_whose_log_cannot_be_written(
+async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     folder, listen = tmp_path / "segments", f"unix:{tmp_path}/encoder.sock"

@@ -109,7 +109,7 @@ class Drips:
             connection.close()
 
 
-def test_health_is_answered_beside_dripping_connections_and_threads_are_bounded() -> None:
+def test_health_is_answered_beside_slow_connections() -> None:
     with serving() as http, Drips(http.endpoint, 2 * MAX_CONNECTIONS) as drips:
         threads = threading.active_count()
         for _ in range(20):

@@ -103,9 +103,7 @@ def test_rows_that_were_put_share_an_address_only_if_all_is_equal(
 
 
 @given(producers, names)
-def test_rows_that_were_put_never_meet_those_of_the_tower_nor_the_file_of_an_image(
-    producer: Producer, name: Any
-) -> None:
+def test_put_rows_never_share_an_address_with_the_tower_or_a_file(producer: Producer, name: Any) -> None:
     put = put_key(producer, name)
     digest = name if isinstance(name, bytes) else b"d" * 32
     recipe = Recipe(producer.model, producer.processor, producer.dtype)

@@ -38,7 +38,7 @@ async def rows_of(client: EncoderClient, image: bytes) -> bytes:
     raise AssertionError("no rows")
 
 
-async def test_a_server_without_files_left_serves_who_is_connected_and_everybody_later(
+async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
     checkpoint: Path,
 ) -> None:
     with running(checkpoint) as server:

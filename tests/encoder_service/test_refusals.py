@@ -130,7 +130,7 @@ async def test_a_client_refuses_a_server_with_another_model(server: Server) -> N
         await EncoderClient.connect(server.endpoint, model_fingerprint=b"\x02" * 32)
 
 
-async def test_a_file_that_is_no_image_fails_at_the_client_without_its_neighbours(
+async def test_a_non_image_fails_alone_at_the_client(
     client: EncoderClient,
 ) -> None:
     answers = await client.submit([b"nothing", photo(64, 64, 12)])
@@ -174,7 +174,7 @@ async def test_the_operators_calls_are_refused_without_the_proof(server: Server)
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_submit_whose_time_runs_out_at_any_moment_ends_with_an_error_of_the_family(
+async def test_a_submit_deadline_at_any_moment_is_a_contract_error(
     client: EncoderClient,
 ) -> None:
     images = [photo(400, 400, 700 + n) for n in range(4)]
@@ -243,9 +243,7 @@ async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(
     assert read_on[0] != threading.get_ident()
 
 
-async def test_what_is_refused_takes_no_room_from_the_files_of_others(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_refused_images_take_no_space_from_kept_files(server: Server, client: EncoderClient) -> None:
     sources = server._sources
     bad = [
         b"no image at all" * 300,

@@ -46,7 +46,7 @@ async def test_describe_tells_model_geometry_and_limits(client: EncoderClient, m
 
 
 @pytest.mark.parametrize("transport", BY_DEFAULT)
-async def test_submitted_images_come_back_as_the_rows_of_the_tower(
+async def test_submitted_images_return_the_rows_of_the_tower(
     client: EncoderClient, model: Model, transport: str
 ) -> None:
     images = [photo(width, height, seed) for seed, (width, height) in enumerate(SIZES)]
@@ -98,7 +98,7 @@ async def test_a_row_window_is_exactly_those_rows(client: EncoderClient) -> None
 
 
 @pytest.mark.parametrize("transport", BY_DEFAULT)
-async def test_an_image_that_a_call_names_many_times_is_awaited_found_and_pinned_once(
+async def test_an_image_named_many_times_in_a_call_is_pinned_once(
     server: Server, client: EncoderClient, gate: Gate, transport: str
 ) -> None:
     (image,) = await client.submit([photo(320, 240, 40 + BY_DEFAULT.index(transport))])
@@ -127,7 +127,7 @@ async def test_fetch_waits_for_an_image_that_is_submitted_later(client: EncoderC
     assert (await fetching)[0].error is None
 
 
-async def test_fetch_of_what_nobody_submits_ends_in_not_found_after_its_grace(client: EncoderClient) -> None:
+async def test_a_fetch_of_an_unsubmitted_image_is_not_found_after_its_grace(client: EncoderClient) -> None:
     (known,) = await client.submit([photo(64, 64, 6)])
     outcomes = await collect(client, [RowRequest(bytes(32)), RowRequest(known.digest)], grace_ms=100)
     assert isinstance(outcomes[0].error, UnknownImageError)
@@ -187,7 +187,7 @@ async def test_a_caller_whose_machine_falls_silent_holds_no_pins_for_long(server
     await proxy.stop()
 
 
-async def test_handles_are_for_callers_who_can_read_the_segment_and_others_get_their_rows_inline(
+async def test_only_callers_who_can_read_the_segment_get_handles(
     client: EncoderClient, server: Server
 ) -> None:
     (image,) = await client.submit([photo(128, 128, 30)])

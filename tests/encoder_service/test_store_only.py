@@ -40,9 +40,7 @@ def stores(config: Config, model: Model, folder: Path) -> Config:
     )
 
 
-async def test_a_server_without_weights_serves_what_is_put_and_refuses_images_in_clear_words(
-    folder: Path, model: Model
-) -> None:
+async def test_a_store_only_server_serves_put_rows_and_refuses_images(folder: Path, model: Model) -> None:
     with running(folder, store_only="yes", accept_put="yes") as server:
         assert any("stores only" in line for line in server.lines)
         async with await EncoderClient.connect(server.endpoint) as client:
@@ -60,7 +58,7 @@ async def test_a_server_without_weights_serves_what_is_put_and_refuses_images_in
             assert "--store-only" in str(submitted.error)
 
 
-def test_what_it_is_told_of_the_model_has_to_be_a_fingerprint_and_is_for_it_alone(stores: Config) -> None:
+def test_model_fingerprint_must_be_valid_and_needs_store_only(stores: Config) -> None:
     assert load_model(stores).recipe.model.hex() == stores.model_fingerprint
     with pytest.raises(ConfigError, match="64 hexadecimal digits"):
         replace(stores, model_fingerprint="abc")
@@ -96,7 +94,7 @@ async def test_in_a_mixed_fleet_each_serves_what_the_other_holds(
         assert await encoder.encodes() == 1
 
 
-async def test_an_image_that_only_a_dead_replica_could_encode_is_unknown_here_after_the_grace(
+async def test_an_image_that_only_a_dead_replica_could_encode_becomes_unknown(
     config: Config, model: Model, stores: Config, redis_url: str
 ) -> None:
     only = {"store_only": "yes", "model": stores.model, "model_fingerprint": stores.model_fingerprint}

@@ -38,7 +38,7 @@ async def test_no_pass_of_the_loop_lets_more_than_a_few_go_on() -> None:
     assert max(passes) <= 2 * AT_A_TIME  # those of one pass, and those that were granted in the one before
 
 
-async def test_who_needs_many_passes_finds_two_pieces_of_another_clients_work_in_each() -> None:
+async def test_each_pass_has_two_pieces_of_other_clients_work() -> None:
     turns, done = Turns(), 0
 
     async def work() -> None:
@@ -70,7 +70,7 @@ async def test_a_turn_as_large_as_a_pass_leaves_the_next_pass_to_others() -> Non
     assert [at for at, client_id in enumerate(order) if client_id == "modest"][-1] < 8
 
 
-async def test_who_left_while_it_waited_takes_no_turn() -> None:
+async def test_a_cancelled_waiter_takes_no_turn() -> None:
     turns = Turns()
     waiting = [asyncio.ensure_future(turns.take("client")) for _ in range(50)]
     await asyncio.sleep(0)

@@ -36,7 +36,7 @@ def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("test", logging.INFO, "", 0, text, (), None)
 
 
-async def test_lines_of_an_unread_log_are_dropped_and_counted_and_those_kept_come_in_order(
+async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(
     pipe: tuple[int, int],
 ) -> None:
     reads, writes = pipe
@@ -82,7 +82,7 @@ def test_a_record_that_cannot_be_formatted_is_counted(pipe: tuple[int, int]) -> 
     handler.close()
 
 
-async def test_a_server_whose_log_nobody_reads_answers_probes_and_ends_at_sigterm(
+async def test_a_server_with_an_unread_log_answers_probes_and_ends_at_sigterm(
     checkpoint: Path, tmp_path: Path, pipe: tuple[int, int]
 ) -> None:
     flags = [

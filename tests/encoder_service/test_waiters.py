@@ -33,7 +33,7 @@ def key(number: int) -> ImageKey:
     return ImageKey(address(number), bytes(32))
 
 
-async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() -> None:
+async def test_an_arrival_wakes_only_its_own_waiters() -> None:
     sought: dict[bytes, Callable[[bytes, Locations], None]] = {}
     cluster = Cluster()
     cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ async def test_an_arrival_here_or_elsewhere_wakes_those_who_wait_for_it_alone() 
     assert not sought
 
 
-async def test_who_waits_is_bounded_over_all_and_for_each_client() -> None:
+async def test_waiters_are_bounded_in_total_and_per_client() -> None:
     waiters = Waiters(Cluster(), Budget(100, "images"))
     until = asyncio.get_running_loop().time() + PATIENCE_S
     greedy = [asyncio.create_task(waiters.wait(key(n), caller("greedy"), until)) for n in range(100)]
@@ -90,7 +90,7 @@ def unknown(count: int, grace_ms: int) -> pb.FetchRequest:
     return pb.FetchRequest(caller=pb.Caller(client_id="lost"), images=images, grace_ms=grace_ms)
 
 
-async def test_a_flood_of_unknown_digests_is_refused_and_costs_nobody_else_an_answer(
+async def test_a_flood_of_unknown_digests_is_refused_without_harm_to_others(
     server: Server, client: EncoderClient, stub: Any
 ) -> None:
     calls = [stub.Fetch(unknown(512, 30_000)) for _ in range(12)]

@@ -77,7 +77,7 @@ async def test_rows_equal_those_of_the_asynchronous_client(
     assert np.array_equal(ours, theirs[0])
 
 
-async def test_what_one_tenant_submitted_another_does_not_get(process: ServerProcess) -> None:
+async def test_a_tenant_does_not_get_images_of_another(process: ServerProcess) -> None:
     image = photo(140, 90, 2)
     async with await EncoderClient.connect(process.endpoint, tenant_salt=b"one") as one:
         two = one.for_tenant(b"two")
@@ -138,7 +138,7 @@ def test_closing_ends_the_calls_of_other_threads_and_later_ones(process: ServerP
         client.submit([photo(64, 64, 1)])
 
 
-def test_connecting_fails_as_the_asynchronous_client_does_and_leaves_no_thread(
+def test_a_failed_blocking_connect_leaves_no_thread(
     process: ServerProcess,
 ) -> None:
     before = {thread.name for thread in threading.enumerate()}

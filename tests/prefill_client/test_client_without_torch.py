@@ -69,9 +69,7 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_client_gives_rows_as_numpy_arrays_where_only_its_dependencies_are(
-    checkpoint: Path, site: Path, tmp_path: Path
-) -> None:
+def test_the_client_returns_numpy_arrays_without_torch(checkpoint: Path, site: Path, tmp_path: Path) -> None:
     file = tmp_path / "photo.jpg"
     file.write_bytes(photo(160, 120, 7))
     with running(checkpoint) as server:

@@ -54,7 +54,7 @@ async def lose(server: Server) -> None:
     await server._listener._server.stop(0)
 
 
-async def test_a_request_whose_images_are_lost_ends_and_the_caller_has_heard_nothing(server: Server) -> None:
+async def test_lost_images_end_a_request_before_its_answer_begins(server: Server) -> None:
     caller = Caller()
     async with (
         await EncoderClient.connect(server.endpoint) as client,
@@ -76,9 +76,7 @@ async def fails(_: object, __: Receive, send: Send) -> None:
 
 
 @pytest.mark.parametrize("broken", [[], [1], [1, 2]])
-async def test_an_error_of_vllm_for_an_image_that_cannot_be_decoded_names_the_image(
-    server: Server, broken: list[int]
-) -> None:
+async def test_an_error_for_a_broken_image_names_the_image(server: Server, broken: list[int]) -> None:
     caller, files = Caller(), [photo(90, 90, seed, "PNG") for seed in (42, 43, 44)]
     for index in broken:
         files[index] = files[index][: len(files[index]) // 2]  # its header is sound
@@ -97,9 +95,7 @@ async def test_an_error_of_vllm_for_an_image_that_cannot_be_decoded_names_the_im
 
 
 @pytest.mark.parametrize("sent", [True, False])
-async def test_an_error_of_vllm_for_an_image_of_an_earlier_response_that_is_lost_says_what_to_do(
-    server: Server, sent: bool
-) -> None:
+async def test_a_lost_image_of_an_earlier_response_says_what_to_do(server: Server, sent: bool) -> None:
     caller, other = Caller(), photo(90, 90, 45)
     async with (
         await EncoderClient.connect(server.endpoint) as client,

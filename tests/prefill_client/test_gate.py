@@ -155,7 +155,7 @@ async def test_a_request_that_is_not_preempted_has_each_image_fetched_once(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_a_request_goes_on_wherever_it_is_preempted_and_whatever_prefix_is_cached(
+async def test_a_request_continues_after_any_preemption_and_cached_prefix(
     prefill: Prefill, images: list[Submitted], layout: str
 ) -> None:
     _, tokens = prefill.request("", layout, images)
@@ -168,7 +168,7 @@ async def test_a_request_goes_on_wherever_it_is_preempted_and_whatever_prefix_is
             await prefill.end(asking)
 
 
-async def test_images_behind_that_are_still_on_their_way_make_room_for_those_needed_again(
+async def test_later_images_make_room_for_those_needed_again(
     prefill: Prefill, images: list[Submitted]
 ) -> None:
     """The server never has the images behind: only letting go of them frees their memory."""

@@ -63,7 +63,7 @@ def lose(server: Server, stream: FetchStream) -> Awaitable[None]:
     return soon(lambda: server.store.stats().pins == 0)
 
 
-async def test_the_deadline_bounds_the_wait_for_rows_and_never_the_holding_of_them(small: Server) -> None:
+async def test_the_deadline_limits_the_wait_for_rows_but_not_their_hold(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, expected = await submitted(client, 1)
 
@@ -101,7 +101,7 @@ async def test_an_image_that_is_late_does_not_take_the_others_away(small: Server
         await within_some_limit(one_came_in_time)
 
 
-async def test_rows_that_become_those_of_another_image_while_they_are_read_are_an_error(
+async def test_rows_replaced_while_they_are_read_are_an_error(
     small: Server,
 ) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
@@ -132,7 +132,7 @@ async def test_an_error_over_rows_that_were_lost_is_their_loss(small: Server) ->
                 raise ZeroDivisionError
 
 
-async def test_rows_are_not_used_again_once_the_call_that_held_them_is_known_to_have_ended(
+async def test_rows_are_not_used_after_their_call_has_ended(
     small: Server,
 ) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
@@ -145,7 +145,7 @@ async def test_rows_are_not_used_again_once_the_call_that_held_them_is_known_to_
                 pytest.fail("used")
 
 
-async def test_whoever_reads_rows_that_are_lost_gets_them_fetched_again(small: Server) -> None:
+async def test_lost_rows_are_fetched_again_for_every_reader(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, expected = await submitted(client, 1)
         loop, found = asyncio.get_running_loop(), []
@@ -211,7 +211,7 @@ with BlockingClient.connect(endpoint) as client:
 """
 
 
-async def test_a_process_that_was_stopped_until_the_server_let_go_reads_no_other_rows(small: Server) -> None:
+async def test_a_process_stopped_past_the_keepalive_reads_no_wrong_rows(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, expected = await submitted(client, 1)
         stopped = await asyncio.create_subprocess_exec(

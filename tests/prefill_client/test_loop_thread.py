@@ -73,7 +73,7 @@ def a_call_that_closing_ends(loop: LoopThread) -> Iterator[None]:
     assert [str(error) for error in errors] == ["the client was closed"]
 
 
-def test_a_call_that_connects_anew_while_the_client_closes_keeps_nothing_open() -> None:
+def test_a_reconnect_during_close_leaves_nothing_open() -> None:
     loop, pool = LoopThread("test-loop"), TwoOfThree()
     for endpoint in ("a", "b"):
         loop.run(pool.connection(endpoint))
@@ -89,7 +89,7 @@ def test_a_call_that_connects_anew_while_the_client_closes_keeps_nothing_open() 
     assert [connection.closed for connection in pool.opened] == [True, True]
 
 
-def test_a_last_deed_that_fails_ends_the_calls_of_other_threads_all_the_same() -> None:
+def test_a_failing_close_still_ends_calls_of_other_threads() -> None:
     loop = LoopThread("test-loop")
 
     async def last() -> None:

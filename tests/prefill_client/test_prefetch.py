@@ -143,7 +143,7 @@ async def test_rows_of_a_chunk_are_released_when_the_next_is_asked_for() -> None
         assert encoder.open == {1, 2}
 
 
-async def test_max_held_bytes_stay_within_their_bound_and_the_next_chunk_always_goes() -> None:
+async def test_held_bytes_stay_bounded_and_the_next_chunk_is_always_fetched() -> None:
     encoder = Encoder(ready=True)
     chunks = images_of([4, 4, 4, 20, 4], 4)
     held, seen = [], []

@@ -49,7 +49,7 @@ def test_every_public_class_and_method_has_a_docstring() -> None:
     assert [name for name, each in public.items() if callable(each) and not inspect.getdoc(each)] == []
 
 
-def test_every_public_name_is_on_the_page_and_its_examples_import_nothing_else() -> None:
+def test_the_page_has_every_public_name_and_imports_only_them() -> None:
     for name in prefill_client.__all__:
         assert re.search(rf"\b{name}\b", PAGE), name
     imported = {
@@ -86,7 +86,7 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
     assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
 
 
-def test_importing_the_client_loads_no_torch_grpc_server_or_reference_service() -> None:
+def test_importing_the_client_loads_no_heavy_modules() -> None:
     heavy = "{'torch', 'grpc', 'PIL', 'redis', 'encoder_service', 'prefill_reference', 'transformers'}"
     script = f"import sys, prefill_client; print({heavy} & set(sys.modules))"
     done = subprocess.run(

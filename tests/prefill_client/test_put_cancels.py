@@ -95,7 +95,7 @@ class Writers:
             self.most = max(self.most, self.inside)
 
 
-async def test_a_put_that_is_cancelled_keeps_the_shared_memory_until_its_thread_has_left_it(
+async def test_a_cancelled_put_keeps_shared_memory_until_its_thread_ends(
     store: Server, client: EncoderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers, images, rows = Writers(monkeypatch), [new_image(), new_image()], rows_for(client, 2)
@@ -117,7 +117,7 @@ async def test_a_put_that_is_cancelled_keeps_the_shared_memory_until_its_thread_
         assert [answer.state for answer in await session.name(images)] == ["yours", "held"]
 
 
-async def test_a_put_that_is_cancelled_while_it_writes_leaves_the_call_to_the_others(
+async def test_a_put_cancelled_during_a_write_keeps_the_call_open(
     store: Server, client: EncoderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, rows = [new_image(LARGE), new_image()], rows_for(client, 2)
@@ -137,7 +137,7 @@ async def test_a_put_that_is_cancelled_while_it_writes_leaves_the_call_to_the_ot
         await soon(lambda: not len(store.leases))
 
 
-async def test_an_image_whose_abandoning_is_cancelled_is_free_and_so_is_its_place_in_the_call(
+async def test_a_cancelled_abandon_frees_the_image_and_its_index(
     store: Server, client: EncoderClient
 ) -> None:
     async with client.put(PRODUCER) as session:
@@ -154,7 +154,7 @@ async def test_an_image_whose_abandoning_is_cancelled_is_free_and_so_is_its_plac
         assert {answer.state for answer in await session.name([new_image(), new_image()])} == {"yours"}
 
 
-async def test_whoever_waits_hears_at_once_that_the_call_was_cancelled_underneath(
+async def test_waiters_learn_at_once_that_their_call_was_cancelled(
     store: Server, client: EncoderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with client.put(PRODUCER, timeout_s=10 * PATIENCE_S) as session:
@@ -171,7 +171,7 @@ async def test_whoever_waits_hears_at_once_that_the_call_was_cancelled_underneat
         assert answer.state == "yours", "the next names have a call of their own"
 
 
-async def test_a_name_at_several_servers_that_is_cancelled_gives_up_what_some_have_given(
+async def test_a_cancelled_name_gives_back_leases_of_all_servers(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = {"accept_put": "yes", "put_lease_s": 10 * PATIENCE_S}

@@ -66,9 +66,7 @@ async def test_a_segment_that_a_server_refuses_leaves_no_descriptor(
         assert (await session.put(answer, rows_for(client, 1))).state == "held", "they go inline"
 
 
-async def test_a_call_that_has_ended_leaves_no_descriptor_and_the_next_has_its_own(
-    config: Config, model: Model
-) -> None:
+async def test_an_ended_put_call_leaves_no_descriptor(config: Config, model: Model) -> None:
     before = open_segments()
     async with opened(config, model) as (server, client, session):
         for seed in range(3):
@@ -80,7 +78,7 @@ async def test_a_call_that_has_ended_leaves_no_descriptor_and_the_next_has_its_o
             await soon(lambda: open_segments() <= before)
 
 
-async def test_a_call_that_ends_while_a_thread_writes_rows_closes_their_segment_after_it(
+async def test_a_segment_is_closed_after_the_thread_that_writes_to_it(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, inside, may_write = open_segments(), threading.Event(), threading.Event()

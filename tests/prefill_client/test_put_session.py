@@ -35,7 +35,7 @@ async def servers(config: Config, model: Model) -> AsyncIterator[list[Server]]:
         yield [one, other]
 
 
-async def test_engines_that_do_as_the_page_says_run_their_towers_once_for_an_image(
+async def test_engines_that_follow_the_page_encode_each_image_once(
     servers: list[Server],
 ) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -87,7 +87,7 @@ async def test_names_go_to_the_server_that_their_fetch_goes_to(servers: list[Ser
             await soon(fetched)  # a server that was not heard of for a moment is passed by
 
 
-async def test_what_is_not_ours_cannot_be_put(servers: list[Server]) -> None:
+async def test_rows_without_a_lease_cannot_be_put(servers: list[Server]) -> None:
     async with await EncoderClient.connect(servers[0].endpoint) as client:
         image = new_image()
         async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
@@ -98,7 +98,7 @@ async def test_what_is_not_ours_cannot_be_put(servers: list[Server]) -> None:
             assert isinstance(failed.error, InvalidRequestError)
 
 
-async def test_a_server_that_goes_away_fails_what_was_under_way_and_is_used_again_when_it_is_back(
+async def test_a_lost_server_fails_running_puts_and_is_used_again_later(
     checkpoint: Path,
 ) -> None:
     with running(checkpoint, accept_put="yes", listen=f"127.0.0.1:{free_port()}") as first:

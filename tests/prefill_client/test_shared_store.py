@@ -38,9 +38,7 @@ async def first(told: Callable[[], Iterable[Any]]) -> Any:
     return taken[0]
 
 
-async def test_a_save_whose_rows_cannot_be_put_ends_in_an_error_and_frees_its_lease(
-    config: Config, model: Model
-) -> None:
+async def test_a_failed_save_frees_its_lease(config: Config, model: Model) -> None:
     kind = RowKind(model.tower.spec.width, model.recipe.dtype, model.processor.geometry.merge_size)
     rows_bytes = TOKENS * kind.width * element_type(kind.dtype).itemsize
     memory = HostMemory(1 << 20)

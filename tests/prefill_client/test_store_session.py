@@ -91,7 +91,7 @@ async def test_an_engine_starts_alone_joins_later_and_says_each_once(
     assert ["is gone" in line for line in said] == [True, False], said
 
 
-async def test_an_engine_says_once_that_the_service_that_came_up_refuses_it_and_goes_on_trying(
+async def test_a_refusal_of_the_service_is_logged_once_and_retried(
     config: Config,
     model: Model,
     kind: RowKind,
@@ -126,7 +126,7 @@ async def test_an_engine_says_once_that_the_service_that_came_up_refuses_it_and_
     assert "--accept-put" in refused[0]
 
 
-async def test_what_one_has_put_another_finds_and_a_wait_that_is_given_up_ends(
+async def test_put_rows_are_found_by_others_and_waits_can_be_given_up(
     config: Config, model: Model, kind: RowKind
 ) -> None:
     async with server_of(config, model, accept_put="yes") as server:

@@ -194,7 +194,7 @@ async def test_bad_image_is_a_400_that_says_which(service: Service) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     service: Service, change: dict[str, Any], said: str
 ) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **change}
@@ -223,9 +223,7 @@ async def test_requests_over_the_bound_are_refused_and_the_place_comes_back(
     assert (await service.ask(user("Hello"))).choices
 
 
-async def test_caller_who_hangs_up_leaves_nothing_behind(
-    service: Service, server: Server, gate: Gate
-) -> None:
+async def test_a_hang_up_leaves_nothing_behind(service: Service, server: Server, gate: Gate) -> None:
     body = json.dumps(
         {"model": MODEL, "messages": [user("What?", data_url(photo(100, 100, 9)))], "max_tokens": 2}
     ).encode()
@@ -287,7 +285,7 @@ async def test_process_serves_and_ends_with_0(server: Server, checkpoint: Path) 
     assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
-def test_what_cannot_be_served_ends_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_unservable_model_ends_the_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["serve", "--model", str(tmp_path)]) == 2
     assert "no config.json" in capsys.readouterr().err
     assert main(["serve", "--model", str(tmp_path), "--chunk-tokens", "0"]) == 2

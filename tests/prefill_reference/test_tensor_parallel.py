@@ -168,7 +168,7 @@ def test_every_rank_reads_the_rows_that_rank_0_fetched(reports: dict[str, list[R
     assert len(first["shapes"]) == len(IMAGES)
 
 
-def test_a_handle_is_a_few_hundred_bytes_whatever_the_image(reports: dict[str, list[Report]]) -> None:
+def test_a_handle_is_a_few_hundred_bytes_for_any_image(reports: dict[str, list[Report]]) -> None:
     assert reports["from_handles"][0]["packed_bytes"] < 300 * len(IMAGES)
 
 

@@ -34,7 +34,7 @@ def test_prefill_runs_exactly_up_to_a_missing_image(engine: Engine) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_text_before_the_first_image_is_prefilled_though_nothing_has_arrived(engine: Engine) -> None:
+def test_text_before_the_first_image_is_prefilled_without_rows(engine: Engine) -> None:
     engine.forget()
     late = photo(180, 160, 5, "PNG")
     parts = ["t" * 150, late]

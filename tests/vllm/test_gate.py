@@ -42,7 +42,7 @@ def step_until_parked(engine: Engine, request_id: str) -> int:
     return before
 
 
-def test_what_lies_before_the_step_of_a_missing_image_is_prefilled(engine: Engine) -> None:
+def test_tokens_before_a_missing_image_are_prefilled(engine: Engine) -> None:
     first, second, prompt = two_images(500)
     engine.forget()
     engine.submit(first)
@@ -79,7 +79,7 @@ def test_others_go_on_while_one_is_parked(engine: Engine) -> None:
     assert engine.run(parked)[parked].reason == "length"
 
 
-def test_images_behind_the_next_step_are_asked_for_meanwhile(engine: Engine) -> None:
+def test_images_of_later_steps_are_requested_ahead(engine: Engine) -> None:
     first, second, prompt = two_images(502)
     engine.forget()
     request_id = engine.start(prompt)
@@ -117,7 +117,7 @@ def test_preempted_in_every_state_a_request_is_answered_alike(engine: Engine) ->
         engine.assert_nothing_is_held()
 
 
-def test_a_caller_who_hangs_up_leaves_nothing_behind(engine: Engine) -> None:
+def test_an_aborted_request_leaves_nothing_behind(engine: Engine) -> None:
     images = [photo(200, 150, 30 + number, "PNG") for number in range(5)]
     for submitted in (0, 2, 5):
         for steps in (0, 1, 2, 4, 8, 30):

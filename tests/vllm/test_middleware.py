@@ -237,7 +237,7 @@ def test_text_alone_and_bodies_that_are_no_request_are_vllms_to_answer(http: Htt
         (raw(photo(90, 90, 1, "PNG")), {"media_io_kwargs": {"image": {"x": 1}}}, 400, "media_io_kwargs"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_with_its_own_text(
+def test_unservable_images_are_refused_with_their_own_error(
     http: HttpEngine, part: dict[str, Any], body: dict[str, Any], status: int, told: str
 ) -> None:
     response = http.chat([{"type": "text", "text": "x"}, part], **body)
@@ -311,7 +311,7 @@ def test_a_host_of_images_that_does_not_exist_is_the_callers_error(http: HttpEng
     assert (response.status_code, response.json()["error"]["code"]) == (422, 422)
 
 
-def test_named_parts_on_other_routes_end_with_an_error_and_the_engine_lives(http: HttpEngine) -> None:
+def test_named_parts_on_other_routes_end_only_their_request(http: HttpEngine) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
     message = {"role": "user", "content": [part]}
     anthropic = {"model": "tiny", "max_tokens": 4, "messages": [message]}
@@ -347,7 +347,7 @@ def test_an_image_that_turns_out_broken_ends_its_request_alone(http: HttpEngine)
         assert good.result()
 
 
-def test_callers_who_hang_up_leave_the_engine_well(http: HttpEngine) -> None:
+def test_hang_ups_do_not_harm_the_engine(http: HttpEngine) -> None:
     def leave(number: int) -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": content(prompt(800 + number, 4))}]}
         with suppress(httpx.TimeoutException):

@@ -88,7 +88,7 @@ class Tower:
         return self._rows[nearest].to(own)
 
 
-def test_rows_are_near_those_of_the_own_tower_and_in_its_place_give_the_same_answers(
+def test_rows_are_near_those_of_the_own_tower_and_give_the_same_answers(
     engine: Engine, ours: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model

@@ -92,7 +92,7 @@ def other_weights(folder: Path) -> Path:
     return write_checkpoint(folder, preprocessor=SMALL["qwen3_vl"], seed=1)
 
 
-def test_another_checkpoint_of_the_same_shape_is_refused_with_both_fingerprints(
+def test_another_checkpoint_is_refused_with_both_fingerprints(
     checkpoint: Path, service: ServerProcess, tmp_path: Path
 ) -> None:
     other = other_weights(tmp_path)
@@ -102,7 +102,7 @@ def test_another_checkpoint_of_the_same_shape_is_refused_with_both_fingerprints(
     assert all(each.hex() in str(refused.value) for each in fingerprints)
 
 
-def test_any_model_of_the_same_shape_is_taken_where_that_is_asked_for_with_a_warning(
+def test_model_fingerprint_any_accepts_every_model_with_a_warning(
     service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []

@@ -65,9 +65,7 @@ def assert_all_equal(ours: list[Answer], right: list[Answer]) -> None:
     assert max(each.distance(own) for each, own in zip(ours, right, strict=True)) <= TOLERANCE
 
 
-def test_two_ranks_put_once_and_load_alike_and_a_server_with_a_tower_takes_rows_too(
-    checkpoint: Path, right: list[Answer]
-) -> None:
+def test_two_ranks_put_once_and_load_alike(checkpoint: Path, right: list[Answer]) -> None:
     # Two processes, on as many cores as there are: a step may take them longer than a lease should last.
     with running(checkpoint, executable=SERVICE, accept_put="yes", put_lease_s=HANG_S, **SETTINGS) as server:
         engine = SharingEngine(checkpoint, server.endpoint, tensor_parallel_size=2)
@@ -81,7 +79,7 @@ def test_two_ranks_put_once_and_load_alike_and_a_server_with_a_tower_takes_rows_
             engine.close()
 
 
-def test_what_one_engine_has_encoded_another_never_does(
+def test_an_image_is_encoded_by_one_engine_only(
     engine: SharingEngine, first: tuple[int, list[Answer]], right: list[Answer]
 ) -> None:
     encoded, answered = first
@@ -115,7 +113,7 @@ def other(engine: SharingEngine, store: Restartable) -> Iterator[OtherEngine]:
     other.close()
 
 
-def test_what_somebody_else_computes_is_waited_for_and_others_go_on(
+def test_an_image_of_another_engine_is_awaited_while_others_run(
     engine: SharingEngine, other: OtherEngine
 ) -> None:
     parts: list[Part] = ["a", photo(200, 150, 8200, "PNG")]
@@ -133,7 +131,7 @@ def test_what_somebody_else_computes_is_waited_for_and_others_go_on(
     engine.assert_nothing_is_held()
 
 
-def test_when_the_engine_that_computes_is_killed_another_does_within_the_lease(
+def test_another_engine_computes_when_the_first_is_killed(
     engine: SharingEngine, checkpoint: Path, store: Restartable
 ) -> None:
     command = [sys.executable, "-m", "tests.vllm.stuck_engine", str(checkpoint), store.endpoint, "8400"]
@@ -157,7 +155,7 @@ def test_when_the_engine_that_computes_is_killed_another_does_within_the_lease(
     engine.assert_nothing_is_held()
 
 
-def test_a_caller_who_hangs_up_frees_the_lease(engine: SharingEngine, other: OtherEngine) -> None:
+def test_a_hang_up_frees_the_lease(engine: SharingEngine, other: OtherEngine) -> None:
     theirs, ours = photo(200, 150, 8500, "PNG"), photo(200, 150, 8501, "PNG")
     engine.forget()
     before = engine.encoded

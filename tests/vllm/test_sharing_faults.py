@@ -51,9 +51,7 @@ def parked_with(engine: SharingEngine, other: OtherEngine, seed: int, uuid: str)
     return parked, named
 
 
-def test_a_name_that_a_caller_gives_two_images_poisons_nobody(
-    engine: SharingEngine, other: OtherEngine
-) -> None:
+def test_one_uuid_for_two_images_harms_no_other_engine(engine: SharingEngine, other: OtherEngine) -> None:
     parked, named = parked_with(engine, other, 8700, "mine")
     another = photo(200, 150, 8702, "PNG")
     # The store was asked about the one; the other is encoded under its name.
@@ -90,7 +88,7 @@ def test_without_room_for_its_rows_an_engine_encodes_for_itself(
 
 
 @pytest.mark.parametrize("steps", range(0, 8, 2))
-def test_with_the_store_killed_at_any_step_an_engine_goes_on_alone_and_shares_again(
+def test_an_engine_survives_the_store_killed_at_any_step(
     engine: SharingEngine, store: Restartable, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     said: list[str] = []
@@ -163,7 +161,7 @@ def held_until_named(engine: SharingEngine) -> list[Rows[Asked]]:
     return list(table._rows.values())
 
 
-def test_an_image_that_nobody_finds_in_time_is_the_engines_own(
+def test_an_image_not_found_in_time_is_encoded_by_the_engine(
     engine: SharingEngine, other: OtherEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: list[Part] = ["a", photo(200, 150, 9600, "PNG")]

@@ -86,7 +86,7 @@ def settle(engine: Engine) -> None:
         time.sleep(0.001)
 
 
-def test_a_prompt_whose_images_are_stored_takes_as_many_steps_as_with_the_own_tower(engine: Engine) -> None:
+def test_stored_images_take_as_many_steps_as_the_own_tower(engine: Engine) -> None:
     encode(engine, images_of(SPACED))
     engine.forget()
     own = steps_to_prefill(engine, SPACED, own=True)

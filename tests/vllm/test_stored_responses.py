@@ -100,7 +100,7 @@ def test_a_conversation_goes_on_though_the_service_has_lost_its_images(
         assert_same(said(response), said(respond(http, asked, store=False, **system)))
 
 
-def test_a_conversation_whose_images_are_kept_nowhere_is_refused_with_what_to_do(
+def test_a_conversation_without_kept_images_is_refused_with_advice(
     http: HttpEngine, server: Restartable
 ) -> None:
     first = respond(http, [user("look", photo(150, 110, 9110, "PNG"))])
@@ -127,9 +127,7 @@ def test_a_conversation_that_changes_its_cache_salt_is_refused(http: HttpEngine)
     assert "cache_salt" in refused.json()["error"]["message"]
 
 
-def test_images_of_a_response_in_the_background_are_for_the_engines_own_tower(
-    http: HttpEngine, server: Restartable
-) -> None:
+def test_the_own_tower_encodes_images_of_background_responses(http: HttpEngine, server: Restartable) -> None:
     assert server.server is not None
     encoded = server.server.encodes()
     asked = user("look", photo(150, 110, 9130, "PNG"))

@@ -66,7 +66,7 @@ def test_an_image_without_rows_that_is_let_pass_ends_the_engine(
     assert_dies_of("no name", engine)
 
 
-def test_a_larger_grid_that_is_believed_ends_the_engine(
+def test_without_the_check_a_larger_grid_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamedGate, "_span", trusting)
@@ -74,7 +74,7 @@ def test_a_larger_grid_that_is_believed_ends_the_engine(
     assert_dies_of("a larger grid", engine)
 
 
-def test_a_smaller_grid_that_is_believed_is_answered_with_wrong_rows(
+def test_without_the_check_a_smaller_grid_gets_wrong_rows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamedGate, "_span", trusting)
@@ -106,7 +106,7 @@ def test_saying_that_rows_are_here_when_they_are_not_ends_the_engine(
 # 2. The right name with a transposed grid.
 
 
-def test_a_grid_that_is_believed_poisons_the_prefix_cache(
+def test_without_the_check_a_grid_poisons_the_prefix_cache(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamedGate, "_span", trusting)
@@ -227,7 +227,7 @@ def test_a_failure_that_is_remembered_is_waited_for_in_vain(
 # 7. A decode step has nothing to ask for.
 
 
-def test_a_request_that_does_not_know_its_last_image_is_looked_after_at_every_decode_step(
+def test_without_its_last_image_a_request_is_checked_at_every_decode_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Prompt, "end", property(lambda _: 1 << 30))
@@ -248,7 +248,7 @@ def test_a_request_that_does_not_know_its_last_image_is_looked_after_at_every_de
 # 8. The service is checked before the weights load.
 
 
-def test_a_service_of_another_checkpoint_that_is_not_noticed_is_answered_with_wrong_text(
+def test_without_the_fingerprint_check_another_checkpoint_gives_wrong_text(
     service: ServerProcess, tmp_path: Path
 ) -> None:
     other = write_checkpoint(tmp_path, preprocessor=SMALL["qwen3_vl"], seed=1)
@@ -260,7 +260,7 @@ def test_a_service_of_another_checkpoint_that_is_not_noticed_is_answered_with_wr
         engine.close()
 
 
-def test_rows_of_another_width_that_are_not_noticed_are_answered_with_wrong_text(
+def test_without_the_width_check_other_rows_give_wrong_text(
     service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vision = {"deepstack_visual_indexes": [1, 2]}

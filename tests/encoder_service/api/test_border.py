@@ -57,7 +57,7 @@ async def flush(channel: grpc.aio.Channel, server: Server) -> object:
     + [(make, (Identity, "require")) for make in (describe, submit_nothing, fetch, stats, evict, flush)],
     ids=lambda each: each[1] if isinstance(each, tuple) else each.__name__,
 )
-async def test_an_exception_outside_our_family_ends_its_call_with_an_id_that_is_in_the_log(
+async def test_an_unexpected_exception_ends_its_call_with_a_logged_id(
     make: Make,
     place: tuple[object, str],
     server: Server,

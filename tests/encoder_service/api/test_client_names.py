@@ -62,7 +62,7 @@ async def submitted(endpoint: str, client_id: str, file: bytes) -> bool:
         return bool(state.state == pb.STATE_QUEUED)
 
 
-async def test_a_host_that_invents_a_name_for_each_image_leaves_room_for_another_host(
+async def test_a_host_with_many_invented_names_leaves_room_for_others(
     config: Config, model: Model, gate: Gate
 ) -> None:
     server = Server(replace(config, max_queued_images=PLACES), replace(model, decoder=cast(Decoder, gate)))

@@ -143,7 +143,7 @@ async def test_a_caller_that_leaves_during_its_refusal_is_no_error(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_requests_of_many_empty_messages_are_refused_before_they_are_parsed() -> None:
+def test_requests_of_many_empty_messages_are_refused_unparsed() -> None:
     """Two bytes of a message can take a hundred in memory: the fields are counted first."""
     empty = b"\x12\x00" * 49_000
     names = b"\x0a\x00" * 49_000

@@ -39,7 +39,7 @@ async def test_check_and_watch_know_the_server_and_its_service_and_nothing_else(
         assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-async def test_a_drain_tells_every_watcher_though_another_has_left_and_one_never_reads(
+async def test_a_drain_notifies_every_watcher_despite_gone_and_stalled_ones(
     config: Config, model: Model
 ) -> None:
     server = Server(replace(config, drain_s=60), model)
@@ -66,7 +66,7 @@ async def test_a_drain_tells_every_watcher_though_another_has_left_and_one_never
     await raw.close()
 
 
-async def test_a_connection_has_a_bounded_number_of_watches_and_others_are_answered(server: Server) -> None:
+async def test_health_watches_are_bounded_per_connection(server: Server) -> None:
     async with (
         grpc.aio.insecure_channel(server.endpoint) as greedy,
         grpc.aio.insecure_channel(server.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as other,

@@ -52,9 +52,7 @@ def from_peer(peer: str, token: str = "") -> Caller:
         ("ipv6:[nonsense]:1", "ipv6:[nonsense]"),
     ],
 )
-def test_the_host_of_a_caller_is_its_ipv4_address_or_the_network_of_its_ipv6_address(
-    peer: str, host: str
-) -> None:
+def test_a_host_is_an_ipv4_address_or_an_ipv6_network(peer: str, host: str) -> None:
     assert host_of(peer) == host
 
 
@@ -126,7 +124,7 @@ async def tenants_of(server: Server, tmp_path: Path) -> AsyncIterator[tuple[Enco
         yield chat, search
 
 
-async def test_requests_of_one_tenant_hold_up_no_image_of_another_whatever_they_say(
+async def test_requests_of_one_tenant_do_not_delay_another_tenant(
     gated: Server, gate: Gate, tmp_path: Path
 ) -> None:
     """Priority 8, the request identifier of the other, and 24 requests before it."""
@@ -155,7 +153,7 @@ async def test_requests_of_one_tenant_hold_up_no_image_of_another_whatever_they_
     assert done.index("search") <= 8, done
 
 
-async def test_a_tenant_that_fills_the_seconds_of_the_queue_leaves_room_for_another(
+async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
     gated: Server, gate: Gate, tmp_path: Path
 ) -> None:
     async with tenants_of(gated, tmp_path) as (chat, search):
@@ -172,7 +170,7 @@ async def test_a_tenant_that_fills_the_seconds_of_the_queue_leaves_room_for_anot
             assert other.error is None
 
 
-async def test_rows_in_the_store_count_against_the_tenant_that_had_them_encoded_or_put_them(
+async def test_stored_rows_count_against_the_tenant_that_encoded_or_put_them(
     tmp_path: Path, guarded: Config, model: Model
 ) -> None:
     path = tmp_path / "putting.toml"

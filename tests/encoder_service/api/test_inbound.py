@@ -99,7 +99,7 @@ async def test_a_message_larger_than_a_piece_is_not_received(server: Server) -> 
     await raw.close()
 
 
-def test_a_piece_may_be_larger_than_names_only_if_it_is_one_piece_from_end_to_end() -> None:
+def test_only_a_message_with_a_single_piece_may_exceed_the_names_limit() -> None:
     piece = pb.SubmitRequest(bytes=pb.ImageBytes(index=7, data=bytes(messages.PIECE_BYTES), last=True))
     assert messages.parse_submit(piece.SerializeToString(), 1).bytes.last
     for size in (0, 1, 100, 200, 20_000, 200_000):
@@ -230,7 +230,7 @@ async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -
     assert [request async for request in requests] == [b"1", b"2", b"3"]
 
 
-async def test_a_drain_step_that_fails_takes_none_of_the_others_with_it(
+async def test_a_failing_drain_step_does_not_stop_the_others(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(config, model)

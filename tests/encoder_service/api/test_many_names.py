@@ -29,7 +29,7 @@ async def states(call: RawPut, count: int) -> list[pb.PutState]:
     return [await call.state() for _ in range(count)]
 
 
-async def test_a_put_of_hundreds_of_names_leaves_the_loop_to_others_after_every_few(
+async def test_a_put_of_hundreds_of_names_yields_the_loop(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Named again and again: an index is free once its name has been answered, so no bound of a call ends it."""
@@ -57,7 +57,7 @@ async def test_a_put_of_hundreds_of_names_leaves_the_loop_to_others_after_every_
         assert max(now - then for then, now in pairwise(each)) <= NAMES_AT_A_TIME
 
 
-async def test_a_call_of_hundreds_of_names_leaves_the_loop_to_others_after_every_few(
+async def test_a_submit_of_hundreds_of_names_yields_the_loop(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:

@@ -64,7 +64,7 @@ async def status(server: Server, path: str, authorization: str | None) -> tuple[
         ("Bearer prometheus", (200, "")),
     ],
 )
-async def test_metrics_and_page_are_for_tenants_with_the_right_and_probes_need_none(
+async def test_metrics_and_page_need_the_right_and_probes_do_not(
     server: Server, authorization: str | None, answer: tuple[int, str]
 ) -> None:
     for path in ("/metrics", "/"):

@@ -36,7 +36,7 @@ async def test_a_server_takes_no_rows_unless_its_operator_allows_it(
 
 @pytest.mark.parametrize("by_digest", [False, True])
 @pytest.mark.parametrize("transport", ["inline", "shm"])
-async def test_what_one_puts_another_fetches_bit_for_bit(start: Any, transport: str, by_digest: bool) -> None:
+async def test_put_rows_are_fetched_bit_for_bit(start: Any, transport: str, by_digest: bool) -> None:
     server, client = await start()
     image, rows = new_image(by_digest=by_digest), rows_for(client, 1)
     async with client.put(PRODUCER, transports=[transport]) as session:
@@ -86,9 +86,7 @@ async def test_an_image_is_one_callers_to_compute_and_the_others_wait_for_it(sta
 
 
 @pytest.mark.parametrize("how", ["abandons it", "ends its call"])
-async def test_who_gives_an_image_up_blocks_nobody_and_who_waits_hears_it_at_once(
-    start: Any, how: str
-) -> None:
+async def test_giving_up_an_image_wakes_its_waiters_at_once(start: Any, how: str) -> None:
     server, client = await start(put_lease_s=120.0, limits={"max_grace_ms": 120_000})
     image = new_image()
     async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
@@ -127,7 +125,7 @@ async def test_a_lease_ends_with_its_time_and_rows_that_come_late_are_not_taken(
     await soon(lambda: nothing_is_left(server))
 
 
-async def test_who_drips_rows_of_one_image_holds_no_room_of_another_beyond_its_lease(start: Any) -> None:
+async def test_a_slow_put_holds_no_space_beyond_its_lease(start: Any) -> None:
     server, client = await start(put_lease_s=0.5)
     first, second, third = new_image(), new_image(), new_image()
     call = await RawPut.open(client)
@@ -152,7 +150,7 @@ async def test_who_drips_rows_of_one_image_holds_no_room_of_another_beyond_its_l
     await soon(lambda: nothing_is_left(server))
 
 
-async def test_what_was_put_and_evicted_is_unknown_and_whoever_asks_is_told_to_compute_it(
+async def test_evicted_put_rows_are_unknown_and_leased_again(
     start: Any,
 ) -> None:
     server, client = await start()
@@ -168,7 +166,7 @@ async def test_what_was_put_and_evicted_is_unknown_and_whoever_asks_is_told_to_c
         assert (await session.put(answer, rows)).state == "held"
 
 
-async def test_the_rows_of_one_producer_are_nobody_elses_and_never_those_of_the_tower(start: Any) -> None:
+async def test_rows_of_a_producer_are_separate_from_others_and_the_tower(start: Any) -> None:
     _, client = await start()
     image, rows = new_image(by_digest=True), rows_for(client, 9)
     async with client.put(PRODUCER) as session:
@@ -235,7 +233,7 @@ async def test_a_caller_that_is_cancelled_while_it_asks_has_no_lease(start: Any)
         assert (await session.put(mine, rows_for(client, 13))).state == "held"
 
 
-async def test_a_drain_waits_for_rows_that_are_on_their_way_and_for_no_call_that_is_idle(start: Any) -> None:
+async def test_a_drain_waits_for_incomplete_rows_but_not_for_idle_calls(start: Any) -> None:
     server, client = await start(drain_s=300.0)
     rows = rows_for(client, 16)
     async with client.put(PRODUCER) as idle, client.put(PRODUCER) as busy:

@@ -32,7 +32,7 @@ BROKEN: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize(("broken", "code"), BROKEN.values(), ids=list(BROKEN))
-async def test_rows_that_are_not_whole_fail_their_image_alone_and_its_lease_is_free(
+async def test_incomplete_rows_fail_only_their_image_and_free_its_lease(
     start: Any, broken: Any, code: int
 ) -> None:
     _, client = await start()
@@ -104,7 +104,7 @@ FIRST_MESSAGES = {
 
 
 @pytest.mark.parametrize("first", FIRST_MESSAGES.values(), ids=list(FIRST_MESSAGES))
-async def test_a_call_that_does_not_say_who_computes_is_refused(start: Any, first: pb.PutRequest) -> None:
+async def test_a_put_without_a_producer_is_refused(start: Any, first: pb.PutRequest) -> None:
     _, client = await start()
     call = (await stub(client)).Put(timeout=60)
     await call.write(first)
@@ -113,7 +113,7 @@ async def test_a_call_that_does_not_say_who_computes_is_refused(start: Any, firs
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_rows_that_nobody_was_asked_for_end_the_call(start: Any) -> None:
+async def test_unrequested_rows_end_the_call(start: Any) -> None:
     _, client = await start()
     call = await RawPut.open(client)
     await call.rows(b"rows", 5)
@@ -172,7 +172,7 @@ async def test_the_longest_names_fit_as_many_as_a_call_may_have(start: Any) -> N
     assert "row" in states[0].error.message
 
 
-async def test_rows_under_way_are_bounded_for_a_caller_and_refused_with_a_time_to_come_back(
+async def test_incomplete_rows_are_bounded_per_caller_with_a_retry_hint(
     start: Any,
 ) -> None:
     server, client = await start(store_host_gib=1 / 64)  # of 16 MiB, half may be under way
@@ -214,7 +214,7 @@ async def test_leases_are_bounded_for_a_caller(start: Any) -> None:
         assert [answer.state for answer in await session.name([new_image()])] == ["yours"]
 
 
-async def test_what_is_pinned_is_put_again_by_nobody_and_a_full_store_says_so(start: Any) -> None:
+async def test_pinned_rows_are_never_overwritten_and_a_full_store_refuses(start: Any) -> None:
     server, client = await start(store_host_gib=1 / 256)  # 4 MiB
     grid = GRID._replace(h=48, w=48)
     rows = rows_for(client, 15, 576)

@@ -89,7 +89,7 @@ def largest_file(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-async def test_rows_for_which_shared_memory_has_no_room_go_inline_and_later_ones_through_it_again(
+async def test_rows_go_inline_while_shared_memory_is_full(
     start: Any,
 ) -> None:
     server, client = await start()

@@ -43,7 +43,7 @@ async def submitted(client: EncoderClient, images: list[bytes]) -> list[RowReque
     return [RowRequest(content_digest(image)) for image in images]
 
 
-async def test_a_fetch_that_nobody_reads_pins_two_images_and_all_others_are_served(small: Server) -> None:
+async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: Server) -> None:
     async with (
         await EncoderClient.connect(small.endpoint) as client,
         await EncoderClient.connect(small.endpoint, client_id="other") as other,
@@ -116,9 +116,7 @@ async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Con
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_client_with_its_share_of_images_in_fetch_calls_is_refused_as_a_whole(
-    config: Config, model: Model
-) -> None:
+async def test_a_fetch_over_the_clients_share_is_refused_as_a_whole(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, max_queued_images=16, max_images_per_call=128, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,

@@ -68,7 +68,7 @@ async def test_a_call_that_never_finishes_holds_one_image_and_others_are_served(
 
 
 @pytest.mark.parametrize("drip", [False, True])
-async def test_an_upload_that_stands_still_ends_alone_with_an_error_and_frees_its_room(
+async def test_a_stalled_upload_ends_alone_and_frees_its_space(
     config: Config, model: Model, drip: bool
 ) -> None:
     async with server_of(config, model, limits={"upload_idle_s": 0.5}) as server:
@@ -105,9 +105,7 @@ async def test_an_upload_that_stands_still_ends_alone_with_an_error_and_frees_it
             assert await call.read() is grpc.aio.EOF
 
 
-async def test_without_room_to_upload_a_name_is_refused_with_a_time_to_come_back(
-    config: Config, model: Model
-) -> None:
+async def test_a_name_without_upload_space_is_refused_with_a_retry_hint(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, max_queued_gib=4 * MIB / GIB, max_image_bytes=2 * MIB) as server,
         await EncoderClient.connect(server.endpoint) as client,
@@ -128,9 +126,7 @@ async def test_without_room_to_upload_a_name_is_refused_with_a_time_to_come_back
             call.cancel()
 
 
-async def test_a_refused_client_comes_back_less_and_less_often_and_sends_bytes_once(
-    config: Config, model: Model
-) -> None:
+async def test_a_refused_client_backs_off_and_sends_bytes_once(config: Config, model: Model) -> None:
     async with server_of(config, model, max_queued_gib=4 * MIB / GIB, max_image_bytes=4 * MIB) as server:
         image = photo(800, 600, 90)
         async with await EncoderClient.connect(server.endpoint) as client:
@@ -188,9 +184,7 @@ asyncio.run(main())
 """
 
 
-async def test_images_of_a_killed_caller_are_withdrawn_and_its_call_is_logged_cancelled(
-    server: Server, gate: Gate
-) -> None:
+async def test_a_killed_caller_withdraws_its_images_and_is_logged(server: Server, gate: Gate) -> None:
     with gate.closed():
         caller = await asyncio.create_subprocess_exec(
             sys.executable, "-c", SUBMITS, server.endpoint, stdout=subprocess.PIPE
@@ -205,9 +199,7 @@ async def test_images_of_a_killed_caller_are_withdrawn_and_its_call_is_logged_ca
         await soon(lambda: len(server.jobs) <= 1)
 
 
-async def test_a_cancelled_call_withdraws_and_one_that_is_half_closed_does_not_whatever_the_moment(
-    config: Config, model: Model, gate: Gate
-) -> None:
+async def test_only_cancelled_calls_withdraw_at_any_moment(config: Config, model: Model, gate: Gate) -> None:
     async with server_of(config, replace(model, decoder=cast(Decoder, gate))) as server:
         rounds = 150
         with gate.closed():

@@ -98,7 +98,7 @@ async def test_a_token_that_is_taken_out_of_the_file_ends_open_submits_and_puts(
     ],
     ids=["empty", "a comment", "a name alone", "without a credential", "empty lists"],
 )
-def test_a_file_that_lets_nobody_in_is_an_error_and_the_tenants_before_stay(
+def test_a_file_without_tenants_is_an_error_and_the_old_ones_stay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     path = tmp_path / "tenants.toml"

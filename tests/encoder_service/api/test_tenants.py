@@ -45,7 +45,9 @@ from tests.waiting import soon
     ],
     ids=["none", "unknown", "empty", "bare", "basic", "the hash"],
 )
-async def test_who_is_no_tenant_is_unauthenticated_in_every_call(guard: Server, metadata: Any) -> None:
+async def test_callers_without_a_tenant_are_unauthenticated_in_every_call(
+    guard: Server, metadata: Any
+) -> None:
     async with grpc.aio.insecure_channel(guard.endpoint) as channel:
         service: Any = EncoderServiceStub(channel)
         operator: Any = AdminServiceStub(channel)
@@ -121,7 +123,9 @@ async def state_of(client: EncoderClient, token: str, digest: bytes, salt: bytes
     return state
 
 
-async def test_what_one_tenant_sent_another_cannot_tell_nor_fetch(guard: Server, as_tenant: As) -> None:
+async def test_a_tenant_can_neither_detect_nor_fetch_another_tenants_image(
+    guard: Server, as_tenant: As
+) -> None:
     picture = photo(64, 64, 2)
     digest = content_digest(picture)
     async with as_tenant(TOKENS["chat"]) as chat, as_tenant(TOKENS["search"]) as search:
@@ -146,7 +150,7 @@ async def test_what_one_tenant_sent_another_cannot_tell_nor_fetch(guard: Server,
         assert (await fetched(search, digest)).source in ("encoded", "host")
 
 
-async def test_what_another_has_takes_no_less_time_than_what_nobody_has(as_tenant: As) -> None:
+async def test_timing_does_not_reveal_another_tenants_image(as_tenant: As) -> None:
     """Both are answered the same way: by an address that is not in the store. Compared within one run, in turns."""
     pictures = [photo(64, 64, seed) for seed in range(3, 11)]
     async with as_tenant(TOKENS["chat"]) as chat, as_tenant(TOKENS["search"]) as search:
@@ -168,9 +172,7 @@ async def test_what_another_has_takes_no_less_time_than_what_nobody_has(as_tenan
         assert abs(theirs - nobodys) < max(abs(ours - nobodys), nobodys) / 2
 
 
-async def test_shares_are_the_tenants_whatever_its_callers_call_themselves(
-    guard: Server, as_tenant: As
-) -> None:
+async def test_a_tenant_has_one_share_under_any_client_name(guard: Server, as_tenant: As) -> None:
     """The claims of a queue show whom they are counted for."""
     async with (
         as_tenant(TOKENS["chat"], client_id="a") as a,
@@ -189,7 +191,7 @@ async def test_shares_are_the_tenants_whatever_its_callers_call_themselves(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_replicas_serve_each_other_and_tenants_find_their_images_through_any(
+async def test_tenants_find_their_images_through_any_replica(
     guarded: Config, model: Model, redis_url: str, tmp_path: Path
 ) -> None:
     token = tmp_path / "chat.token"

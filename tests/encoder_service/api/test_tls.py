@@ -79,7 +79,7 @@ async def test_rows_come_over_tls_and_shared_memory_is_what_it_was(
         assert await encoded(client, 1, transport) == transport
 
 
-async def test_a_server_of_another_authority_and_a_client_without_tls_are_not_connected(
+async def test_tls_refuses_other_authorities_and_clients_without_tls(
     serving: Serving, tmp_path: Path
 ) -> None:
     other = Authority("other").write(tmp_path / "other.pem")
@@ -88,7 +88,7 @@ async def test_a_server_of_another_authority_and_a_client_without_tls_are_not_co
         await refused(server, Credentials())
 
 
-async def test_a_server_under_another_name_is_not_believed(serving: Serving, ca: str) -> None:
+async def test_a_server_with_another_certificate_name_is_refused(serving: Serving, ca: str) -> None:
     async with serving() as server:
         assert "no server answers" in await refused(server, Credentials(ca, server_name="somebody.else"))
         named = Credentials(ca, server_name="encoder")
@@ -190,9 +190,7 @@ async def test_top_and_the_operator_reach_a_server_with_tls(serving: Serving, ca
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "encoder.example:50051"])
-def test_beyond_this_host_nobody_listens_without_protection_or_a_word(
-    config: Config, issued: Issued, address: str
-) -> None:
+def test_listening_beyond_this_host_needs_tls_or_a_flag(config: Config, issued: Issued, address: str) -> None:
     for setting, flag in (("listen", "--listen"), ("metrics_listen", "--metrics-listen")):
         with pytest.raises(ConfigError, match=f"{flag} beyond this host needs .*--listen-unprotected yes"):
             replace(config, **{setting: address})

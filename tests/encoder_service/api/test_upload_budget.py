@@ -28,7 +28,7 @@ def test_pieces_are_joined_in_order_and_then_no_longer_counted() -> None:
     assert (ours.expected, room.held) == ([], 0)
 
 
-def test_a_call_sets_room_aside_for_its_largest_image_and_no_more_than_it_still_needs() -> None:
+def test_a_call_reserves_upload_space_for_what_it_still_needs() -> None:
     room = room_of(1000)
     ours = uploads(room)
     for index, size in enumerate((10, 50, 20)):
@@ -53,7 +53,7 @@ def test_a_size_that_was_not_said_counts_as_the_largest() -> None:
     assert tiny.held == 30
 
 
-def test_what_is_over_a_bound_is_refused_before_it_is_kept() -> None:
+def test_uploads_over_a_limit_are_refused_before_they_are_kept() -> None:
     room = room_of(100)
     first, second = uploads(room, "a"), uploads(room, "b")
     with pytest.raises(ImageLimitError, match="max_image_bytes"):
@@ -73,7 +73,7 @@ def test_what_is_over_a_bound_is_refused_before_it_is_kept() -> None:
     assert room.held == 100
 
 
-def test_one_caller_leaves_room_to_others_and_so_does_one_host_of_many_names() -> None:
+def test_one_caller_or_host_leaves_upload_space_to_others() -> None:
     room = room_of(1000)
     for name in range(15):
         uploads(room, f"client {name}", "host h").expect(1, 50)
@@ -82,7 +82,7 @@ def test_one_caller_leaves_room_to_others_and_so_does_one_host_of_many_names() -
     uploads(room, "client new", "host other").expect(1, 50)
 
 
-def test_bytes_that_come_fast_enough_keep_the_patience_up_and_a_byte_now_and_then_does_not() -> None:
+def test_slow_uploads_end_and_fast_ones_continue() -> None:
     room = room_of(10_000_000)
     ours = uploads(room, max_image_bytes=10_000_000)
     ours.expect(1, 0)

@@ -81,7 +81,7 @@ async def answered(client: EncoderClient, name: pb.ImageName) -> pb.ImageState:
     return state
 
 
-async def test_what_lasts_minutes_outlives_a_jump_and_moments_told_to_clients_stay_right(
+async def test_clock_jumps_change_no_duration_and_no_stage_time(
     replicas: tuple[ReplicaProcess, ReplicaProcess],
 ) -> None:
     """An image's file, kept for two minutes, and the moments of a trace."""

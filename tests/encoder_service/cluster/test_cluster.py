@@ -48,7 +48,7 @@ async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterat
         yield start
 
 
-async def test_what_one_replica_holds_is_fetched_through_another_and_encoded_once(start: Start) -> None:
+async def test_images_are_fetched_through_any_replica_and_encoded_once(start: Start) -> None:
     a, b = await start(), await start()
     (image,) = await a.client.submit([new_photo()])
     made = await a.fetch(image.digest)
@@ -87,7 +87,7 @@ async def test_an_image_sent_to_two_replicas_at_once_is_encoded_by_one(start: St
     assert (await a.encodes(), await b.encodes()) == (1, 0)
 
 
-async def test_what_a_killed_replica_began_is_finished_from_the_shared_source(start: Start) -> None:
+async def test_work_of_a_killed_replica_is_finished_from_the_shared_source(start: Start) -> None:
     a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
     with a.gate.closed():
         (image,) = await a.client.submit([new_photo()])
@@ -99,7 +99,7 @@ async def test_what_a_killed_replica_began_is_finished_from_the_shared_source(st
     assert await b.encodes() == 1
 
 
-async def test_bytes_sent_to_a_second_replica_are_encoded_there_when_the_first_dies_without_them(
+async def test_a_second_replica_encodes_uploaded_bytes_when_the_first_dies(
     start: Start,
 ) -> None:
     a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
@@ -112,7 +112,7 @@ async def test_bytes_sent_to_a_second_replica_are_encoded_there_when_the_first_d
     call.cancel()
 
 
-async def test_a_caller_that_leaves_before_its_bytes_gives_the_lease_back_at_once(start: Start) -> None:
+async def test_a_caller_that_leaves_before_its_bytes_releases_the_lease(start: Start) -> None:
     a, b = await start(), await start()
     file = new_photo()
     call = await _named_only(a, file)
@@ -122,7 +122,7 @@ async def test_a_caller_that_leaves_before_its_bytes_gives_the_lease_back_at_onc
         assert (await b.fetch(image.digest)).source == "encoded"
 
 
-async def test_a_caller_that_stalls_with_its_bytes_stalls_nobody_else(
+async def test_a_stalled_uploader_delays_no_other_caller(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("encoder_service.images.UPLOAD_WAIT_S", 0.5)
@@ -148,7 +148,7 @@ async def test_a_stale_location_costs_one_try(start: Start) -> None:
     assert not await b.index.locate([address]), "the location was taken out"
 
 
-async def test_a_peer_that_cannot_be_reached_is_gone_round_and_stays_in_the_index(start: Start) -> None:
+async def test_an_unreachable_peer_is_avoided_and_stays_in_the_index(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hole:  # takes connections, never answers
         a = await start(patience=PROMPTLY, advertise=f"127.0.0.1:{hole.getsockname()[1]}")
         b, c = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
@@ -168,7 +168,7 @@ async def test_a_peer_that_cannot_be_reached_is_gone_round_and_stays_in_the_inde
         await soon(still_there)
 
 
-async def test_encoding_is_chosen_over_a_slow_peer_and_no_lease_stands_in_the_way(start: Start) -> None:
+async def test_encoding_is_chosen_over_a_slow_peer(start: Start) -> None:
     a, b = await start(), await start()
     (warm,) = await b.client.submit([new_photo()])
     await b.fetch(warm.digest)  # B knows how fast it encodes
@@ -239,7 +239,7 @@ async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start:
     assert (await b.encodes(), await c.encodes()) == (0, 0)
 
 
-async def test_another_processor_in_the_same_namespace_is_refused_with_both_fingerprints(
+async def test_another_processor_in_a_namespace_is_refused_with_fingerprints(
     start: Start, config: Config, model: Model
 ) -> None:
     a = await start()

@@ -45,7 +45,7 @@ async def fails(_endpoint: str, _key: ImageKey) -> None:
     raise UnavailableError("the peer has no room for this reader")
 
 
-async def test_while_another_encodes_what_a_failed_peer_holds_the_index_is_hardly_asked(
+async def test_waiting_beside_a_failed_peer_hardly_asks_the_index(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, holder, encoder = [await start() for _ in range(3)]
@@ -88,7 +88,7 @@ async def test_a_full_queue_refuses_no_image_that_a_peer_holds(start: Start) -> 
         assert (await b.fetch(image.digest)).source == "peer"
 
 
-async def test_a_connection_that_is_closed_under_a_transfer_ends_no_call_of_those_who_wait(
+async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the certificates change, or a 257th peer takes the place of this one."""

@@ -127,7 +127,7 @@ async def test_a_replica_killed_while_it_holds_leases_gives_them_up_by_dying(
     assert await encodes(others) - before == len(files)
 
 
-async def test_a_client_of_a_dead_replica_finds_what_it_began_by_its_digest_alone(
+async def test_images_of_a_dead_replica_are_found_by_digest(
     fleet: Sequence[ReplicaProcess],
 ) -> None:
     victim, *others = fleet
@@ -156,7 +156,7 @@ async def _shared_more(replica: ReplicaProcess, files: int) -> bool:
     return await _shared(replica) >= files
 
 
-async def test_redis_killed_and_back_empty_costs_no_image_and_the_fleet_is_one_again(
+async def test_a_restarted_empty_redis_costs_no_image(
     fleet: Sequence[ReplicaProcess], redis: RedisServer
 ) -> None:
     async with traffic(fleet) as load:
@@ -260,7 +260,7 @@ async def test_a_rolling_restart_under_load_loses_nothing(fleet: Sequence[Replic
     await steady(fleet)
 
 
-async def test_another_processor_in_the_namespace_is_refused_and_another_model_is_none_of_its_business(
+async def test_a_namespace_refuses_another_processor_but_not_another_model(
     fleet: Sequence[ReplicaProcess], redis: RedisServer, tmp_path: Path
 ) -> None:
     checkpoint = fleet[0]._model

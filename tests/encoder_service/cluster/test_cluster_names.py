@@ -61,7 +61,7 @@ async def first_answers(client: EncoderClient, *names: pb.ImageName) -> dict[int
     return {state.index: state for state in states}
 
 
-async def test_what_a_peer_holds_is_confirmed_with_the_images_own_grid(start: Start) -> None:
+async def test_an_image_of_a_peer_is_confirmed_with_its_own_grid(start: Start) -> None:
     a, b = await start(), await start()
     file = await held_by(a, seen_by=b)
     (state,) = (await first_answers(b.client, named(0, file)[0])).values()
@@ -69,7 +69,7 @@ async def test_what_a_peer_holds_is_confirmed_with_the_images_own_grid(start: St
     assert state.tokens == state.grid.h * state.grid.w // 4
 
 
-async def test_a_wrong_grid_for_what_a_peer_holds_is_never_confirmed_and_the_header_refutes_it(
+async def test_a_wrong_grid_for_a_peers_image_is_refuted_by_the_header(
     start: Start,
 ) -> None:
     a, b = await start(), await start()
@@ -80,7 +80,7 @@ async def test_a_wrong_grid_for_what_a_peer_holds_is_never_confirmed_and_the_hea
     assert states[0][-1].error.code == Status.INVALID_ARGUMENT.value
 
 
-async def test_a_wrong_grid_for_what_a_peer_is_encoding_is_refuted_by_the_bytes_at_hand(start: Start) -> None:
+async def test_a_wrong_grid_for_an_image_in_progress_is_refuted_by_its_bytes(start: Start) -> None:
     a, b = await start(), await start()
     file = new_photo()
     with a.gate.closed():
@@ -94,7 +94,7 @@ async def test_a_wrong_grid_for_what_a_peer_is_encoding_is_refuted_by_the_bytes_
 
 
 @pytest.mark.parametrize("grid", IMPOSSIBLE.values(), ids=list(IMPOSSIBLE))
-async def test_a_grid_that_no_image_has_fails_its_image_and_nobody_elses(start: Start, grid: pb.Grid) -> None:
+async def test_an_impossible_grid_fails_only_its_image(start: Start, grid: pb.Grid) -> None:
     a, b = await start(), await start()
     held, unknown = await held_by(a, seen_by=b), new_photo()
     names = [named(n, file, grid=grid)[0] for n, file in enumerate((held, unknown))]
@@ -105,9 +105,7 @@ async def test_a_grid_that_no_image_has_fails_its_image_and_nobody_elses(start: 
     assert states[2].state == pb.STATE_CACHED
 
 
-async def test_a_peer_that_holds_the_thinnest_image_is_believed(
-    config: Config, model: Model, redis_url: str
-) -> None:
+async def test_a_peers_thinnest_image_is_accepted(config: Config, model: Model, redis_url: str) -> None:
     small = replace(model.processor.geometry, min_pixels=1 << 16, max_pixels=1 << 16)
     thin = replace(model, processor=replace(model.processor, geometry=small))
     async with starting(config, thin, redis_url) as start:

@@ -49,9 +49,7 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
         await proxy.stop()
 
 
-async def test_a_replica_cut_off_from_its_peers_encodes_for_itself_and_poisons_nothing(
-    checkpoint: Path, redis: RedisServer
-) -> None:
+async def test_a_replica_cut_off_from_peers_encodes_for_itself(checkpoint: Path, redis: RedisServer) -> None:
     replicas = [
         ReplicaProcess(checkpoint, n, index=redis.url, index_prefix="cut-from-peers") for n in range(2)
     ]

@@ -42,7 +42,7 @@ async def test_cold_names_converge_on_one_caller_over_all_replicas(start: Start)
     assert (await fetch_put(b.client, image)).source == "host"
 
 
-async def test_what_a_peer_holds_is_held_for_whoever_names_it(start: Start) -> None:
+async def test_rows_at_a_peer_count_as_held_for_every_caller(start: Start) -> None:
     a, b = await start(), await start()
     image, rows = new_image(by_digest=True), rows_for(a.client, 2)
     async with a.client.put(PRODUCER) as ours:
@@ -58,9 +58,7 @@ async def test_what_a_peer_holds_is_held_for_whoever_names_it(start: Start) -> N
 
 
 @pytest.mark.parametrize("how", ["gives it up", "its replica dies"])
-async def test_a_lease_that_ends_at_one_replica_is_free_at_the_others_and_who_waits_there_hears_it(
-    start: Start, how: str
-) -> None:
+async def test_the_end_of_a_lease_reaches_waiters_at_other_replicas(start: Start, how: str) -> None:
     patience = PROMPTLY if how == "its replica dies" else PATIENCE
     a, b = await start(patience=patience), await start(patience=patience)
     await soon(lambda: seen_by(b, 1))
@@ -81,7 +79,7 @@ async def test_a_lease_that_ends_at_one_replica_is_free_at_the_others_and_who_wa
         await soon(ours_to_compute)
 
 
-async def test_rows_that_were_put_are_handed_over_and_taken_from_a_peer_in_shared_memory(
+async def test_put_rows_are_handed_over_and_fetched_from_a_peer(
     start: Start,
 ) -> None:
     a, b = await start(hand_over_s=10.0), await start()

@@ -63,7 +63,7 @@ async def test_replicas_with_a_new_certificate_still_reach_each_other(
             assert (await b.fetch(submitted.digest)).source == "peer"
 
 
-async def test_a_peer_under_another_name_is_not_believed_and_the_image_is_encoded_here(
+async def test_a_peer_with_another_certificate_name_is_refused(
     secured: Config, authority: Authority, model: Model, redis_url: str, tmp_path: Path
 ) -> None:
     client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
@@ -84,7 +84,7 @@ async def redis_with_tls(authority: Authority, tmp_path: Path) -> AsyncIterator[
         yield redis_url(port, tmp_path / "ca.pem")
 
 
-async def test_the_index_works_over_tls_with_a_user_that_has_the_rights_on_the_page(
+async def test_the_index_works_over_tls_with_the_documented_rights(
     config: Config, model: Model, redis_with_tls: str
 ) -> None:
     async with starting(config, model, redis_with_tls) as start:

@@ -133,7 +133,7 @@ FORGERIES: dict[str, Sign] = {
 
 
 @pytest.mark.parametrize("sign", FORGERIES.values(), ids=FORGERIES)
-async def test_rows_that_the_fleet_did_not_sign_are_not_taken_and_the_image_is_encoded_here(
+async def test_unsigned_rows_are_refused_and_the_image_is_encoded_here(
     start: Start, sign: Sign, caplog: pytest.LogCaptureFixture
 ) -> None:
     b = await start()
@@ -181,7 +181,7 @@ async def test_a_replica_with_another_key_is_a_foreign_one(start: Start, tmp_pat
     assert (await b.fetch(image.digest)).source == "encoded"
 
 
-async def test_what_a_forger_heard_makes_nobody_else_sign_for_it(start: Start) -> None:
+async def test_an_overheard_signature_is_useless_elsewhere(start: Start) -> None:
     a, b = await start(), await start()
     (image,) = await a.client.submit([new_photo()])
     await a.fetch(image.digest)

@@ -21,7 +21,7 @@ from tests.index_replicas import (
 from tests.waiting import soon
 
 
-async def test_what_one_publishes_all_others_locate_and_itself_does_not(join: Join) -> None:
+async def test_a_publication_is_located_by_all_other_replicas(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     held, other = new_addresses(40), new_addresses(1)
     of = {address: Grid(1, 2 * n, 70_000) for n, address in enumerate(held)}
@@ -45,7 +45,7 @@ async def test_publishing_again_changes_nothing_and_retracting_ends_it(join: Joi
     assert await c.index.locate([address]) == {}
 
 
-async def test_a_stale_location_can_be_retracted_by_whoever_found_out(join: Join) -> None:
+async def test_any_replica_can_retract_a_stale_location(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
     await publish(a, grids([address]))

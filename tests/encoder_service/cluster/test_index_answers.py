@@ -34,7 +34,7 @@ async def test_redis_that_is_flushed_is_told_again_without_anybody_being_alone(
         await soon(lambda replica=replica: len(replica.index.peers()) == 1)
 
 
-async def test_redis_that_answers_too_late_costs_three_bounds_and_is_joined_when_it_is_quick_again(
+async def test_a_slow_redis_costs_three_timeouts_and_is_rejoined_when_fast(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     # Heartbeats and probes, which may take two seconds, succeed all the time.
@@ -57,7 +57,7 @@ async def test_redis_that_answers_too_late_costs_three_bounds_and_is_joined_when
     [b":7\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n:7\r\n", b"*3\r\n$2\r\nok\r\n:1\r\n:2\r\n", b"!\0\r\n"],
     ids=["number", "nothing", "empty list", "short list", "numbers for names", "no protocol"],
 )
-async def test_redis_that_answers_nonsense_is_left_alone_until_it_comes_to_its_senses(
+async def test_a_redis_with_invalid_replies_is_avoided_until_it_recovers(
     redis: RedisServer, join_watched: JoinWatched, answer: bytes
 ) -> None:
     proxy = await TcpProxy(redis.port).start()

@@ -22,7 +22,7 @@ async def test_the_dead_do_not_linger_when_the_clock_is_set_back(join_watched: J
         assert a.index.state is IndexState.JOINED
 
 
-async def test_a_fleet_struck_off_by_a_clock_set_forward_is_whole_again_with_the_next_heartbeats(
+async def test_a_fleet_recovers_when_redis_sets_its_clock_forward(
     join_watched: JoinWatched,
 ) -> None:
     with redis_server() as server:

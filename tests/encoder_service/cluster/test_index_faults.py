@@ -131,7 +131,7 @@ async def test_one_slow_moment_does_not_send_a_busy_replica_alone(
     assert a.said == []
 
 
-async def test_a_publication_that_did_not_get_through_is_made_up_for_before_the_lease_is_free(
+async def test_a_failed_publication_is_repeated_before_its_lease_ends(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
@@ -160,7 +160,7 @@ async def test_a_server_out_of_memory_is_left_alone_until_it_takes_writes_again(
     await a.until(IndexState.JOINED)
 
 
-async def test_a_server_that_became_a_replica_is_left_alone_until_it_takes_writes_again(
+async def test_a_read_only_redis_is_avoided_until_it_accepts_writes(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     a = await join_watched(redis.url, "a")
@@ -215,7 +215,7 @@ async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(
         server.stop()
 
 
-async def test_a_replica_cut_off_from_redis_goes_on_alone_and_the_others_without_it(
+async def test_a_replica_cut_off_from_redis_works_alone(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     proxy = await TcpProxy(redis.port).start()

@@ -9,7 +9,7 @@ from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
 
 
-async def test_a_second_process_under_the_same_name_takes_over_and_the_first_says_so(
+async def test_a_second_process_with_the_same_id_takes_over(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     first = await join_watched(redis.url, "a", epoch=1)
@@ -18,7 +18,7 @@ async def test_a_second_process_under_the_same_name_takes_over_and_the_first_say
     assert "later start" in first.said[-1][1]
 
 
-async def test_another_model_that_took_the_namespace_during_an_outage_keeps_us_alone(
+async def test_a_namespace_taken_during_an_outage_keeps_the_replica_alone(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     proxy = await TcpProxy(redis.port).start()

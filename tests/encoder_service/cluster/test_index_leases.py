@@ -40,7 +40,7 @@ async def test_asking_again_for_a_lease_grants_it_again(join: Join) -> None:
     assert (await b.acquire(addresses)).granted == frozenset()
 
 
-async def test_what_a_peer_holds_is_located_instead_of_granted(join: Join) -> None:
+async def test_an_image_of_a_peer_is_located_instead_of_granted(join: Join) -> None:
     a, b = await join("a"), await join("b")
     held, free = new_addresses(2), new_addresses(2)
     await a.acquire(held)
@@ -58,14 +58,14 @@ async def test_a_location_that_just_failed_does_not_keep_one_from_encoding(join:
     assert (await b.acquire([address], without={"a"})).granted == {address}
 
 
-async def test_what_only_we_published_and_lost_is_granted_to_us(join: Join) -> None:
+async def test_an_own_lost_publication_is_granted_again(join: Join) -> None:
     a = await join("a")
     (address,) = new_addresses(1)
     await publish(a, grids([address]))
     assert (await a.acquire([address])).granted == {address}
 
 
-async def test_a_released_lease_goes_to_the_next_who_asks(join: Join) -> None:
+async def test_a_released_lease_goes_to_the_next_caller(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(2)
     await a.acquire(addresses)
@@ -119,7 +119,7 @@ async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
     assert sorted(map(len, granted)) == [0, 1]
 
 
-async def test_a_dead_replica_vanishes_from_what_is_located_and_from_what_is_acquired(join: Join) -> None:
+async def test_a_dead_replica_vanishes_from_locate_and_acquire(join: Join) -> None:
     a, b = [await join(name, replica_ttl_ms=SHORT_TTL_MS) for name in "ab"]
     addresses = new_addresses(3)
     await publish(a, grids(addresses))
@@ -150,7 +150,7 @@ async def test_a_waiter_is_told_where_an_address_was_published(join: Join) -> No
     assert places == [(Location("a", "a.example:50051", GRID),)] * 16
 
 
-async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Join) -> None:
+async def test_waiting_for_published_or_unleased_images_returns_at_once(join: Join) -> None:
     a, b = await join("a"), await join("b")
     held, nobody = new_addresses(2)
     await publish(a, grids([held]))
@@ -159,7 +159,7 @@ async def test_waiting_for_what_is_there_or_for_nobody_returns_at_once(join: Joi
         assert await b.wait_published(nobody, 60.0) == ()
 
 
-async def test_who_waits_is_told_nothing_of_replicas_that_failed_it_and_hears_of_another(join: Join) -> None:
+async def test_waiters_ignore_replicas_that_failed_and_learn_of_others(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     (address,) = new_addresses(1)
     await publish(a, grids([address]))

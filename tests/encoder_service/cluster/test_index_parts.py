@@ -53,7 +53,7 @@ def test_a_success_ends_a_run_of_failures() -> None:
     assert breaker.failed(now)
 
 
-def test_calls_of_one_kind_rest_after_a_run_of_failures_and_again_after_a_failed_trial() -> None:
+def test_calls_of_one_kind_pause_after_failures_and_a_failed_trial() -> None:
     now = 0.0
     bulkhead = Bulkhead(1000, 1, clock=lambda: now)
     for now in (1.0, 2.0):
@@ -82,7 +82,7 @@ def test_probes_come_more_and_more_seldom_and_never_all_at_once() -> None:
         assert delays[-1] == LAST_PROBE_S * share
 
 
-def test_a_breaker_that_opens_again_and_again_is_probed_as_seldom_as_one_that_stays_open() -> None:
+def test_a_breaker_that_reopens_is_probed_as_rarely_as_an_open_one() -> None:
     now = 0.0
     breaker = Breaker(clock=lambda: now, uniform=max)
     delays = []
@@ -121,7 +121,7 @@ def test_a_replica_whose_names_are_none_is_not_on_the_roll(replica_id: str, endp
     assert (peer.replica_id, peer.endpoint) == ("a", "a.example:50051")
 
 
-def test_leases_come_due_in_time_and_one_that_its_holder_forgot_is_not_renewed_for_ever() -> None:
+def test_leases_come_due_and_forgotten_ones_are_not_renewed_forever() -> None:
     now = 0.0
     leases = Leases(cast(RedisIndex, None), renew_s=3.0, clock=lambda: now)
     leases.granted([b"a"])
@@ -182,7 +182,7 @@ def test_a_url_of_something_else_is_refused_at_once(url: str) -> None:
     assert "secret" not in str(refusal.value)
 
 
-def test_patience_lengthens_every_bound_on_silence_and_nothing_else() -> None:
+def test_patience_lengthens_only_timeouts_for_silence() -> None:
     settings = RedisSettings(url="redis://host", namespace="n")
     patient = asdict(settings.patient(3))
     changed = {name: value for name, value in asdict(settings).items() if patient[name] != value}

@@ -117,7 +117,7 @@ async def fetched(answer: Answer, silence_s: float = SILENCE_S) -> tuple[Grid, T
         await peers.close()
 
 
-async def test_a_sound_peer_is_believed() -> None:
+async def test_rows_of_a_correct_peer_are_accepted() -> None:
     grid, rows = await fetched(sound, PATIENCE_S)
     assert (grid, rows.shape) == (GRID, (64, WIDTH))
 

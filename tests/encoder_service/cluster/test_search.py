@@ -65,7 +65,7 @@ async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them(
     await waiters.close()
 
 
-async def test_nobody_is_asked_while_there_is_no_peer() -> None:
+async def test_the_index_is_not_asked_without_peers() -> None:
     elsewhere, peers = Elsewhere(), list[str]()
     waiters = searching(elsewhere, lambda: bool(peers))
     waiters.search(ImageKey(address(1), bytes(32)), elsewhere.found_at)

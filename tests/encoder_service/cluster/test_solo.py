@@ -51,7 +51,7 @@ async def wakeups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counter[str]
     loop.set_task_factory(None)
 
 
-async def test_a_single_node_takes_no_lease_starts_no_task_of_the_cluster_and_asks_nobody(
+async def test_a_single_node_takes_no_lease_and_starts_no_cluster_task(
     wakeups: Counter[str], server: Server, client: EncoderClient
 ) -> None:
     assert type(server.cluster) is Cluster

@@ -67,9 +67,7 @@ async def test_a_redis_that_is_slow_for_pictures_holds_up_no_answer(
     assert a.index.state is IndexState.JOINED
 
 
-async def test_what_was_submitted_before_a_replica_drains_is_shared_when_it_has_left(
-    start: Start, redis: RedisServer
-) -> None:
+async def test_images_submitted_before_a_drain_are_shared_after_it(start: Start, redis: RedisServer) -> None:
     a = await start()
     with a.gate.closed():
         images = await a.client.submit([new_picture() for _ in range(4)])
@@ -142,7 +140,7 @@ async def test_a_source_larger_than_any_image_is_not_read(redis: RedisServer, pr
         await cluster.close()
 
 
-async def test_what_waits_to_be_shared_is_bounded_in_images_and_in_bytes() -> None:
+async def test_files_waiting_to_be_shared_are_bounded() -> None:
     for size, most in ((10, MAX_WAITING_IMAGES), (MAX_WAITING_BYTES // 8, 8)):
         door = asyncio.Event()
 

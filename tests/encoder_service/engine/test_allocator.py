@@ -30,7 +30,7 @@ def test_a_thread_fills_large_blocks_again_without_page_faults() -> None:
     assert int(result.stdout) < 1000, "three blocks mapped afresh would be 61 440 faults of 4 KiB"
 
 
-def test_what_a_server_has_loaded_is_no_work_for_the_garbage_collector() -> None:
+def test_loaded_objects_are_excluded_from_garbage_collection() -> None:
     program = """
 import gc, encoder_service.app, triton
 from encoder_service.engine.allocator import out_of_collections

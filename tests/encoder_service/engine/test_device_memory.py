@@ -38,7 +38,7 @@ class SmallDevice(Device):
         self.emptied += 1
 
 
-async def test_a_batch_for_which_memory_runs_out_is_tried_in_halves_and_what_never_fits_is_refused(
+async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
     model: Model,
 ) -> None:
     """Every batch of more than two images fails, and one image always."""
@@ -70,7 +70,7 @@ async def test_a_batch_for_which_memory_runs_out_is_tried_in_halves_and_what_nev
         (await bench.rows(photo(256, 352, 50), demanded("later"))).release()
 
 
-async def test_the_activations_of_a_batch_that_failed_are_gone_before_a_smaller_one_is_tried(
+async def test_activations_of_a_failed_batch_are_freed_before_the_retry(
     model: Model,
 ) -> None:
     """An exception keeps the frames that it went through alive, and those all that they computed."""
@@ -99,7 +99,7 @@ def test_the_cpu_has_no_memory_of_its_own_to_plan(config: Config, model: Model) 
     assert plan.total == 0
 
 
-async def test_a_device_store_that_leaves_the_tower_too_little_is_refused_with_what_fits(
+async def test_a_too_large_device_store_is_refused_with_the_size_that_fits(
     config: Config, model: Model
 ) -> None:
     small = replace(model, device=SmallDevice(free_gib=6.0))
@@ -123,7 +123,7 @@ async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
         assert found["allocated"] == GIB // 2
 
 
-def test_the_largest_forward_of_the_real_tower_is_planned_as_it_was_estimated(model: Model) -> None:
+def test_the_plan_matches_the_estimate_for_the_largest_forward(model: Model) -> None:
     """An image of 65 536 patches through Qwen3-VL's tower in bfloat16: about 2 GB."""
     real = replace(
         model.tower.spec,

@@ -41,7 +41,7 @@ async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:
     assert all(isinstance(result, Pin) for n, result in enumerate(results) if n != 3)
 
 
-async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_them(model: Model) -> None:
+async def test_a_fetch_promotes_images_over_speculative_ones(model: Model) -> None:
     gate = Gate(model)
     speculative = [photo(256, 256 + 32 * n, n) for n in range(4)]
     urgent = photo(416, 256, 9)
@@ -64,7 +64,7 @@ async def test_demanded_images_overtake_speculative_ones_and_a_fetch_promotes_th
     assert max(wanted) < min(order.index(of(256, 288)), order.index(of(256, 320)))
 
 
-async def test_the_first_waiters_cancel_leaves_the_others_and_the_last_ones_drops_the_work(
+async def test_the_job_is_dropped_when_its_last_waiter_cancels(
     model: Model,
 ) -> None:
     gate = Gate(model)
@@ -145,7 +145,7 @@ async def test_the_event_loop_stays_free_while_the_tower_works(model: Model) -> 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-async def test_rows_with_a_nan_or_an_infinity_are_never_kept_and_their_neighbours_are(
+async def test_only_rows_with_a_nan_or_an_infinity_are_dropped_from_a_batch(
     model: Model, value: float
 ) -> None:
     broken = True
@@ -169,7 +169,7 @@ async def test_rows_with_a_nan_or_an_infinity_are_never_kept_and_their_neighbour
         (await bench.rows(tall, demanded())).release()  # nothing of it was kept, nor the failure
 
 
-async def test_what_is_queued_at_shutdown_ends_with_a_word(model: Model) -> None:
+async def test_queued_images_end_with_an_error_at_shutdown(model: Model) -> None:
     gate = Gate(model)
     async with running(model, gate.encode, batch_patches=300) as bench:
         images = [photo(256, 256 + 32 * n, n) for n in range(3)]
@@ -231,7 +231,7 @@ async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew
                 (await bench.rows(image, demanded("again"))).release()
 
 
-async def test_an_image_for_which_the_store_has_no_room_is_refused_before_the_tower_works(
+async def test_an_image_without_space_in_the_store_is_refused_before_encoding(
     model: Model,
 ) -> None:
     gate = Gate(model)
@@ -270,7 +270,7 @@ async def test_a_batch_larger_than_the_store_is_encoded_in_parts(model: Model) -
     assert max(map(len, gate.batches)) < 15
 
 
-async def test_tables_of_a_new_grid_are_made_while_it_is_prepared_and_not_by_the_vit(
+async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making: list[str] = []

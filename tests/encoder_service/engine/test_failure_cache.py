@@ -33,7 +33,7 @@ def test_an_image_too_large_in_one_variant_is_not_in_another() -> None:
         failures.check(FULL)
 
 
-async def test_an_image_whose_rows_are_larger_than_the_store_is_encoded_in_a_smaller_variant(
+async def test_an_image_too_large_for_the_store_fits_in_a_smaller_variant(
     model: Model,
 ) -> None:
     file = photo(640, 640, 7)

@@ -262,7 +262,7 @@ QueueMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=
 TestQueue = QueueMachine.TestCase
 
 
-def test_a_guess_that_becomes_demanded_is_decoded_although_guesses_fill_what_may_be_ahead() -> None:
+def test_a_newly_demanded_image_is_decoded_past_a_full_speculative_window() -> None:
     queue = new_queue(Posts(), ahead_images=1)
     address = bytes(32)
     submit(queue, b"ahead", Claim("a", "a"))
@@ -278,7 +278,7 @@ def test_a_guess_that_becomes_demanded_is_decoded_although_guesses_fill_what_may
     assert [job.key.address for job in taken] == [address]
 
 
-def test_time_in_which_nothing_is_queued_is_no_time_that_the_device_starved(
+def test_time_with_an_empty_queue_does_not_count_as_starved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queue, taken = new_queue(Posts()), list[tuple[list[Job], float]]()
@@ -327,7 +327,7 @@ def test_small_images_are_decoded_while_a_larger_one_than_the_window_is() -> Non
     assert taken_apart(queue).key.address == b"small too", "it did not fit beside the first small one"
 
 
-def test_a_large_image_starts_beside_small_ones_and_a_refused_batch_image_counts_as_large() -> None:
+def test_large_images_decode_beside_small_ones_and_after_batch_refusals() -> None:
     queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
     submit(queue, b"small", Claim("1", "a", demanded=True), apart=True, width=100)
     small = taken_apart(queue)

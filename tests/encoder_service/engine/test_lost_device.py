@@ -114,7 +114,7 @@ async def test_a_thread_that_dies_of_a_bug_ends_what_waits_and_then_the_process(
 
 
 @pytest.mark.parametrize("name", ["tier-migrator", "cluster-leases"])
-async def test_a_thread_or_task_for_which_nobody_waits_ends_the_process_as_well(
+async def test_a_dead_background_thread_or_task_ends_the_process(
     name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     with redis_server() if name == "cluster-leases" else nullcontext() as redis:
@@ -138,7 +138,7 @@ async def test_an_error_that_leaves_the_device_as_it_was_is_the_images_own(model
         assert len(bench.jobs) == 0
 
 
-async def test_memory_that_runs_out_is_no_lost_device_and_says_when_to_come_again(model: Model) -> None:
+async def test_exhausted_memory_is_not_a_lost_device_and_has_a_retry_hint(model: Model) -> None:
     for error in (
         torch.OutOfMemoryError("CUDA out of memory"),
         torch.AcceleratorError("CUDA error: out of memory"),
@@ -215,7 +215,7 @@ def test_the_stores_memory_is_registered_with_the_gpu_that_is_used(monkeypatch: 
 
 
 @pytest.mark.gpu
-def test_who_waits_for_a_batch_or_a_copy_takes_no_core() -> None:
+def test_waiting_for_a_batch_or_a_copy_takes_no_core() -> None:
     stream = Device("cuda").stream()
     square = torch.randn(8192, 8192, device="cuda")
     source, target = (

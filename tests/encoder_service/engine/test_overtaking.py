@@ -54,7 +54,7 @@ def rows_alone(model: Model, file: bytes) -> bytes:
     return bytes(rows.contiguous().view(uint8).numpy())
 
 
-async def test_small_images_overtake_a_large_one_that_is_being_encoded_but_by_less_work_than_its_own(
+async def test_small_images_overtake_a_large_one_by_less_than_its_work(
     model: Model,
 ) -> None:
     """At most half of its 1600 patches at a time: two images of 324, then, for half of what is left, a third."""

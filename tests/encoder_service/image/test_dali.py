@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.dali
 
 
-def test_what_dali_decoded_into_is_gone_with_the_call_and_waits_for_no_collection():
+def test_dali_buffers_are_freed_with_the_call_without_a_collection():
     half = photo(120, 80, 1)[:3000]
     decoder = Decoder(CPU, PillowDecoder(), DaliJpegs(CPU, 1))
     gc.collect()
@@ -30,7 +30,7 @@ def test_what_dali_decoded_into_is_gone_with_the_call_and_waits_for_no_collectio
     assert not [kind for kind in left if "nvidia.dali" in str(kind) and kind.__name__ in ("Batch", "Tensor")]
 
 
-def test_dali_binds_no_thread_to_a_core_and_gives_the_hardware_all_it_can_decode():
+def test_dali_binds_no_threads_and_uses_the_full_hardware_load():
     import nvidia.dali.experimental.dynamic as dali
 
     jpegs = DaliJpegs(CPU, 1)

@@ -24,7 +24,7 @@ def decoder() -> Iterator[Decoder]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_file_that_pillow_writes_and_reads_has_its_pixels_in_the_sandbox(
+def test_the_sandbox_decodes_every_format_that_pillow_writes(
     decoder: Decoder,
 ) -> None:
     wrong, seen = {}, set()

@@ -61,9 +61,7 @@ CHANGES = st.lists(
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(SOUND), CHANGES, st.floats(0, 1), st.booleans(), st.booleans())
-def test_what_is_damaged_has_the_rows_that_transformers_gives_it_or_none(
-    decoder, sound, changes, cut, is_cut, at_start
-):
+def test_damaged_files_have_the_rows_of_transformers_or_none(decoder, sound, changes, cut, is_cut, at_start):
     image = bytearray(sound)
     reach = min(len(image), 600) if at_start else len(image)
     for where, value in changes:

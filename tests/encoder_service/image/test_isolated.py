@@ -93,7 +93,7 @@ def deaths(pool: DecoderPool) -> dict[str, int]:
     return {reason: count for reason, count in pool.deaths.items() if count}
 
 
-def test_what_is_damaged_has_the_same_outcome_as_in_process(pool: DecoderPool) -> None:
+def test_damaged_files_have_the_same_outcome_as_in_process(pool: DecoderPool) -> None:
     files = [damaged(seed) for seed in range(150)]
     found, expected = decode_files(of_cpu(pool), files), decode_files(pillow_decoder(), files)
     for isolated_one, in_process in zip(found, expected, strict=True):
@@ -103,7 +103,7 @@ def test_what_is_damaged_has_the_same_outcome_as_in_process(pool: DecoderPool) -
             assert torch.equal(isolated_one, in_process)
 
 
-def test_a_decoder_that_is_killed_is_not_the_images_fault_and_is_there_again(pool: DecoderPool) -> None:
+def test_a_killed_decoder_is_replaced_and_its_image_may_be_retried(pool: DecoderPool) -> None:
     before, pid = deaths(pool).get("killed", 0), children(pool)[-1]
     outcome = while_stopped(pool, lambda: pool.decode(source_of(PHOTO)), signal.SIGKILL)
     assert isinstance(outcome, OverloadedError)
@@ -211,7 +211,7 @@ def test_pixels_stay_what_they_are_while_others_are_decoded(pool: DecoderPool) -
         assert torch.equal(isolated_one, in_process)
 
 
-def test_a_process_whose_server_ended_while_it_was_loading_ends_without_a_word() -> None:
+def test_a_loading_decoder_ends_silently_with_its_server() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
         "from encoder_service.image.decoder_process import main; "
@@ -224,7 +224,7 @@ def test_a_process_whose_server_ended_while_it_was_loading_ends_without_a_word()
     assert process.returncode == 0
 
 
-def test_all_descriptors_are_taken_at_the_start_and_no_more_however_much_is_decoded() -> None:
+def test_decoding_takes_no_descriptors_beyond_those_of_the_start() -> None:
     with decoding(threads=2) as pool, ThreadPoolExecutor(2) as threads:
         list(threads.map(str, range(8)))
         before = psutil.Process().num_fds()
@@ -239,7 +239,7 @@ def environment(pid: int) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line)
 
 
-def test_decoder_processes_have_six_variables_of_the_servers_environment_at_most(
+def test_decoder_processes_inherit_at_most_six_environment_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ENCSVC_INDEX", "rediss://encoder:secret@redis")
@@ -251,7 +251,7 @@ def test_decoder_processes_have_six_variables_of_the_servers_environment_at_most
     assert len({*SETTINGS, *PASSED_ON}) == 6
 
 
-def test_what_a_library_prints_is_counted_and_thrown_away(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_libraries_is_counted_and_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     noisy = bytearray(
         encoded(Image.fromarray(pixels(400, 300, 1)).convert("1"), "TIFF", compression="tiff_ccitt")
     )
@@ -270,7 +270,7 @@ def test_why_no_decoder_starts_is_in_the_error(monkeypatch: pytest.MonkeyPatch) 
         pool.start()
 
 
-def test_a_decoder_that_hangs_without_using_the_processor_is_replaced_long_before_its_limit() -> None:
+def test_a_hanging_idle_decoder_is_replaced_long_before_its_limit() -> None:
     with decoding(cpu_s=10 * START_S) as pool:
         stopped = children(pool)[-1]
         os.kill(stopped, signal.SIGSTOP)
@@ -283,7 +283,7 @@ def test_a_decoder_that_hangs_without_using_the_processor_is_replaced_long_befor
         assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
 
 
-def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
+def test_an_invalid_decoder_answer_is_rejected() -> None:
     assert parsed(b"null") is None
     assert parsed(b'["bad\\nfile", false]') == ("bad?file", False)
     header = {"format": "TIFF", "width": 3, "height": 4, "orientation": 1, "channels": 3}

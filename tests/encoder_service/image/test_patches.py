@@ -171,7 +171,7 @@ def test_no_image_is_no_patches():
 
 
 @pytest.mark.gpu
-def test_patches_on_a_gpu_are_within_one_level_and_the_same_bits_in_any_batch():
+def test_gpu_patches_are_within_one_level_and_equal_in_any_batch():
     images = [
         torch.from_numpy(pixels(w, h, n)) for n, (w, h) in enumerate([(300, 200)] * 3 + [(1280, 720)] * 20)
     ]

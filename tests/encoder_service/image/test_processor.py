@@ -32,7 +32,7 @@ def test_qwen3_vl_style_with_edges_in_size(tmp_path):
 
 @pytest.mark.parametrize("nested", [False, True], ids=["preprocessor_config", "nested"])
 @pytest.mark.parametrize("style", [QWEN2_5_PREPROCESSOR, QWEN3_PREPROCESSOR], ids=["qwen2_5_vl", "qwen3_vl"])
-def test_what_transformers_saves_is_read_as_transformers_reads_it(tmp_path, style, nested):
+def test_settings_saved_by_transformers_are_read_alike(tmp_path, style, nested):
     processor = Qwen2VLImageProcessorPil(**style)
     if nested:
         write(tmp_path, {"image_processor": processor.to_dict()}, "processor_config.json")

@@ -52,7 +52,7 @@ def check(pool: DecoderPool, image: bytes, kind: str) -> np.ndarray:
     ("kind", "mode"),
     [("PPM", "RGB"), ("PPM", "L"), ("ICO", "RGBA"), ("TGA", "RGB"), ("TGA", "RGBA"), ("PCX", "RGB")],
 )
-def test_what_stock_vllm_takes_is_taken(pool: DecoderPool, kind: str, mode: str) -> None:
+def test_every_format_of_stock_vllm_is_accepted(pool: DecoderPool, kind: str, mode: str) -> None:
     check(pool, encoded(PICTURE.convert(mode), kind), kind)
 
 
@@ -197,7 +197,7 @@ def test_memory_is_bounded_by_the_pixels_of_the_image(pool: DecoderPool) -> None
 @pytest.mark.parametrize(
     "image", [b"hello", b"\0" * 100, b"II*\0", b"RIFF\0\0\0\0WAVE", b"\xff\xd8", b"P6\n"]
 )
-def test_what_is_no_image_is_refused(pool: DecoderPool, image: bytes) -> None:
+def test_non_images_are_refused(pool: DecoderPool, image: bytes) -> None:
     outcome = pool.read_header(image, RARE_FORMATS)
     assert isinstance(outcome, InvalidImageError)
     assert not isinstance(outcome, UndecodableImageError)

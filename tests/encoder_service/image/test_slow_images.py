@@ -21,7 +21,7 @@ from tests.engines import Gate, demanded, in_batches, running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 
-async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> None:
+async def test_a_slow_image_does_not_delay_others(model: Model) -> None:
     fast = [photo(256, 256 + n, n) for n in range(8)]
     slow = photo(256, 320, 9, "PNG")
     held, open_ = threading.Event(), threading.Event()
@@ -42,7 +42,7 @@ async def test_an_image_that_is_slow_to_decode_holds_up_nobody(model: Model) -> 
         (await waiting).release()
 
 
-async def test_a_jpeg_that_the_batch_decoder_refuses_fails_nobody_and_is_decoded_by_itself(
+async def test_a_jpeg_that_the_batch_decoder_refuses_is_decoded_by_itself(
     model: Model,
 ) -> None:
     good = photo(256, 256, 1)
@@ -57,7 +57,7 @@ async def test_a_jpeg_that_the_batch_decoder_refuses_fails_nobody_and_is_decoded
     assert [type(result) for result in results] == [Pin, Pin, InvalidImageError]
 
 
-async def test_what_is_decoded_one_by_one_is_bounded_in_pixels_and_one_larger_image_goes_beside_it(
+async def test_single_decodes_are_bounded_in_pixels_beside_one_larger_image(
     model: Model,
 ) -> None:
     lock = threading.Lock()

@@ -34,7 +34,7 @@ def test_the_least_recently_used_make_room() -> None:
     assert sources.held_bytes == 30
 
 
-def test_an_image_larger_than_the_bound_is_not_kept_and_evicts_nobody() -> None:
+def test_a_file_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
     sources = SourceCache(max_bytes=30, ttl_s=100)
     sources.put(of(b"a", 10))
     sources.put(of(b"big", 31))

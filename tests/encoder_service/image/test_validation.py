@@ -24,7 +24,7 @@ def new_validator() -> Validator:
     )
 
 
-async def test_uploads_of_one_caller_with_wrong_digests_do_not_delay_that_of_another() -> None:
+async def test_uploads_with_wrong_digests_do_not_delay_another_caller() -> None:
     validator, image = new_validator(), photo(300, 200, 1)
     order: list[str] = []
 

@@ -42,7 +42,7 @@ def test_each_limit_refuses_and_names_itself(changes, kind, named):
         admit(scheduler, 4, client="c4", **kind)
 
 
-def test_a_refusal_keeps_nothing_and_a_place_that_is_given_back_can_be_taken():
+def test_refusals_hold_nothing_and_released_places_are_free():
     scheduler = make(images=1)
     (claim,) = fill(scheduler, 1)
     refused = Claim("other", "other")
@@ -54,7 +54,7 @@ def test_a_refusal_keeps_nothing_and_a_place_that_is_given_back_can_be_taken():
     assert scheduler.admit(refused, b"other", 10, 100, 0.0)
 
 
-def test_a_queue_that_would_take_too_long_refuses_and_an_empty_one_takes_anything():
+def test_a_queue_refuses_by_seconds_unless_it_is_empty():
     scheduler = make(seconds=2.0)
     first = admit(scheduler, 0, patches=100)
     scheduler.prepared(scheduler.next_to_prepare(0.0, 1000, 1)[0], 0.0)
@@ -77,7 +77,7 @@ def test_an_image_that_could_never_fit_is_refused_for_good():
         admit(make(), 0, patches=10_001)
 
 
-def test_joining_costs_no_room_in_the_queue_until_the_claims_are_at_their_limit():
+def test_joining_takes_no_queue_space_up_to_the_claim_limit():
     scheduler = make(images=1, claims=5)
     for number in range(5):
         claim = Claim(f"r{number}", f"c{number}")
@@ -86,7 +86,7 @@ def test_joining_costs_no_room_in_the_queue_until_the_claims_are_at_their_limit(
         scheduler.claim(Claim("r5", "c5"), b"same", 0.0)
 
 
-def test_one_client_with_any_number_of_calls_on_one_image_leaves_claims_for_others():
+def test_one_client_cannot_take_all_claims_with_calls_for_one_image():
     scheduler = make(claims=100)
     assert scheduler.admit(Claim("r", "greedy"), b"same", 10, 100, 0.0)
 
@@ -110,7 +110,7 @@ def test_one_client_alone_fills_its_share_and_no_more(share):
     assert abs(scheduler.queued.images - 100 * share) <= 1
 
 
-def test_clients_that_always_want_more_end_up_with_equal_shares_and_leave_room():
+def test_greedy_clients_converge_to_equal_shares_and_leave_room():
     scheduler = make(images=130, patches=10**6)
     held = {"early": 0, "late": 0, "last": 0}
     number = 0

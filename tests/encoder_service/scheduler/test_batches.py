@@ -28,7 +28,7 @@ def test_an_image_larger_than_the_budget_goes_alone():
     assert names(scheduler.next_batch(0.0, 1000)) == ["huge"]
 
 
-def test_speculative_work_joins_no_demanded_batch_and_makes_only_small_ones():
+def test_speculative_work_runs_in_small_batches_of_its_own():
     scheduler = make()
     want(scheduler, "demand", "a")
     for number in range(8):
@@ -38,7 +38,7 @@ def test_speculative_work_joins_no_demanded_batch_and_makes_only_small_ones():
     assert len(scheduler.next_batch(0.0, 8 * PATCHES)) == 2
 
 
-def test_only_a_demanded_image_that_is_small_and_of_no_lower_class_overtakes_a_batch():
+def test_only_small_demanded_images_of_no_lower_class_overtake_a_batch():
     scheduler = make()
     want(scheduler, "large", patches=500)
     prepare_all(scheduler)
@@ -68,7 +68,7 @@ def test_prepared_guesses_do_not_keep_a_demand_from_being_prepared():
     assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["demand"]
 
 
-def test_what_is_decoded_ahead_for_one_does_not_keep_what_is_next_in_the_vit_from_being_decoded():
+def test_a_full_window_does_not_block_the_next_image_of_the_vit():
     scheduler = make(ahead_patches=3 * PATCHES)
     for number in range(10):
         want(scheduler, f"bulk{number}", "bulk")
@@ -78,7 +78,7 @@ def test_what_is_decoded_ahead_for_one_does_not_keep_what_is_next_in_the_vit_fro
     assert scheduler.next_to_prepare(0.0, 10**9, 10) == []
 
 
-def test_what_is_decoded_by_itself_keeps_no_other_image_from_being_decoded():
+def test_single_decodes_do_not_block_other_images():
     scheduler = make(ahead_patches=3 * PATCHES)
     slow = [want(scheduler, f"slow{number}", patches=3 * PATCHES, apart=True).task for number in range(4)]
     assert [scheduler.next_apart(0.0, 10**9) for _ in slow] == [[task] for task in slow]
@@ -92,7 +92,7 @@ def test_what_is_decoded_by_itself_keeps_no_other_image_from_being_decoded():
 
 @pytest.mark.parametrize("patches", [3 * PATCHES, 4 * PATCHES, 60 * PATCHES])
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_large_image_is_decoded_soon_though_small_ones_decoded_the_other_way_never_cease(apart, patches):
+def test_batched_small_images_do_not_delay_a_large_single_decode(apart, patches):
     scheduler, number = make(ahead_patches=3 * PATCHES), 0
     taken = []
 
@@ -123,7 +123,7 @@ def test_a_large_image_is_decoded_soon_though_small_ones_decoded_the_other_way_n
     assert large in taken
 
 
-def test_what_lies_ahead_stays_bounded_when_demands_turn_into_guesses():
+def test_the_decode_window_stays_bounded_when_demands_are_withdrawn():
     scheduler = make(ahead_patches=3 * PATCHES)
     for turn in range(5):
         for number in range(4):
@@ -161,7 +161,7 @@ def test_a_failed_batch_is_split_until_exactly_the_culprits_fail(count, data):
     assert is_empty(scheduler)
 
 
-def test_who_leaves_after_the_batch_failed_is_not_tried_again():
+def test_images_withdrawn_after_a_failed_batch_are_not_retried():
     scheduler = make()
     claims = [want(scheduler, str(number), chunk=number) for number in range(4)]
     prepare_all(scheduler)

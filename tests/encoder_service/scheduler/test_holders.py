@@ -41,7 +41,7 @@ def test_a_small_image_does_not_wait_for_the_requests_of_another_holder():
     assert encode_order(scheduler).index("small") <= 1
 
 
-def test_holders_with_work_left_get_equal_patches_whatever_the_size_of_their_images():
+def test_busy_holders_get_equal_patches_for_images_of_any_size():
     scheduler = make()
     fill(scheduler, "large", 20, patches=400)
     fill(scheduler, "small", 200, patches=40)
@@ -84,7 +84,7 @@ def test_a_holder_that_returns_has_saved_up_nothing():
     assert 45 <= sum(name.startswith("busy") for name in order[:100]) <= 55
 
 
-def test_a_holder_that_asks_for_one_image_at_a_time_gets_no_more_than_its_share():
+def test_asking_for_one_image_at_a_time_gains_no_extra_share():
     """What a holder had is remembered while it has nothing queued, as long as others wait."""
     scheduler = make()
     fill(scheduler, "queued", 400, patches=10)
@@ -102,7 +102,7 @@ def test_a_holder_that_asks_for_one_image_at_a_time_gets_no_more_than_its_share(
     assert done["single"] <= done["queued"] + 200
 
 
-def test_speculative_images_that_were_never_encoded_earn_no_turn_for_demanded_ones():
+def test_unencoded_speculative_images_earn_no_turn_for_demanded_ones():
     scheduler = make()
     fill(scheduler, "busy", 200)
     fill(scheduler, "waiting", 1, prefix="guess", demanded=False)
@@ -125,7 +125,7 @@ def test_an_image_that_two_holders_want_counts_against_both():
     assert 18 <= sum(name.startswith("other") for name in order[:40]) <= 22
 
 
-def test_a_small_image_of_another_holder_overtakes_a_batch_of_a_higher_priority():
+def test_a_small_image_of_another_holder_overtakes_a_priority_batch():
     scheduler = make()
     fill(scheduler, "large", 1, patches=1000, priority=8)
     prepare_all(scheduler)
@@ -141,7 +141,7 @@ def test_a_small_image_of_another_holder_overtakes_a_batch_of_a_higher_priority(
 # Decoding
 
 
-def test_another_holder_is_decoded_while_one_has_filled_what_is_decoded_ahead():
+def test_a_full_decode_window_of_one_holder_does_not_block_another():
     scheduler = make(ahead_patches=10 * PATCHES, ahead_images=10)
     fill(scheduler, "busy", 100, requests=100)
     prepare_all(scheduler)

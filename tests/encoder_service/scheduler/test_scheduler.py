@@ -10,7 +10,7 @@ from tests.scheduling import PATCHES, encode_order, is_empty, make, names, prepa
 # Order
 
 
-def test_demanded_comes_before_speculative_whatever_its_priority():
+def test_demanded_comes_before_speculative_of_any_priority():
     scheduler = make()
     want(scheduler, "guess", "a", priority=8, demanded=False)
     want(scheduler, "demand", "b", priority=-8)
@@ -24,7 +24,7 @@ def test_a_higher_priority_comes_before_less_work():
     assert encode_order(scheduler) == ["urgent", "small"]
 
 
-def test_the_request_with_the_least_work_left_comes_first_and_its_images_by_chunk():
+def test_the_least_work_left_comes_first_then_chunk_order():
     scheduler = make()
     for chunk in (2, 0, 1):
         want(scheduler, f"big{chunk}", "big", chunk=chunk)
@@ -43,7 +43,7 @@ def test_work_that_is_done_makes_its_request_smaller():
     assert encode_order(scheduler) == ["a2", "b0", "b1"]
 
 
-def test_an_image_that_blocks_a_chunk_comes_before_one_ahead_of_need_until_that_is_due():
+def test_blocking_images_precede_those_ahead_of_need_until_due():
     scheduler = make()
     want(scheduler, "ahead", "small", needed_at=10.0)
     want(scheduler, "blocking1", "big", patches=500)
@@ -118,7 +118,7 @@ def test_many_callers_share_one_work_and_only_the_last_withdrawal_drops_it():
     assert is_empty(scheduler)
 
 
-def test_work_that_is_being_encoded_goes_on_without_callers_and_new_ones_join_it():
+def test_running_encodes_continue_without_callers_and_can_be_joined():
     scheduler = make()
     first = want(scheduler, "a", "r1")
     prepare_all(scheduler)
@@ -131,7 +131,7 @@ def test_work_that_is_being_encoded_goes_on_without_callers_and_new_ones_join_it
     assert is_empty(scheduler)
 
 
-def test_what_comes_back_from_decoding_after_everyone_left_is_refused_even_if_it_was_admitted_anew():
+def test_decoded_pixels_without_claims_are_dropped():
     scheduler = make()
     claim = want(scheduler, "a")
     (old,) = scheduler.next_to_prepare(0.0, 1000, 10)
@@ -142,5 +142,5 @@ def test_what_comes_back_from_decoding_after_everyone_left_is_refused_even_if_it
     assert again.task.state is State.WAITING
 
 
-def test_a_claim_on_an_address_that_nobody_admitted_is_not_attached():
+def test_a_claim_on_an_unknown_address_is_not_attached():
     assert not make().claim(Claim("r", "c"), b"nowhere", 0.0)

@@ -277,7 +277,7 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(20, PATCHES), min_size=1, max_size=20))
-def test_a_big_request_is_done_within_the_stated_bound_under_a_flood_of_small_ones(small_patches):
+def test_a_big_request_meets_its_bound_under_a_flood_of_small_ones(small_patches):
     encoded, bound = finish_clock(STRETCH, small_patches)
     assert encoded <= bound
 
@@ -292,7 +292,7 @@ def test_without_ageing_the_flood_breaks_the_bound():
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("seed", range(15))
-def test_every_request_is_answered_or_refused_whatever_the_deployment(policy, seed):
+def test_every_request_is_answered_or_refused_in_any_deployment(policy, seed):
     pick = random.Random(seed)
     load = Load({1: 3, 5: 2, 64: 1}, load=pick.choice((0.5, 0.9, 5.0)), burst=pick.choice((1, 6)), clients=5,
                 image_patches=pick.choice((1, 3)), replicas=pick.choice((1, 3, 16)))  # fmt: skip

@@ -82,7 +82,7 @@ def test_an_embedding_is_split_only_when_no_run_holds_it():
     assert sorted(arena.allocate(4, 2)) == [parts[0][0], parts[2][0]]
 
 
-def test_a_day_of_random_sizes_leaves_nine_tenths_usable_and_most_embeddings_in_one_run():
+def test_random_sizes_leave_the_arena_usable_and_most_embeddings_whole():
     rows_per_page = 2
     layout = Layout(row_bytes=1, page_rows=rows_per_page)
     # As 8 GiB of 64 KiB pages.

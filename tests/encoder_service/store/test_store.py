@@ -22,7 +22,7 @@ def store(tmp_path):
     store.close()
 
 
-def test_rows_come_back_bit_for_bit_and_any_window_of_them(store):
+def test_rows_and_their_windows_are_read_bit_for_bit(store):
     rows = embedding(1, 2.3)
     with store.put(b"a", rows, (1, 4, 6)) as pin:
         assert (pin.tokens, pin.grid, pin.tier, pin.address) == (len(rows), (1, 4, 6), "host", b"a")
@@ -31,7 +31,7 @@ def test_rows_come_back_bit_for_bit_and_any_window_of_them(store):
             assert sum(length for _, length in pin.handle(begin, end).extents) == (end - begin) * WIDTH * 4
 
 
-def test_the_checksum_is_that_of_the_window_and_known_for_all_rows_after_the_first_time(store):
+def test_checksums_cover_the_window_and_are_cached_for_all_rows(store):
     rows = embedding(1, 2.5)
     with store.put(b"a", rows, (1, 4, 6)) as pin:
         assert pin.checksum(7, 2000) == xxhash.xxh3_64_intdigest(rows[7:2000].numpy())
@@ -67,7 +67,7 @@ def test_the_first_writer_wins(store):
         assert pin.grid == (1, 2, 2)
 
 
-def test_what_was_used_longest_ago_goes_first(tmp_path):
+def test_the_least_recently_used_is_evicted_first(tmp_path):
     gone = []
     store = make_store(tmp_path, 4, on_evict=lambda address, tier: gone.append((address, tier)))
     for name in (b"a", b"b", b"c", b"d"):
@@ -110,7 +110,7 @@ def test_a_writer_waits_for_a_release_but_not_longer_than_it_may(tmp_path):
     store.close()
 
 
-def test_a_pin_that_is_forgotten_is_released_by_the_garbage_collector_even_in_a_cycle(store):
+def test_the_garbage_collector_releases_forgotten_pins_even_in_a_cycle(store):
     pin = store.put(b"a", embedding(1, 16), (1, 1, 1))
     cycle = [pin]
     cycle.append(cycle)
@@ -165,7 +165,7 @@ def test_an_embedding_larger_than_the_host_tier_is_refused_by_name(store):
         store.put(b"a", embedding(1, 17), (1, 1, 1))
 
 
-def test_stats_name_what_is_large_and_who_holds_it(store):
+def test_stats_name_the_largest_entries_and_their_pins(store):
     for name, pages in ((b"a", 1), (b"b", 3), (b"c", 2)):
         put(store, name, pages)
     with store.pin(b"b"):

@@ -138,7 +138,7 @@ class TieredStoreMachine(StoreMachine):
 
 
 @pytest.mark.parametrize("machine", [StoreMachine, TieredStoreMachine])
-def test_whatever_happens_in_whatever_order_the_store_is_as_the_model_says(machine, tmp_path):
+def test_the_store_matches_its_model_in_any_order_of_steps(machine, tmp_path):
     machine.folder = tmp_path
     case = machine.TestCase
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -42,7 +42,7 @@ def test_with_a_device_tier_no_other_writer_takes_it_either(tmp_path: Path) -> N
     store.close()
 
 
-def test_asking_without_waiting_starts_nobodys_patience(
+def test_reserving_without_waiting_starts_no_waiting_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when an image might overtake a large batch, and is put back: its own turn comes when that batch is done."""
@@ -56,7 +56,7 @@ def test_asking_without_waiting_starts_nobodys_patience(
 
 
 @pytest.mark.parametrize("how", ["rows that never came", "a pin that was forgotten"])
-def test_room_that_came_and_went_begins_patience_anew(
+def test_space_that_appeared_in_between_restarts_the_waiting_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     store = make_store(tmp_path, host_pages=10, wait_s=0.2)

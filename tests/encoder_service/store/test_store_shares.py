@@ -41,7 +41,7 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + seconds)
 
 
-def test_the_rows_of_a_holder_that_has_half_of_the_store_stay_when_another_floods_it(tmp_path: Path) -> None:
+def test_a_flood_does_not_evict_a_holder_with_half_of_the_store(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(8))
     for flood in range(5):
@@ -74,7 +74,7 @@ def test_a_holder_that_comes_later_gets_as_much_as_the_others(tmp_path: Path) ->
     store.close()
 
 
-def test_with_rows_of_random_sizes_a_flood_leaves_a_holder_that_has_a_third_alone(tmp_path: Path) -> None:
+def test_a_flood_of_random_sizes_spares_a_holder_with_a_third(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=64)
     put(store, "a", *range(21))
     draw = random.Random(0)
@@ -111,9 +111,7 @@ def test_rows_on_their_way_in_count_as_their_holders(tmp_path: Path) -> None:
     store.close()
 
 
-def test_rows_that_nobody_asked_for_in_ten_minutes_go_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_unused_for_ten_minutes_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a holder that left would keep its part for ever."""
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(8))
@@ -162,7 +160,7 @@ def test_the_device_tier_is_shared_too_and_a_copy_is_its_holders(tmp_path: Path)
     store.close()
 
 
-def test_who_writes_an_address_first_holds_it(tmp_path: Path) -> None:
+def test_the_first_writer_is_the_holder_of_an_address(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=4)
     store.put(b"same", ROWS, GRID, holder="a").release()
     store.put(b"same", ROWS, GRID, holder="b").release()

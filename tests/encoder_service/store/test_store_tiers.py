@@ -54,7 +54,7 @@ def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
     store.close()
 
 
-def test_an_embedding_comes_to_the_device_once_enough_readers_wanted_it_there(tmp_path):
+def test_an_embedding_moves_to_the_device_after_enough_readers(tmp_path):
     store = make_store(tmp_path, device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))
@@ -90,7 +90,7 @@ def test_readers_of_the_host_bring_nothing_to_the_device_however_many(tmp_path):
     store.close()
 
 
-def test_the_migrator_thread_keeps_room_on_the_device_and_ends_with_the_store(tmp_path):
+def test_the_migrator_keeps_device_space_and_ends_with_the_store(tmp_path):
     store = make_store(tmp_path, host_pages=64, device_pages=8)
     thread = threading.Thread(target=store.keep_moving)
     thread.start()

@@ -89,9 +89,7 @@ def test_readers_never_see_a_wrong_byte_and_killed_ones_leave_no_pin(owner, tmp_
         within(PATIENCE_S, lambda: pins() <= 2)  # what the two churning threads hold at the moment
 
 
-def test_a_killed_owner_leaves_a_segment_that_the_next_start_sweeps_and_a_living_one_keeps_its_own(
-    owner, tmp_path
-):
+def test_a_start_removes_segments_of_killed_owners_only(owner, tmp_path):
     within(START_S, (tmp_path / "socket").exists)
     living = Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=str(tmp_path))
     assert len(list(tmp_path.glob("*.rows"))) == 2

@@ -81,7 +81,7 @@ def test_a_backend_that_is_right_passes_its_trial(head_size, dtype, fixed):
 
 
 @pytest.mark.parametrize("wrong", [Mixing, BlindToStrides, LosingTheScale, NotANumberInShortSegments])
-def test_a_backend_that_is_wrong_on_odd_segments_of_strided_rows_is_refused(wrong):
+def test_a_backend_wrong_on_odd_strided_segments_is_refused(wrong):
     assert "its rows are off by" in attention.trial_failure(wrong(), CPU, torch.bfloat16, 72)
 
 
@@ -98,7 +98,7 @@ def test_the_trial_is_of_odd_lengths_in_another_order_for_the_replay():
     assert 1 in attention.LENGTHS
 
 
-def test_only_segments_of_a_fixed_length_go_to_the_backend_that_plans_for_each():
+def test_only_fixed_length_segments_use_the_planning_backend():
     class Named(Backend):
         def __init__(self, name):
             self.name, self.calls = name, 0
@@ -130,7 +130,7 @@ def test_no_pick_of_auto_for_packs_plans_for_every_length():
 
 
 @pytest.mark.parametrize("installed", ["fa3_fwd_interface", "flash_attn_interface"])
-def test_flash_attention_3_is_found_under_either_name_and_never_splits_keys(monkeypatch, installed):
+def test_flash_attention_3_has_two_names_and_never_splits_keys(monkeypatch, installed):
     for name in ("fa3_fwd_interface", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="none of fa3_fwd_interface, flash_attn_interface is installed"):
@@ -161,7 +161,7 @@ def test_a_backend_whose_library_is_missing_says_so(monkeypatch):
     assert "none of flash_attn is installed" in why_not("flash2", torch.device("cuda"), torch.bfloat16)
 
 
-def test_an_unknown_backend_is_refused_with_the_list_and_auto_logs_its_pick(caplog):
+def test_an_unknown_backend_is_refused_and_auto_logs_its_choice(caplog):
     with pytest.raises(ValueError, match=r"known: auto, flash3, .*sdpa"):
         make_attention("flash9", CPU, torch.float32, 72)
     with caplog.at_level("INFO"):

@@ -33,7 +33,7 @@ def load(folder, precision="fp8", dtype="bfloat16"):
     return load_tower(folder, device="cpu", dtype=dtype, processor=processor, precision=precision)
 
 
-def test_the_largest_value_of_a_row_becomes_the_largest_there_is_and_zeros_stay_zeros():
+def test_quantising_scales_each_row_to_the_fp8_maximum_and_keeps_zeros():
     x = torch.randn(5, 64)
     x[1] = 0
     x[2] *= 1e-20
@@ -65,9 +65,7 @@ def test_two_fifths_of_the_published_towers_stay_in_full_precision():
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_the_products_of_all_blocks_but_the_first_two_fifths_are_quantised_and_nothing_else(
-    folders, model_type
-):
+def test_only_products_after_the_first_two_fifths_of_blocks_are_quantised(folders, model_type):
     module = load(folders[model_type])._module
     products = {name: part for name, part in module.named_modules() if isinstance(part, Linear)}
     quantised = {name for name, part in products.items() if isinstance(part, Fp8Linear)}
@@ -78,7 +76,7 @@ def test_the_products_of_all_blocks_but_the_first_two_fifths_are_quantised_and_n
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_rows_are_within_the_bar_of_float32_and_not_those_of_full_precision(folders, model_type):
+def test_fp8_rows_meet_the_bar_and_differ_from_full_precision(folders, model_type):
     folder = folders[model_type]
     tower, reference = load(folder), ReferenceTower(folder, torch.float32)
     patches = random_patches(GRIDS, tower.spec.patch_values)
@@ -104,7 +102,7 @@ def test_another_element_type_than_bfloat16_is_refused(folders):
         load(folders["qwen3_vl"], dtype="float32")
 
 
-def test_quantised_rows_have_a_model_fingerprint_and_addresses_of_their_own(folders):
+def test_quantised_rows_have_their_own_fingerprint_and_addresses(folders):
     folder = folders["qwen3_vl"]
     recipes = {}
     for precision in ("full", "fp8"):

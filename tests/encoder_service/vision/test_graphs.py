@@ -106,7 +106,7 @@ def test_a_batch_that_does_not_fit_a_budget_is_not_taken(towers):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_all_graphs_share_one_set_of_inputs_and_each_gives_the_rows_of_its_batch(towers, model_type):
+def test_graphs_share_one_set_of_inputs_and_give_their_batches_rows(towers, model_type):
     """Batch after batch through graphs of several sizes: no image sees padding, or what an earlier batch left."""
     tower = towers[model_type]
     with torch.inference_mode():
@@ -158,7 +158,7 @@ def test_rows_of_a_graph_survive_the_next_replays(towers):
         assert torch.equal(rows, kept)
 
 
-def test_what_cannot_be_captured_is_logged_and_runs_eagerly(towers, caplog):
+def test_a_failed_capture_is_logged_and_runs_eagerly(towers, caplog):
     tower, grid = towers["qwen3_vl"], Grid(1, 16, 16)
 
     def capture(run):

@@ -98,9 +98,7 @@ def test_tensors_are_named_as_in_the_checkpoint(kept_checkpoint, tmp_path):
     assert "of shape (3,) instead of (160,): merger.ln_q.weight" in str(error.value)
 
 
-def test_a_folder_without_config_or_weights_or_with_a_lost_shard_is_refused(
-    original, kept_checkpoint, tmp_path
-):
+def test_an_incomplete_checkpoint_folder_is_refused(original, kept_checkpoint, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load_tower(tmp_path, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(original))
     folder = shutil.copytree(kept_checkpoint(depth=2, shards=3), tmp_path / "sharded")
@@ -135,7 +133,7 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda"])
-def test_a_gpu_that_is_asked_for_is_the_current_one_before_anything_runs_there(folder, monkeypatch, device):
+def test_the_chosen_gpu_is_current_before_anything_runs_there(folder, monkeypatch, device):
     """Triton's kernels run on the current one, wherever their tensors lie."""
     current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -119,9 +119,7 @@ def test_units_in_the_last_place_are_counted():
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="for the interpreter")
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_a_tower_whose_pointwise_parts_are_kernels_has_the_rows_of_the_plain_one(
-    folders, model_type, monkeypatch
-):
+def test_a_tower_with_kernels_has_the_rows_of_the_plain_one(folders, model_type, monkeypatch):
     """Packed as on CUDA, in float32: what the kernels are handed there is what they take."""
     monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     folder, grids = folders[model_type], [Grid(1, 8, 12), Grid(1, 6, 4)]

@@ -29,7 +29,7 @@ def test_equal_grids_share_their_tables_and_the_cache_is_bounded():
     assert len(cache) == 2
 
 
-def test_threads_that_come_for_a_grid_at_once_get_the_same_tables_and_count_it_once():
+def test_concurrent_threads_share_the_tables_of_a_grid():
     both = threading.Barrier(2)
 
     def make(grid):

@@ -79,7 +79,7 @@ def test_rows_of_a_graph_survive_the_next_replays(folders, model_type):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_kernels_between_products_are_used_and_equal_torchs_at_the_published_widths(model_type):
+def test_pointwise_kernels_equal_torch_at_the_published_widths(model_type):
     from encoder_service.vision.pointwise_triton import difference
 
     config = {"model_type": model_type, "vision_config": vision_config(model_type, full=True)}
@@ -90,7 +90,7 @@ def test_kernels_between_products_are_used_and_equal_torchs_at_the_published_wid
 
 
 @pytest.mark.parametrize("head_size", [72, 80])
-def test_a_backend_that_is_slow_or_reads_lengths_on_the_host_while_replayed_is_refused(head_size):
+def test_a_backend_that_is_slow_or_wrong_in_a_replay_is_refused(head_size):
     class ReadsLengths(SegmentAttention):
         graphs = True
 
@@ -110,7 +110,7 @@ def memory_in_use():
     return torch.cuda.memory_stats()["active_bytes.all.current"]
 
 
-def test_a_capture_that_cuda_breaks_off_costs_neither_the_next_one_nor_memory():
+def test_an_aborted_capture_does_not_harm_the_next_one():
     device = torch.device("cuda:0")
     capture = CudaCapture(device)
     x = torch.ones(1 << 20, device=device)
@@ -205,7 +205,7 @@ def test_a_forward_never_waits_for_the_device(folders):
     assert finite.tolist() == [True] * len(GRIDS)
 
 
-def test_memory_is_bounded_by_the_patch_budget_whatever_the_number_of_images(folders):
+def test_the_patch_budget_bounds_memory_for_any_number_of_images(folders):
     tower = load(folders["qwen3_vl"], batch_patches=4096, graphs=False)
     grid = Grid(1, 44, 80)
     image = random_patches([grid], 768)[0].cuda()

@@ -23,9 +23,7 @@ async def fetched(client: EncoderClient, picture: bytes) -> EncoderError | None:
         return (await anext(aiter(stream))).error
 
 
-async def test_a_call_that_a_drain_has_no_more_time_for_goes_on_at_another_server(
-    config: Config, model: Model
-) -> None:
+async def test_a_call_cut_off_by_a_drain_continues_at_another_server(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, drain_s=0.1) as a,
         server_of(config, model, drain_s=0.1) as b,

@@ -39,9 +39,7 @@ async def transports(client: EncoderClient, session: PutSession) -> tuple[str, s
     return fetched.transport, " ".join("shm" if stream.shares_memory else "inline" for stream in opened)
 
 
-async def test_a_server_that_was_drained_and_started_anew_shares_its_memory_again(
-    config: Config, model: Model
-) -> None:
+async def test_a_restarted_server_shares_its_memory_again(config: Config, model: Model) -> None:
     async with server_of(config, model, accept_put="yes") as first:
         client = await EncoderClient.connect(first.endpoint)
         session = client.put(PRODUCER)
@@ -54,7 +52,7 @@ async def test_a_server_that_was_drained_and_started_anew_shares_its_memory_agai
         await soon(both_ways)
 
 
-async def test_a_call_that_has_chosen_its_connection_is_served_though_the_next_ones_get_another(
+async def test_a_call_keeps_its_connection_when_later_calls_get_a_new_one(
     config: Config, model: Model
 ) -> None:
     async with (
@@ -124,7 +122,7 @@ async def test_a_name_without_an_address_is_waited_for(
         assert client._pool.router.endpoints == (server.endpoint,)
 
 
-async def test_a_server_that_takes_the_place_of_another_is_found_while_that_one_is_waited_for(
+async def test_a_replacement_server_is_found_while_waiting_for_the_old_one(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closed_port() as gone:

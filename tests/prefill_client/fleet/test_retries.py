@@ -30,12 +30,12 @@ def attempts(left_s: float = 60.0) -> Attempts:
 
 
 @pytest.mark.parametrize("error", [InvalidImageError("x"), DeadlineError("x"), UnknownImageError("x")])
-def test_what_a_retry_cannot_help_is_the_outcome(error) -> None:
+def test_errors_without_a_useful_retry_are_the_outcome(error) -> None:
     assert attempts().pause_s(error, can_resubmit=False) is None
 
 
 @pytest.mark.parametrize("hint_ms", [0, 1, 200, 4000])
-def test_a_refusal_is_waited_out_for_its_hint_and_longer_each_time_as_often_as_the_deadline_allows(
+def test_retries_follow_the_hint_and_back_off_until_the_deadline(
     hint_ms: int,
 ) -> None:
     tried = attempts(1e6)

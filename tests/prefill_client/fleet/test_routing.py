@@ -84,7 +84,7 @@ def test_images_spread_evenly_and_so_do_those_of_one_that_is_gone() -> None:
     idle=st.integers(1, 8),
     ends=st.lists(st.booleans(), min_size=300, max_size=300),
 )
-def test_no_endpoint_has_more_than_its_bound_whatever_is_hot(
+def test_no_endpoint_exceeds_its_bound_for_any_hot_image(
     endpoints: list[str], images: list[int], idle: int, ends: list[bool]
 ) -> None:
     router = Router(endpoints, idle_images=idle)
@@ -99,7 +99,7 @@ def test_no_endpoint_has_more_than_its_bound_whatever_is_hot(
             router.end(chosen)
 
 
-def test_one_hot_image_stays_at_home_while_that_is_idle_and_then_spreads_in_its_own_order() -> None:
+def test_a_hot_image_spreads_in_order_once_its_first_server_is_busy() -> None:
     router = Router(ENDPOINTS)
     preferred = router.order(DIGESTS[0])
     chosen = [router.place([DIGESTS[0]])[0] for _ in range(200)]
@@ -112,7 +112,7 @@ def test_one_hot_image_stays_at_home_while_that_is_idle_and_then_spreads_in_its_
     assert router.order(DIGESTS[0]) == preferred
 
 
-def test_without_a_bound_an_image_stays_at_home_however_much_is_under_way_there() -> None:
+def test_without_a_bound_an_image_stays_at_its_first_server() -> None:
     router = Router(ENDPOINTS)
     home = router.order(DIGESTS[0])[0]
     for _ in range(200):
@@ -120,7 +120,7 @@ def test_without_a_bound_an_image_stays_at_home_however_much_is_under_way_there(
     assert router.place([DIGESTS[0]]) != [home]
 
 
-def test_what_is_down_comes_last_and_returns_to_its_place() -> None:
+def test_down_endpoints_come_last_and_return_to_their_place() -> None:
     now = 0.0
     router = Router(ENDPOINTS, clock=lambda: now)
     preferred = router.order(DIGESTS[0])
@@ -162,7 +162,7 @@ def test_each_failure_in_a_row_doubles_the_wait_up_to_its_bound() -> None:
     assert router.is_up(ENDPOINTS[0])
 
 
-def test_an_outage_ends_with_health_and_a_back_off_only_with_a_call_that_gets_through() -> None:
+def test_health_ends_an_outage_but_only_a_call_ends_a_back_off() -> None:
     now = 0.0
     router = Router(ENDPOINTS[:1], clock=lambda: now)
     (name,) = ENDPOINTS[:1]

@@ -105,7 +105,7 @@ async def test_images_are_lost_once_no_server_takes_them(server: Server) -> None
             assert isinstance(await kept.lost(), UnavailableError)
 
 
-async def test_images_are_withdrawn_once_nobody_keeps_them(
+async def test_images_are_withdrawn_when_no_call_keeps_them(
     server: Server, client: EncoderClient, gate: Gate
 ) -> None:
     with gate.closed():

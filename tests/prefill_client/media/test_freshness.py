@@ -29,5 +29,5 @@ DATE = "Sat, 21 Nov 2026 12:00:00 GMT"
         ({"expires": "Sat, 21 Nov 2026 12:05:00 GMT", "cache-control": "max-age=7", "date": DATE}, 7.0),
     ],
 )
-def test_what_headers_say(headers: dict[str, str], seconds: float | None) -> None:
+def test_headers_decide_freshness(headers: dict[str, str], seconds: float | None) -> None:
     assert fresh_s(headers, 60.0) == seconds

@@ -61,7 +61,7 @@ async def host() -> AsyncIterator[Host]:
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-async def test_a_host_that_floods_its_answer_is_refused_after_few_events_in_small_slices(
+async def test_a_host_that_floods_tiny_pieces_is_refused_early(
     flood: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsing = Parsing(monkeypatch)
@@ -141,7 +141,7 @@ async def test_a_request_looks_up_few_names_at_a_time_and_each_once(host: Host, 
     assert await asking == [BODY] * 100
 
 
-async def test_lookups_that_nobody_waits_for_any_more_are_not_begun(host: Host, names: Names) -> None:
+async def test_lookups_without_waiters_are_not_started(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     asking = [asyncio.create_task(loader.load(f"http://{n}.slow.test:{port}/")) for n in range(200)]
     await soon(lambda: len(names.asked) == THREADS)
@@ -155,9 +155,7 @@ async def test_lookups_that_nobody_waits_for_any_more_are_not_begun(host: Host, 
     assert len(names.asked) == THREADS + 1
 
 
-async def test_a_name_that_stays_slow_takes_one_thread_however_often_it_is_asked_for(
-    host: Host, names: Names
-) -> None:
+async def test_a_slow_name_takes_a_single_resolver_thread(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     for number in range(5):
         with suppress(TimeoutError, EncoderError):
@@ -170,7 +168,7 @@ async def test_a_name_that_stays_slow_takes_one_thread_however_often_it_is_asked
     assert names.asked == ["same.slow.test"]
 
 
-async def test_the_first_image_of_a_request_that_fails_is_named_and_ends_the_others(host: Host) -> None:
+async def test_the_first_failed_image_is_named_and_ends_the_others(host: Host) -> None:
     host.answering.clear()
     loader = host.loader()
     with pytest.raises(InvalidImageError, match=r"^image 1: "):

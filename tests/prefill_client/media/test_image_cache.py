@@ -32,7 +32,7 @@ async def test_a_url_is_fetched_once_while_it_is_fresh(host: Host) -> None:
     assert len(host.asked) == 2
 
 
-async def test_many_who_ask_at_once_share_one_download(host: Host) -> None:
+async def test_concurrent_requests_share_one_download(host: Host) -> None:
     host.headers, loader = "Cache-Control: no-store", host.loader()
     host.answering.clear()
     asking = [asyncio.create_task(loader.load(f"http://{host.name}/a")) for _ in range(50)]
@@ -49,7 +49,7 @@ async def test_many_who_ask_at_once_share_one_download(host: Host) -> None:
     assert len(host.asked) == 2, "what may not be kept is not"
 
 
-async def test_a_download_that_nobody_waits_for_any_more_ends(host: Host) -> None:
+async def test_a_download_without_waiters_ends(host: Host) -> None:
     loader = host.loader()
     host.answering.clear()
     asking = asyncio.create_task(loader.load(f"http://{host.name}/a"))
@@ -70,7 +70,7 @@ async def test_a_stale_image_is_asked_about_and_not_sent_again(host: Host) -> No
     assert await loader.load(f"http://{host.name}/a") == b"another"
 
 
-async def test_what_says_nothing_is_fresh_for_the_time_set(host: Host) -> None:
+async def test_an_answer_without_lifetime_is_fresh_for_the_set_time(host: Host) -> None:
     host.headers = "X-Says: nothing"
     for seconds, requests in ((3600.0, 1), (0.0, 3)):
         host.asked.clear()
@@ -91,7 +91,7 @@ async def test_memory_for_images_is_bounded(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("forbids", "requests"), [("max-age=3600", 2), ("no-store", 4), ("private", 4)])
-async def test_what_was_reached_over_a_redirect_is_kept_only_if_that_may_be(
+async def test_a_redirected_image_is_kept_only_if_the_redirect_may_be(
     host: Host, forbids: str, requests: int
 ) -> None:
     host.moved["/a"], host.moved_headers = "/b", f"Cache-Control: {forbids}"

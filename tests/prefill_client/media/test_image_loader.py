@@ -79,7 +79,7 @@ async def test_http_images_come_only_from_allowed_hosts_and_within_bounds(album:
         await hasty.load(f"http://{album}/slow")
 
 
-async def test_a_host_without_a_port_is_allowed_at_every_port_and_public_only_at_the_usual_ones(
+async def test_a_host_rule_allows_every_port_and_public_only_the_usual_ones(
     album: str,
 ) -> None:
     for rules, allowed in (
@@ -95,7 +95,7 @@ async def test_a_host_without_a_port_is_allowed_at_every_port_and_public_only_at
                 await loader.load(f"http://{album}/photo")
 
 
-async def test_a_host_is_told_who_asks() -> None:
+async def test_requests_carry_a_user_agent() -> None:
     async with image_host() as host:
         await host.loader().load(f"http://{host.name}/a")
         assert f"User-Agent: encoder-service/{__version__}\r\n".encode() in host.asked[0]
@@ -120,7 +120,7 @@ async def test_a_host_that_drips_has_its_time_for_everything_together(what: str)
                 await loader.load(f"http://{host}/")
 
 
-async def test_threads_of_the_process_wait_for_no_host_and_good_hosts_for_no_bad_one(album: str) -> None:
+async def test_slow_hosts_block_no_threads_and_no_other_hosts(album: str) -> None:
     with dripping_host(DRIPPING["headers"]) as host:
         loader = ImageLoader(Destinations([host, album]), max_bytes=1 << 20, timeout_s=4 * PATIENCE_S)
         slow = [asyncio.create_task(loader.load(f"http://{host}/{n}")) for n in range(100)]

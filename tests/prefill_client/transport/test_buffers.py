@@ -44,7 +44,7 @@ def test_a_tensor_over_the_memory_keeps_it() -> None:
     assert buffers.idle_bytes == SIZE
 
 
-def test_what_is_kept_is_bounded_and_a_much_larger_block_is_not_wasted_on_a_small_one() -> None:
+def test_kept_buffers_are_bounded_and_fit_their_use() -> None:
     buffers = Buffers(max_idle_bytes=3 * SIZE)
     held = [buffers.take(SIZE) for _ in range(5)]
     held.clear()

@@ -53,7 +53,7 @@ async def test_rows_on_the_device_are_the_same_rows_and_held_until_the_call_ends
     assert np.array_equal(kept.array, expected.array)
 
 
-async def test_rows_that_are_on_the_host_alone_come_by_shared_memory_until_enough_want_them_on_the_device(
+async def test_host_rows_come_by_shared_memory_until_enough_device_readers_ask(
     reader: EncoderClient, device: Server
 ) -> None:
     images = await reader.submit([photo(256, 256, seed) for seed in range(2 * ROOM)])
@@ -71,7 +71,7 @@ async def test_rows_that_are_on_the_host_alone_come_by_shared_memory_until_enoug
     assert np.array_equal(outcome.array, inline[index].array)
 
 
-async def test_who_does_not_name_the_device_is_answered_from_the_host(reader: EncoderClient) -> None:
+async def test_callers_without_the_device_transport_read_the_host(reader: EncoderClient) -> None:
     (image,) = await reader.submit([photo(128, 128, 4)])
     outcome = (await collect(reader, [RowRequest(image.digest)]))[0]
     assert outcome.transport == "shm"

@@ -23,9 +23,7 @@ print(rows.device.type, int(rows.view(torch.int16).long().sum()), *rows.shape)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_another_process_reads_the_memory_of_the_device_and_not_a_copy_on_the_host(
-    device: str, tmp_path: Path
-) -> None:
+def test_another_process_reads_device_memory_without_a_host_copy(device: str, tmp_path: Path) -> None:
     """Between processes, as CUDA lets nobody open memory of his own."""
     store = Store(
         host_bytes=1 << 20,
@@ -84,7 +82,7 @@ class Runtime:
 
 
 @pytest.mark.parametrize(("current", "made_current"), [(1, []), (0, [1, 0])])
-def test_memory_is_opened_and_closed_on_its_gpu_and_no_other_gets_a_context(
+def test_device_memory_makes_no_context_on_other_gpus(
     monkeypatch: pytest.MonkeyPatch, current: int, made_current: list[int]
 ) -> None:
     pytest.importorskip("cuda.bindings")

@@ -161,7 +161,7 @@ def test_device_memory_that_cannot_be_opened_is_the_loss_of_its_rows(device, cha
         shared_rows(replace(handle, **change)).copy()
 
 
-def test_a_file_of_the_same_number_that_is_no_longer_the_device_memory_is_not_read(device, tmp_path):
+def test_a_reused_descriptor_is_not_read_as_device_memory(device, tmp_path):
     handle = device.put(b"a", embedding(1), (1, 1, 1)).handle()
     kind, pid, _, inode = handle.memory.split(b":")
     with (tmp_path / "other").open("w+b") as other:

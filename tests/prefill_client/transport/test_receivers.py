@@ -16,7 +16,7 @@ from testing.photos import photo
 from tests.calls import collect, connection
 
 
-def test_every_transport_of_the_contract_has_a_sender_a_receiver_and_a_name() -> None:
+def test_every_transport_has_a_sender_a_receiver_and_a_name() -> None:
     assert TRANSPORT_NAMES == {
         pb.TRANSPORT_INLINE: "inline",
         pb.TRANSPORT_SHM: "shm",
@@ -49,7 +49,7 @@ async def test_the_first_transport_of_the_caller_that_both_can_use_is_used(clien
         assert outcomes[0].transport == used
 
 
-async def test_a_transport_that_is_not_known_is_an_error_that_names_those_that_are(
+async def test_an_unknown_transport_is_refused_with_the_known_ones(
     client: EncoderClient,
 ) -> None:
     with pytest.raises(InvalidRequestError, match="unknown transports pigeon: use device, shm, inline"):
@@ -67,5 +67,5 @@ async def test_rows_by_a_transport_that_was_not_asked_for_are_an_error(client: E
         await anext(aiter(stream))
 
 
-def test_nobody_gets_rows_on_a_device_without_asking_for_them() -> None:
+def test_device_rows_come_only_on_request() -> None:
     assert BY_DEFAULT == ("shm", "inline")

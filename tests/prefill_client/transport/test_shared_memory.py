@@ -98,7 +98,7 @@ print(int(rows.sum(dtype=np.uint64)), *rows.shape, "torch" in sys.modules)
 """
 
 
-def test_a_broadcast_handle_is_mapped_by_each_of_four_ranks_for_itself_on_the_host_without_torch(store):
+def test_four_ranks_map_a_broadcast_handle_without_torch(store):
     pin = store.put(b"a", embedding(5), (1, 1, 1))
     pickled = pickle.dumps(pickle.loads(pickle.dumps(pin.handle(100, 700))))
     assert len(pickled) < 500

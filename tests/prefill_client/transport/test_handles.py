@@ -167,5 +167,5 @@ def test_a_reused_descriptor_is_not_read_as_device_memory(device, tmp_path):
     with (tmp_path / "other").open("w+b") as other:
         other.truncate(handle.memory_bytes)
         named = b":".join((kind, pid, str(other.fileno()).encode(), inode))
-        with pytest.raises(StaleHandleError, match="any more"):
+        with pytest.raises(StaleHandleError, match="no longer memory"):
             shared_rows(replace(handle, memory=named)).copy()

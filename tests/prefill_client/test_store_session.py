@@ -88,7 +88,7 @@ async def test_an_engine_starts_alone_joins_later_and_says_each_once(
         await ours.abandon(found.lease)
         await ours.close()
     said = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
-    assert ["is gone" in line for line in said] == [True, False], said
+    assert ["is unavailable" in line for line in said] == [True, False], said
 
 
 async def test_a_refusal_of_the_service_is_logged_once_and_retried(

@@ -106,7 +106,7 @@ def test_an_engine_survives_the_store_killed_at_any_step(
     again = engine.ask(["x", *images], own=True)
     assert again.distance(ended[request_id]) <= TOLERANCE
     assert engine.encoded == before + 8, "nothing is shared, and nothing waits"
-    assert len([line for line in said if "is gone" in line]) == 1
+    assert len([line for line in said if "is unavailable" in line]) == 1
     engine.assert_nothing_is_held()
     store.start()
     engine.until(lambda: not engine.side.store.alone)

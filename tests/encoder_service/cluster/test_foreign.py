@@ -147,7 +147,7 @@ async def test_unsigned_rows_are_refused_and_the_image_is_encoded_here(
         assert fetched.array.any()
         assert len(forging.heard) == 1
     assert (await metrics_of(b.server)).total("foreign_total", what="rows") == 1
-    assert "did not sign" in caplog.text
+    assert "not signed with" in caplog.text
 
 
 async def test_rows_with_its_signature_are_taken(start: Start) -> None:

@@ -42,8 +42,8 @@ ALLOWED = {
     "Unlicense",
     "Zlib",
 }
-# NVIDIA's own terms, of what comes with DALI and with torch's builds for CUDA, and of nobody else's packages: whoever
-# passes an image on has to keep to them.
+# NVIDIA's own terms, for the packages that come with DALI and with torch's builds for CUDA, and for no others. Those
+# who redistribute an image have to comply with them.
 OF_NVIDIA = {
     "LICENSE AGREEMENT FOR NVIDIA SOFTWARE DEVELOPMENT KITS",
     "LicenseRef-NVIDIA-Proprietary",

@@ -48,9 +48,9 @@ def identity_readings(description: pb.DescribeResponse, model: Model, peak_flops
 
 
 def process_readings(draining: bool) -> Iterator[Reading]:
-    """Yield what is said of the process as a whole."""
+    """Yield the state of the process as a whole."""
     yield gauge("draining", "1 while the server drains: it refuses new calls.", draining)
-    yield counter("log_dropped", "Log lines dropped because nobody read them in time.", dropped_lines())
+    yield counter("log_dropped", "Log lines dropped because they were not read in time.", dropped_lines())
 
 
 def model_readings(model: Model) -> Iterator[Reading]:
@@ -67,7 +67,7 @@ def model_readings(model: Model) -> Iterator[Reading]:
     )
     yield counter(
         "decoder_messages",
-        "Lines that decoder processes printed to standard error; they are thrown away.",
+        "Lines that decoder processes printed to standard error; they are dropped.",
         decoder.messages,
     )
     yield counter(

@@ -6,6 +6,7 @@ A process of its own, forked by one that has imported torch already: a start tak
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from encoder_service import cli
+from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
 from encoder_service.engine import model as loading
+from encoder_service.engine import watchdog
 from encoder_service.engine.device import CudaStream, Device
 from encoder_service.engine.model import Model
 from encoder_service.engine.workers import CopyOut, Prepare, Vit
@@ -66,6 +68,30 @@ class LosingDevice(LosableDevice):
         return LosingStream("cpu")
 
 
+class HangingEvent:
+    """The end of work that does not end."""
+
+    def synchronize(self) -> NoReturn:
+        while True:
+            time.sleep(1)
+
+
+class HangingStream(CudaStream):
+    """A stream whose work does not end."""
+
+    def mark(self) -> Any:
+        return HangingEvent()
+
+
+class HangingDevice(Device):
+    """A device that fails no call, and ends no work."""
+
+    can_hang = True  # type: ignore[assignment]
+
+    def stream(self) -> CudaStream:
+        return HangingStream("cpu")
+
+
 class LosingMemory(Tensor):
     """A tensor on a device that is lost when it is read: by a copy from it, or by making it contiguous."""
 
@@ -110,6 +136,7 @@ STAGES: dict[str, Callable[[Model], Model]] = {
     "to host": lambda model: model,
     "mover": lambda model: model,
     "a dead thread": _flat,
+    "a hung device": lambda model: replace(model, device=HangingDevice("cpu")),
 }
 
 
@@ -134,6 +161,7 @@ def serve(stage: str, log: Path, flags: list[str]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
+    watchdog.TICK_S, watchdog.HUNG_S, app.ABORT_S = 0.05, 1.0, 1.0
     load_model = loading.load_model
     tensor_over = storing._tensor_over
 

@@ -58,6 +58,11 @@ class Device:
         self.name = name
         self.kind = torch.device(name).type
 
+    @property
+    def can_hang(self) -> bool:
+        """Whether what waits for it may wait for ever; on the CPU a thread does its work itself."""
+        return self.kind != "cpu"
+
     def stream(self) -> CudaStream:
         """Return a stream of its own for a worker."""
         return CudaStream(self.name)

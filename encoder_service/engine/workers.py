@@ -1,8 +1,8 @@
 """The engine: the threads that turn queued images into rows in the store.
 
 `Prepare` decodes images and cuts them into patches, `Vit` takes batches from the queue and encodes them, and `CopyOut`
-copies their rows to the store. A failure ends the image that caused it, and the worker goes on. A lost device ends the
-process, and so does a thread that dies.
+copies their rows to the store. A failure ends the image that caused it, and the worker goes on. A device that is lost,
+or hangs, ends the process, and so does a thread that dies.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import Queue
 from time import monotonic
 
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
 from encoder_service.engine.device import CudaStream
-from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.engine.job_queue import LOST, Job, JobQueue
 from encoder_service.engine.model import Model
+from encoder_service.engine.watchdog import DECODE_S, Watchdog
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.resize import to_patches
 from encoder_service.metrics import Metrics
@@ -48,12 +50,17 @@ class Engine:
 
         The scheduler is to call an image of more than that large: one at a time is decoded beside them.
         """
-        prepare = Prepare(jobs, model, metrics, max_patches=batch_patches, max_pixels=decode_pixels)
-        copy_out = CopyOut(jobs, model, store, metrics)
-        vit = Vit(jobs, model, store, metrics, copy_out, batch_patches=batch_patches)
+        self._watchdog = Watchdog(partial(jobs.abort, LOST))
+        prepare = Prepare(
+            jobs, model, metrics, self._watchdog, max_patches=batch_patches, max_pixels=decode_pixels
+        )
+        copy_out = CopyOut(jobs, model, store, metrics, self._watchdog)
+        vit = Vit(jobs, model, store, metrics, copy_out, self._watchdog, batch_patches=batch_patches)
         self._jobs = jobs
-        # Not waited for by `stop`: it ends when the store is closed.
-        self._migrator = self._thread("tier-migrator", store.keep_moving)
+        # Not waited for by `stop`: the one ends when the store is closed, the other when it is told to.
+        self._unwaited = [self._thread("tier-migrator", store.keep_moving)]
+        if model.device.can_hang:
+            self._unwaited.append(self._thread("watchdog", self._watchdog.run))
         self._threads = [
             self._thread("prepare", prepare.run),
             *(self._thread("prepare-apart", prepare.run_apart) for _ in range(decode_threads)),
@@ -63,7 +70,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in (*self._threads, self._migrator):
+        for thread in (*self._threads, *self._unwaited):
             thread.start()
 
     async def stop(self) -> None:
@@ -71,6 +78,7 @@ class Engine:
         self._jobs.close()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
+        self._watchdog.close()
         self._jobs.fail_all(UnavailableError("the server is shutting down: use another server"))
 
     def _thread(self, name: str, *work: Callable[[], None]) -> threading.Thread:
@@ -97,7 +105,14 @@ class Prepare:
     """Decodes images and cuts them into patches: `run` on one thread, `run_apart` on several."""
 
     def __init__(
-        self, jobs: JobQueue, model: Model, metrics: Metrics, *, max_patches: int, max_pixels: int
+        self,
+        jobs: JobQueue,
+        model: Model,
+        metrics: Metrics,
+        watchdog: Watchdog,
+        *,
+        max_patches: int,
+        max_pixels: int,
     ) -> None:
         """`max_patches` and `max_pixels` (of sources) bound a batch; the latter also what is decoded one by one."""
         self._jobs = jobs
@@ -106,6 +121,7 @@ class Prepare:
         self._tower = model.tower
         self._device = model.device
         self._metrics = metrics
+        self._watchdog = watchdog
         self._max_patches = max_patches
         self._max_pixels = max_pixels
 
@@ -113,7 +129,7 @@ class Prepare:
         """Decode in batches until the queue is closed."""
         stream = self._device.stream()
         while jobs := self._jobs.take_to_prepare(self._max_patches, PREPARE_IMAGES, self._max_pixels):
-            with stream.use():
+            with stream.use(), self._watchdog.watching("decoding a batch"):
                 self._prepare(jobs, stream)
             del jobs  # a thread that sleeps holds no image
 
@@ -121,7 +137,7 @@ class Prepare:
         """Decode images one by one, beside the batches, so that no other image waits for a slow one."""
         stream = self._device.stream()
         while jobs := self._jobs.take_apart(self._max_pixels):
-            with stream.use():
+            with stream.use(), self._watchdog.watching("decoding an image", DECODE_S):
                 self._prepare_apart(jobs[0], stream)
             self._jobs.taken_apart(jobs[0])
             del jobs
@@ -216,8 +232,11 @@ class Batch:
 class CopyOut:
     """Stores rows. The ViT's thread calls `put`, which waits while too many batches are pending; `run` has its own."""
 
-    def __init__(self, jobs: JobQueue, model: Model, store: Store, metrics: Metrics) -> None:
+    def __init__(
+        self, jobs: JobQueue, model: Model, store: Store, metrics: Metrics, watchdog: Watchdog
+    ) -> None:
         self._jobs = jobs
+        self._watchdog = watchdog
         self._tokens = model.processor.geometry.tokens
         self._spec = model.tower.spec
         self._device = model.device
@@ -243,14 +262,16 @@ class CopyOut:
             pass
 
     def _keep(self, batch: Batch, stream: CudaStream) -> None:
+        grids = [job.grid for job in batch.jobs]
+        predicted_s = self._jobs.encode_s(sum(grid.patches for grid in grids))
         try:
-            seconds = batch.device_s()
+            with self._watchdog.watching("a batch", predicted_s):
+                seconds = batch.device_s()
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             self._failed(batch, error)
             return
         stream.receive(batch.end, batch.rows)
         self._jobs.encoded(batch.tasks, seconds)
-        grids = [job.grid for job in batch.jobs]
         self._metrics.batch(grids, seconds, sum(flops(self._spec, grid) for grid in grids))
         for job, rows, is_finite in zip(batch.jobs, batch.rows, batch.finite.tolist(), strict=True):
             began = monotonic()
@@ -258,9 +279,10 @@ class CopyOut:
             try:
                 if not is_finite:  # kept, they would be served again and again
                     raise ArithmeticError("the tower's rows contain a NaN or an infinity")
-                outcome: Pin | EncoderError = self._store.put(
-                    job.key.address, rows, job.grid, holder=job.task.holder, is_reserved=True
-                )
+                with self._watchdog.watching("copying rows out"):
+                    outcome: Pin | EncoderError = self._store.put(
+                        job.key.address, rows, job.grid, holder=job.task.holder, is_reserved=True
+                    )
             except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
                 outcome = self._jobs.known_error(error)
             self._store.release(self._tokens(job.grid))
@@ -328,10 +350,12 @@ class Vit:
         store: Store,
         metrics: Metrics,
         copy_out: CopyOut,
+        watchdog: Watchdog,
         *,
         batch_patches: int,
     ) -> None:
         self._jobs = jobs
+        self._watchdog = watchdog
         self._tower = model.tower
         self._tokens = model.processor.geometry.tokens
         self._device = model.device
@@ -388,9 +412,11 @@ class Vit:
         for job, image_patches in zip(jobs, patches, strict=True):
             stream.receive(job.patches_ready, [image_patches])
         began, begin = monotonic(), stream.mark()
+        grids = [job.grid for job in jobs]
         try:
-            rows = self._tower.encode(patches, [job.grid for job in jobs], overtaking)
-            finite = are_finite(rows)
+            with self._watchdog.watching("a batch", self._jobs.encode_s(sum(grid.patches for grid in grids))):
+                rows = self._tower.encode(patches, grids, overtaking)
+                finite = are_finite(rows)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             self._failed(jobs, error)
             return

@@ -22,6 +22,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import LOST_DEVICE
 from encoder_service.engine.device import Device
 from encoder_service.engine.model import Model
+from encoder_service.engine.watchdog import Watchdog
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
@@ -72,6 +73,8 @@ async def ending(stage: str, checkpoint: Path, tmp_path: Path, *more: str) -> As
     """Run a server that fails at a stage; it has to say so in the block, by its health, and to end then."""
     log = tmp_path / "server.log"
     flags = f"--model {checkpoint} --listen 127.0.0.1:0 --device cpu --store-host-gib 0.04"
+    if stage == "a hung device":  # the threads that wait for it do not end: neither does a drain
+        flags += " --drain-s 1"
     if pages := DEVICE_PAGES.get(stage):
         flags += f" --store-device-gib {pages * (64 << 10) / (1 << 30)}"
     process = FORKS.Process(target=serve, args=(stage, log, [*flags.split(), *more]), daemon=True)
@@ -101,6 +104,20 @@ async def test_callers_hear_unavailable_health_says_so_and_the_process_ends(
                 await client.submit(IMAGES)
         else:
             assert await outcomes(endpoint) == [UnavailableError.status.value] * len(IMAGES)
+
+
+def test_slow_work_is_not_a_hang_before_its_limit() -> None:
+    dog = Watchdog(lambda _: None)
+    with dog.watching("unpredicted"), dog.watching("long", predicted_s=2.0):
+        assert [dog.look() for _ in range(29)] == [None] * 29
+        hung = dog.look()
+        assert "unpredicted" in str(hung)
+    with dog.watching("long", predicted_s=2.0):
+        with dog.watching("over soon"):
+            assert [dog.look() for _ in range(20)] == [None] * 20
+        assert [dog.look() for _ in range(79)] == [None] * 79
+        assert "long" in str(dog.look())
+    assert dog.look() is None
 
 
 @pytest.mark.parametrize("thread", ["vit", "copy-out", "prepare-apart"])

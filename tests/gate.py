@@ -21,6 +21,7 @@ class Gate:
         self._open = threading.Event()
         self._open.set()
         self.name, self.deaths, self.messages = decoder.name, decoder.deaths, decoder.messages
+        self.device_bytes = decoder.device_bytes
 
     def batches(self, source: Source) -> bool:
         """Say what the decoder says."""

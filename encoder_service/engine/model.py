@@ -1,7 +1,6 @@
 """Loads a checkpoint folder: vision tower, processor settings, decoder, resize; and plans the device's memory.
 
-`MemoryPlan` divides the memory of a GPU
-at start, before the device tier of the store takes its share.
+`MemoryPlan` divides the memory of a GPU at start, before the device tier of the store takes its share.
 """
 
 import logging
@@ -28,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # On a GPU they parse files and run what its engines do not; on the CPU they contend with the tower for cores.
 DECODE_THREADS = {"cuda": 8, "cpu": 2}
+# Batches whose rows exist: one is copied out, one waits for that, and one was encoded and waits to be handed over.
+BATCHES_UNDER_WAY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +158,18 @@ class MemoryPlan:
     """Bytes of a device: all there are, and what takes them. `str` says it to people.
 
     `loaded` is measured with the tower loaded and warmed up: weights, CUDA graphs, workspaces of libraries, and what
-    other processes hold. `forward` and `decode` are computed from shapes: activations of the largest batch or image,
-    and the pixels that are decoded and resized at a time. `store` is the device tier.
+    other processes hold. What grows after the start is computed, from shapes: `forward`, the activations of the largest
+    batch or image; `under_way`, rows that wait to be copied out, and patches that wait for the tower; `decode`, the
+    pixels that are decoded and resized at a time, and the decoder's own buffers; `tables`, those of the tower's grids.
+    `store` is the device tier.
     """
 
     total: int
     loaded: int
     forward: int
+    under_way: int
     decode: int
+    tables: int
     store: int
 
     @classmethod
@@ -179,18 +184,30 @@ class MemoryPlan:
             total=memory.total,
             loaded=memory.total - memory.free,
             forward=patches * activation_values(tower.spec) * tower.dtype.itemsize,
-            decode=pixels * RESIZED_BYTES_PER_PIXEL,
+            under_way=BATCHES_UNDER_WAY * patches * batch_bytes(tower.spec, tower.dtype),
+            decode=pixels * RESIZED_BYTES_PER_PIXEL + model.decoder.device_bytes,
+            tables=tower.table_bytes,
             store=int(config.store_device_gib * GIB),
         )
 
     @property
     def left(self) -> int:
         """Bytes that nothing takes; negative where the plan does not fit."""
-        return self.total - self.loaded - self.forward - self.decode - self.store
+        return self.total - self.loaded - sum(self._growing.values())
 
     def check(self) -> None:
-        """Raise `ConfigError` for a device tier that leaves too little for the tower and the decoder."""
-        if self.total and self.store and self.left < 0:
+        """Raise `ConfigError` for a device tier that leaves too little for the tower and the decoder.
+
+        Without a device tier, warn where the tower and the decoder may not find all they need.
+        """
+        if not self.total or self.left >= 0:
+            return
+        if not self.store:
+            log.warning(
+                "the device's memory may run out, and large images then fail: lower %s or %s (%s)",
+                *(flag("max_image_pixels"), flag("batch_patches"), self),
+            )
+        else:
             most = max(self.store + self.left, 0)
             raise ConfigError(
                 f"{flag('store_device_gib')} {self.store / GIB:g}: it leaves too little of the device for the tower "
@@ -198,14 +215,19 @@ class MemoryPlan:
             )
 
     def __str__(self) -> str:
-        parts = {
-            "loaded": self.loaded,
-            "largest forward": self.forward,
-            "decoding": self.decode,
-            "store": self.store,
-        }
+        parts = {"loaded": self.loaded, **self._growing}
         taken = ", ".join(f"{size / GIB:.2f} {name}" for name, size in parts.items())
         return f"of {self.total / GIB:.1f} GiB: {taken}, {self.left / GIB:.2f} left"
+
+    @property
+    def _growing(self) -> dict[str, int]:
+        return {
+            "largest forward": self.forward,
+            "batches under way": self.under_way,
+            "decoding": self.decode,
+            "tables": self.tables,
+            "store": self.store,
+        }
 
 
 def activation_values(spec: TowerSpec) -> int:
@@ -216,3 +238,8 @@ def activation_values(spec: TowerSpec) -> int:
     """
     inside = (spec.mlp_products - 1) * spec.intermediate
     return 7 * spec.embed + inside + spec.width // spec.merge_unit + 2 * spec.embed
+
+
+def batch_bytes(spec: TowerSpec, dtype: torch.dtype) -> int:
+    """Return the bytes per patch that a batch takes outside of its forward: its patches before, its rows after."""
+    return spec.patch_values + -(-spec.width * dtype.itemsize // spec.merge_unit)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _END_OF_JPEG = b"\xff\xd9"
 # Some encoders append a few bytes of padding to a JPEG.
 _JPEG_PADDING_BYTES = 64
+DALI_BYTES = 768 << 20
+"""What DALI's decoders keep of a GPU, and as much pinned host memory: an estimate of nvJPEG's buffers, not measured."""
 
 
 class DaliJpegs:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.header import Header, unknown
-from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.dali import DALI_BYTES, DaliJpegs
 from encoder_service.image.pillow import Pixels, decode_file
 from encoder_service.image.source import Source
 
@@ -106,6 +106,11 @@ class Decoder:
     def messages(self) -> int:
         """Lines that decoder processes have printed to standard error; they are thrown away."""
         return self._files.messages
+
+    @property
+    def device_bytes(self) -> int:
+        """The most memory of the device that its own buffers take, beside the pixels."""
+        return DALI_BYTES if self._jpegs else 0
 
     def start(self) -> None:
         """Wait until it is ready to decode."""

@@ -225,6 +225,11 @@ class NoTower(Tower):
         return "none"
 
     @property
+    def table_bytes(self) -> int:
+        """There are no tables."""
+        return 0
+
+    @property
     def padding_patches(self) -> int:
         """Nothing is padded."""
         return 0

@@ -41,6 +41,12 @@ class GridTables:
     windows: tuple[int, ...] = ()
     made: "torch.cuda.Event | None" = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on the device."""
+        tables = (self.rotations, self.position, self.order, self.inverse)
+        return sum(table.nbytes for table in tables if table is not None)
+
     def here(self) -> "GridTables":
         """Return them for the current stream's next work, which waits until they are made and keeps their memory."""
         if self.made is not None:
@@ -229,6 +235,12 @@ class Tower:
             example = self._layout([Grid(1, 16, 16)])
             capture = CudaCapture(self.device)
             self._graphs = Graphs(self._module, self.spec, example, self.batch_patches, capture)
+
+    @property
+    def table_bytes(self) -> int:
+        """The most memory of the device that the tables of grids take, once many grids have come."""
+        grid = Grid(1, self.spec.merge_size, self.spec.merge_size)
+        return MAX_TABLE_PATCHES[self.device.type] * -(-self._make_tables(grid).size_bytes // grid.patches)
 
     @property
     def padding_patches(self) -> int:

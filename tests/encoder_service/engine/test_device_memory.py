@@ -1,9 +1,12 @@
 """A device that is full: what is planned at start, and what happens when memory runs out all the same."""
 
 import asyncio
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,13 +17,23 @@ from encoder_contract.geometry import Grid
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config, ConfigError
 from encoder_service.engine.device import Device, DeviceMemory
-from encoder_service.engine.model import MemoryPlan, Model, activation_values, decode_threads
+from encoder_service.engine.model import (
+    BATCHES_UNDER_WAY,
+    MemoryPlan,
+    Model,
+    activation_values,
+    decode_threads,
+)
+from encoder_service.image.decoder import Decoder
+from encoder_service.image.processor import ProcessorSettings
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
+from encoder_service.vision import load_tower
+from encoder_service.vision.tower import MAX_TABLE_PATCHES
 from testing.photos import photo
-from tests.engines import Gate, demanded, running
+from tests.engines import Changed, Gate, demanded, running
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 
 class SmallDevice(Device):
@@ -110,6 +123,66 @@ async def test_a_too_large_device_store_is_refused_with_the_size_that_fits(
     MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits)).check()
     with pytest.raises(ConfigError):
         MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits + 0.02)).check()
+
+
+def test_the_plan_counts_what_grows_after_the_start(config: Config, model: Model) -> None:
+    memory = DeviceMemory(total=80 * GIB, free=78 * GIB)
+    plan = MemoryPlan.of(model, memory, config)
+    dali = cast(Decoder, Changed(model.decoder, device_bytes=GIB))
+    assert MemoryPlan.of(replace(model, decoder=dali), memory, config).left == plan.left - GIB
+    assert plan.left == 78 * GIB - plan.forward - plan.under_way - plan.decode - plan.tables - plan.store
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+def test_tables_fit_their_plan(
+    kind: str, kept_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MAX_TABLE_PATCHES, "cpu", 2048)
+    folder = kept_checkpoint(kind, depth=1)
+    tower = load_tower(
+        folder, device="cpu", dtype="bfloat16", processor=ProcessorSettings.from_folder(folder)
+    )
+    for side in range(2, 82, 2):
+        tower.prepare(Grid(1, side, 8))
+    held = sum(tables.size_bytes for tables in tower._tables._tables.values())
+    assert 0.8 * tower.table_bytes < held <= tower.table_bytes
+
+
+async def test_rows_of_no_more_batches_exist_than_are_planned(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is not copied out: the device runs ahead of it until it waits."""
+    stored, rows = threading.Event(), []
+
+    def encode(*given: Any) -> list[Tensor]:
+        made = model.tower.encode(*given[:2])
+        rows.extend(weakref.ref(each) for each in made)
+        return made
+
+    async with running(model, encode, batch_patches=64) as bench:
+        put = bench.store.put
+
+        def put_later(*given: Any, **more: Any) -> Pin:
+            assert stored.wait(PATIENCE_S)
+            return put(*given, **more)
+
+        monkeypatch.setattr(bench.store, "put", put_later)
+        waiting = [asyncio.create_task(bench.rows(photo(128, 128, n), demanded())) for n in range(6)]
+        await soon(lambda: len(rows) == BATCHES_UNDER_WAY)
+        await asyncio.sleep(0.2)  # for one more, if there were room
+        assert sum(each() is not None for each in rows) == BATCHES_UNDER_WAY
+        stored.set()
+        for pin in await asyncio.gather(*waiting):
+            pin.release()
+
+
+async def test_a_device_that_is_too_small_is_warned_of(
+    config: Config, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    for free, warned in ((6.0, False), (0.1, True)):
+        caplog.clear()
+        Server(config, replace(model, device=SmallDevice(free_gib=free))).store.close()
+        assert ("memory may run out" in caplog.text) == warned
 
 
 async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(

@@ -22,7 +22,7 @@ from encoder_service.engine.device import CudaStream
 from encoder_service.engine.job_queue import LOST, Job, JobQueue
 from encoder_service.engine.model import Model
 from encoder_service.engine.watchdog import DECODE_S, Watchdog
-from encoder_service.image.decoder import DECODE_PIXELS
+from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
 from encoder_service.image.resize import to_patches
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Task
@@ -93,9 +93,6 @@ class Engine:
             after_death()
 
 
-# Images decoded at a time once the device has work. nvJPEG is much faster on several; a change of demand waits for the
-# whole batch, which is a few milliseconds.
-PREPARE_IMAGES = 32
 # Batches between the ViT and the copy-out: one being copied and one waiting keep the device from ever waiting for a
 # copy; more would only hold rows in device memory.
 COPY_OUT_DEPTH = 1
@@ -128,7 +125,7 @@ class Prepare:
     def run(self) -> None:
         """Decode in batches until the queue is closed."""
         stream = self._device.stream()
-        while jobs := self._jobs.take_to_prepare(self._max_patches, PREPARE_IMAGES, self._max_pixels):
+        while jobs := self._jobs.take_to_prepare(self._max_patches, BATCH_IMAGES, self._max_pixels):
             with stream.use(), self._watchdog.watching("decoding a batch"):
                 self._prepare(jobs, stream)
             del jobs  # a thread that sleeps holds no image

@@ -1,10 +1,12 @@
 """NVIDIA DALI's JPEG decoder: nvJPEG on a GPU. Tests run it on its CPU backend, which has the same interface."""
 
+import ctypes
 import gc
 import logging
 import os
 import threading
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
-from encoder_service.image.pillow import STEPS
+from encoder_service.image.pillow import STEPS, made_jpeg
 from encoder_service.image.source import Source
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 _END_OF_JPEG = b"\xff\xd9"
 # Some encoders append a few bytes of padding to a JPEG.
 _JPEG_PADDING_BYTES = 64
+# Compute capabilities of GPUs with engines for JPEG: A100 and A30, H100 and H200, B200 and B300.
+_WITH_JPEG_ENGINES = ((8, 0), (9, 0), (10, 0), (10, 3))
 DALI_BYTES = 768 << 20
 """What DALI's decoders keep of a GPU, and as much pinned host memory: an estimate of nvJPEG's buffers, not measured."""
 
@@ -52,6 +56,24 @@ class DaliJpegs:
         with dynamic.Device(place):
             self._context = dynamic.EvalContext(num_threads=threads)
         self._lock = threading.Lock()  # a context belongs to one thread at a time
+
+    def start(self, most: int) -> None:
+        """Make the decoders for batches of up to `most` files, and warn of what is missing.
+
+        DALI keeps a decoder for each power of two, and takes 0.1 s and more to make one: now, not in a request.
+        """
+        # The engines decode the first of these, kernels the second.
+        files = cycle([made_jpeg(progressive=progressive) for progressive in (False, True)])
+        try:
+            for power in range(most.bit_length()):
+                self._decode(list(islice(files, 1 << power)))
+        except RuntimeError as error:
+            self._require_device()
+            log.warning("%s decodes no JPEGs here, so that Pillow has to: %s", self.name, error)
+        if self._torch_device.type == "cuda" and (
+            reason := no_hardware_jpeg(torch.cuda.get_device_capability(self._torch_device))
+        ):
+            log.warning("%s", reason)
 
     @staticmethod
     def takes(source: Source) -> bool:
@@ -125,6 +147,20 @@ class DaliJpegs:
         """Raise what a lost GPU answers to every call: the images that DALI refused are then not to blame."""
         if self._torch_device.type == "cuda":
             torch.cuda.current_stream(self._torch_device).synchronize()
+
+
+def no_hardware_jpeg(capability: tuple[int, int], library: str = "libnvcuvid.so.1") -> str:
+    """Return why a GPU of this compute capability cannot use its JPEG engines; empty if it can, or has none."""
+    if capability not in _WITH_JPEG_ENGINES:
+        return ""
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return (
+            f"JPEGs are decoded without the GPU's JPEG engines, which is slower: {error}. In a container, set "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
+        )
+    return ""
 
 
 def upright(pixels: Tensor, orientation: int) -> Tensor:

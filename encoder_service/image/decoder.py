@@ -26,6 +26,9 @@ DEATHS = ("crashed", "time", "stuck", "memory", "killed", "senseless")
 # Source pixels that are decoded at the same time, in a batch and as many one by one; one image that is larger than
 # that is decoded beside them.
 DECODE_PIXELS = 50_000_000
+# Images in a batch. nvJPEG is much faster on several; a change of demand waits for the whole batch, which is a few
+# milliseconds.
+BATCH_IMAGES = 32
 
 
 class FileDecoder(Protocol):
@@ -114,6 +117,8 @@ class Decoder:
 
     def start(self) -> None:
         """Wait until it is ready to decode."""
+        if self._jpegs:
+            self._jpegs.start(BATCH_IMAGES)
         self._files.start()
 
     def close(self) -> None:

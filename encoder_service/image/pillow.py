@@ -216,3 +216,10 @@ warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 def missing(formats: Sequence[str]) -> list[str]:
     """Return which of the formats this Pillow was built without."""
     return [name for name in formats if name in _FEATURES and not features.check(_FEATURES[name])]
+
+
+def made_jpeg(*, progressive: bool) -> bytes:
+    """Return a small JPEG to try a decoder on."""
+    file = io.BytesIO()
+    Image.radial_gradient("L").convert("RGB").save(file, "JPEG", progressive=progressive)
+    return file.getvalue()

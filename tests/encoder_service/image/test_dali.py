@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from encoder_service.image.dali import DaliJpegs, _options
-from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.decoder import BATCH_IMAGES, Decoder, PillowDecoder
 from testing.decoding import decode_files, source_of
 from testing.photos import photo
 
@@ -49,3 +49,24 @@ def test_dali_binds_no_threads_and_uses_the_full_hardware_load():
         assert jpegs.decode([source_of(photo(64, 48, 1))]) != [None]
         assert expected_options.items() <= told[-1].items()
         expected_options = {"affine": False, "hw_decoder_load": 1.0}
+
+
+def test_start_makes_a_decoder_for_every_batch_size():
+    jpegs = DaliJpegs(CPU, 1)
+    Decoder(CPU, PillowDecoder(), jpegs).start()
+    made = len(jpegs._context._instance_cache)
+    assert made >= 6
+    for count in (1, 2, 3, 7, 16, BATCH_IMAGES):
+        assert None not in jpegs.decode([source_of(photo(64, 48, n)) for n in range(count)])
+    assert len(jpegs._context._instance_cache) == made
+
+
+def test_start_warns_if_dali_decodes_nothing(monkeypatch, caplog):
+    def refuse(_files):
+        raise RuntimeError("nvJPEG: not supported")
+
+    jpegs = DaliJpegs(CPU, 1)
+    monkeypatch.setattr(jpegs, "_decode", refuse)
+    jpegs.start(BATCH_IMAGES)
+    assert "decodes no JPEGs here" in caplog.text
+    assert "nvJPEG: not supported" in caplog.text

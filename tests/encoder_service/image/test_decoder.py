@@ -17,7 +17,7 @@ from transformers.image_transforms import convert_to_rgb
 from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
 from encoder_service.config import ConfigError
 from encoder_service.engine.model import _jpegs, load_model
-from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.dali import DaliJpegs, no_hardware_jpeg
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool
 from testing.decoding import decode_files
@@ -261,6 +261,13 @@ def test_dali_where_it_cannot_decode_is_an_error_at_start(config, device, settin
 def test_a_device_that_is_not_there_is_an_error_at_start(config):
     with pytest.raises(ConfigError, match=r"--device cuda:3: torch .* sees 0 CUDA devices; use --device cpu"):
         load_model(replace(config, device="cuda:3"))
+
+
+def test_missing_jpeg_engines_are_warned_of():
+    """No machine without a GPU's driver has it; the C library stands for one that is there."""
+    assert "video" in no_hardware_jpeg((9, 0), "libnvcuvid.so.none")
+    assert no_hardware_jpeg((9, 0), "libc.so.6") == ""
+    assert no_hardware_jpeg((8, 9), "libnvcuvid.so.none") == "", "this GPU has no engines"
 
 
 def test_nothing_to_decode_is_nothing(decoder):

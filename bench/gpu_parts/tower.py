@@ -78,7 +78,9 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
     if probe.dry and options["graphs"]:  # a capture is what the CPU cannot do
         with torch.inference_mode():
             example = tower._layout(case_grids(tower, "256"))
-            tower._graphs = Graphs(tower._module, tower.spec, example, example.patches, lambda run: run)
+            tower._graphs = Graphs(
+                tower._module, tower.spec, example, tower.dtype, example.patches, lambda run: run
+            )
     for name in _cases(probe):
         probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))
     if options == {"attention": "auto", "graphs": True}:

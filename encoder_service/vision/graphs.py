@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 # A run over inputs that stay where they are: returns its rows, which the next run overwrites.
 Run = Callable[[], Tensor]
+
+# Graphs whose capture failed. One that CUDA broke off may not be destroyed: torch's allocator of pinned host memory
+# still refers to it.
+_broken_off: "list[torch.cuda.CUDAGraph]" = []
 
 
 class CudaCapture:
@@ -44,6 +49,7 @@ class CudaCapture:
                 ):
                     rows = run()
         except Exception:
+            _broken_off.append(graph)
             self._end_recording()
             raise
         current.wait_stream(self._stream)
@@ -83,8 +89,13 @@ _PATCHES_PER_WINDOW_SLOT = 32
 _SPARE_WINDOW_SLOTS = 64
 
 
-# A tower's forward: (packs, their layouts) → the rows of each.
-Forward = Callable[[Sequence[Tensor], Sequence[Layout]], list[Tensor]]
+class Forward(Protocol):
+    """A tower's forward."""
+
+    def __call__(
+        self, packs: Sequence[Tensor], layouts: Sequence[Layout], *, into: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the rows of each pack, which are written into those of `into`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +149,13 @@ def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int)
 
 
 class StaticBatch:
-    """The inputs of one graph, of fixed address and size; batches are copied in and padded."""
+    """The inputs and rows of one graph, of fixed address and size; batches are copied in and padded."""
 
-    def __init__(self, budget: Budget, patches: Tensor, layout: Layout) -> None:
+    def __init__(self, budget: Budget, patches: Tensor, layout: Layout, rows: Tensor) -> None:
         self.budget = budget
         self.patches = patches
         self.layout = layout
+        self.rows = rows
 
     def fits(self, layout: Layout) -> bool:
         """Whether a batch of this layout fits, its windows included, without too much padding."""
@@ -185,15 +197,17 @@ class StaticBatch:
         static.bounds.copy_(running_bounds(padded, static.bounds.device))
 
 
-class StaticInputs:
-    """One set of inputs for all graphs: those of a budget are its first patches, rows and bounds.
+class StaticMemory:
+    """One set of inputs and of rows for all graphs: those of a budget are its first patches, rows and bounds.
 
-    Only one graph runs at a time, and every batch is copied in anew; what lies behind it is padding with the
-    rotations and positions of earlier batches.
+    Only one graph runs at a time, every batch is copied in anew, and its rows are copied out before the next. What lies
+    behind a batch is padding with the rotations and positions of earlier ones.
     """
 
-    def __init__(self, example: Layout, spec: TowerSpec, chosen: Sequence[Budget]) -> None:
-        """Make them for the largest of `chosen`; `example` is any layout of the tower's, for its dtypes."""
+    def __init__(
+        self, example: Layout, spec: TowerSpec, dtype: torch.dtype, chosen: Sequence[Budget]
+    ) -> None:
+        """Make them for the largest of `chosen`; `example` is any layout of the tower's, `dtype` that of its rows."""
         patches = max(budget.patches for budget in chosen)
         device, rows = example.rotations.device, patches // spec.merge_unit
         rotations, position = example.rotations, example.position
@@ -203,6 +217,7 @@ class StaticInputs:
             1 + max(budget.segments for budget in chosen), dtype=torch.int32, device=device
         )
         self._windows = torch.zeros(1 + _window_slots(patches), dtype=torch.int32, device=device)
+        self._rows = torch.zeros(rows, spec.width, dtype=dtype, device=device)
         self._layout = replace(
             example,
             rotations=rotations.new_zeros(patches, *rotations.shape[1:]),
@@ -212,7 +227,7 @@ class StaticInputs:
         )
 
     def of(self, budget: Budget) -> StaticBatch:
-        """Return the inputs of the graph of `budget`, filled with padding."""
+        """Return the inputs of the graph of `budget`, filled with padding, and its rows."""
         whole, rows = self._layout, budget.patches // self._spec.merge_unit
         windows = None
         if self._spec.window:
@@ -227,26 +242,27 @@ class StaticInputs:
             order=None if whole.order is None else whole.order[:rows],
             inverse=None if whole.inverse is None else whole.inverse[:rows],
         )
-        batch = StaticBatch(budget, self._patches[: budget.patches], layout)
+        batch = StaticBatch(budget, self._patches[: budget.patches], layout, self._rows[:rows])
         batch.fill_with_padding()
         return batch
 
 
 class Graphs:
-    """Captured forwards over one set of inputs; used by one thread on one stream."""
+    """Captured forwards over one set of inputs and rows; used by one thread on one stream."""
 
     def __init__(
         self,
         forward: Forward,
         spec: TowerSpec,
         example: Layout,
+        dtype: torch.dtype,
         largest: int,
         capture: Callable[[Run], Run],
     ) -> None:
         """Capture every budget up to `largest` patches; what cannot be captured is logged and runs eagerly.
 
-        `example` is any layout of the tower's, for its dtypes; `capture` is a `CudaCapture`, or whatever returns a
-        run of the same over the same inputs.
+        `example` is any layout of the tower's, for its dtypes, and `dtype` that of its rows; `capture` is a
+        `CudaCapture`, or whatever returns a run of the same over the same inputs.
         """
         started = time.perf_counter()
         self._unit = spec.merge_unit
@@ -255,10 +271,10 @@ class Graphs:
         chosen = budgets(largest)
         if not chosen:
             return
-        inputs = StaticInputs(example, spec, chosen)
+        memory = StaticMemory(example, spec, dtype, chosen)
         # Largest first: the smaller ones then reuse its memory.
         for budget in reversed(chosen):
-            batch = inputs.of(budget)
+            batch = memory.of(budget)
             try:
                 replay = capture(partial(_forward, forward, batch))
             except Exception as error:  # whatever a library raises, a forward still runs without a graph
@@ -289,7 +305,7 @@ class Graphs:
 
 
 def _forward(forward: Forward, batch: StaticBatch) -> Tensor:
-    [rows] = forward([batch.patches], [batch.layout])
+    [rows] = forward([batch.patches], [batch.layout], into=[batch.rows])
     return rows
 
 

@@ -161,15 +161,17 @@ class TowerModule(nn.Module):
         packs: Sequence[Tensor],
         layouts: Sequence[Layout],
         between: Callable[[], None] = lambda: None,
-    ) -> list[Tensor]:
+        *,
+        into: Sequence[Tensor] = (),
+    ) -> Sequence[Tensor]:
         """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step.
 
-        `between` is called before each block.
+        `between` is called before each block. The rows are written into those of `into`, if they are given.
         """
         spec = self.spec
         dtype = self.merger.norm.weight.dtype
         streams = [self._embed(*pack, dtype) for pack in zip(packs, layouts, strict=True)]
-        rows = [
+        rows = into or [
             torch.empty(len(pack) // spec.merge_unit, spec.width, dtype=dtype, device=pack.device)
             for pack in packs
         ]

@@ -234,7 +234,7 @@ class Tower:
         with torch.inference_mode():
             example = self._layout([Grid(1, 16, 16)])
             capture = CudaCapture(self.device)
-            self._graphs = Graphs(self._module, self.spec, example, self.batch_patches, capture)
+            self._graphs = Graphs(self._module, self.spec, example, self.dtype, self.batch_patches, capture)
 
     @property
     def table_bytes(self) -> int:

@@ -1,15 +1,19 @@
 """CUDA graphs without the capture: which batches they take, what padding does, and that one set of inputs is enough."""
 
 import dataclasses
+import gc
+import weakref
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
+from encoder_service.vision import graphs as graphs_module
 from encoder_service.vision import load_tower
 from encoder_service.vision.attention import SegmentAttention
-from encoder_service.vision.graphs import Budget, Graphs, StaticInputs, budgets, padded_lengths
+from encoder_service.vision.graphs import Budget, CudaCapture, Graphs, StaticMemory, budgets, padded_lengths
 from encoder_service.vision.layers import Segments
 from testing.reference_tower import random_patches, row_errors
 
@@ -47,7 +51,8 @@ def square(patches):
 
 def graphs(tower, largest, capture=lambda run: run):
     """Graphs whose replay is the same forward over the same inputs, as they then are."""
-    return Graphs(tower._module, tower.spec, layout(tower, [Grid(1, 4, 4)]), largest, capture)
+    example = layout(tower, [Grid(1, 4, 4)])
+    return Graphs(tower._module, tower.spec, example, tower.dtype, largest, capture)
 
 
 def test_padding_fills_a_budget_with_segments_that_are_not_too_long():
@@ -108,12 +113,18 @@ def test_a_batch_that_does_not_fit_a_budget_is_not_taken(towers):
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_graphs_share_one_set_of_inputs_and_give_their_batches_rows(towers, model_type):
     """Batch after batch through graphs of several sizes: no image sees padding, or what an earlier batch left."""
-    tower = towers[model_type]
+    tower, written = towers[model_type], set()
+
+    def capture(run):
+        written.add(run().data_ptr())
+        return run
+
     with torch.inference_mode():
-        captured = graphs(tower, 1024)
-        addresses = {batch.patches.data_ptr() for batch, _ in captured._captured}
+        captured = graphs(tower, 1024, capture)
+        addresses = {(batch.patches.data_ptr(), batch.rows.data_ptr()) for batch, _ in captured._captured}
         assert len(captured._captured) == len(budgets(1024))
         assert len(addresses) == 1
+        assert written == {batch.rows.data_ptr() for batch, _ in captured._captured}
         for seed, grids in enumerate(
             (
                 [Grid(1, 20, 20), Grid(1, 8, 8)],
@@ -138,8 +149,9 @@ def test_graphs_share_one_set_of_inputs_and_give_their_batches_rows(towers, mode
 def test_a_graph_of_a_fixed_length_gives_the_rows_of_its_image(towers, model_type):
     tower, grid = towers[model_type], Grid(1, 16, 24)
     with torch.inference_mode():
-        inputs = StaticInputs(layout(tower, [Grid(1, 4, 4)]), tower.spec, [Budget(384, 1, 384)])
-        static = inputs.of(Budget(384, 1, 384))
+        example = layout(tower, [Grid(1, 4, 4)])
+        memory = StaticMemory(example, tower.spec, tower.dtype, [Budget(384, 1, 384)])
+        static = memory.of(Budget(384, 1, 384))
         assert static.layout.segments.fixed
         assert static.layout.windows is None or not static.layout.windows.fixed
         patches = random_patches([grid], tower.spec.patch_values)
@@ -174,3 +186,63 @@ def test_a_failed_capture_is_logged_and_runs_eagerly(towers, caplog):
         assert captured.run(random_patches([large], 768), layout(tower, [large])) is None
     assert "no CUDA graph of 512 patches: such batches run eagerly" in caplog.text
     assert "not permitted when stream is capturing" in caplog.text
+
+
+class CapturingCuda:
+    """What `CudaCapture` calls of torch.cuda; a capture is only the call of its run."""
+
+    class CUDAGraph:
+        def replay(self):
+            pass
+
+    class Stream:
+        device, device_index = "cuda:0", 0
+
+        def __init__(self, _device=None):
+            pass
+
+        def wait_stream(self, _other):
+            pass
+
+    @staticmethod
+    @contextmanager
+    def graph(_graph, **_options):
+        yield
+
+    @staticmethod
+    @contextmanager
+    def stream(_stream):
+        yield
+
+    @staticmethod
+    def graph_pool_handle():
+        return (0, 0)
+
+    @staticmethod
+    def current_stream(_device):
+        return CapturingCuda.Stream()
+
+
+@pytest.mark.parametrize("breaks_off", [True, False])
+def test_graphs_of_failed_captures_are_kept(monkeypatch, breaks_off):
+    made = []
+
+    class Graph(CapturingCuda.CUDAGraph):
+        def __init__(self):
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(CapturingCuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(graphs_module.torch, "cuda", CapturingCuda)
+    monkeypatch.setattr(CudaCapture, "_end_recording", lambda _self: None)
+    monkeypatch.setattr(graphs_module, "_broken_off", [])
+
+    def run():
+        if breaks_off:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(1)
+
+    with pytest.raises(RuntimeError) if breaks_off else nullcontext():
+        CudaCapture(torch.device("cuda:0"))(run)
+    gc.collect()
+    [graph] = made
+    assert (graph() is not None) == breaks_off

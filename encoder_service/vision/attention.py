@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from statistics import median
 from types import ModuleType
 from typing import ClassVar
 
@@ -28,13 +29,19 @@ PACKED = ("flash3", "varlen", "flash2", "sdpa")
 # For the fixed lengths of CUDA graphs: a plan for each is made once, at the capture.
 FIXED = "cudnn"
 BACKENDS = (*PACKED, "flash4", FIXED)
+# The compute capability of H100 and H200.
+HOPPER = (9, 0)
+# Where `FIXED` and the packed backend are timed: patches of 1280×720 and of 2560×1440, in the heads of Qwen's towers.
+TIMED_LENGTHS = (3520, 14400)
+TIMED_HEADS = 16
+TIMED_CALLS = 5
 
 
 def make_attention(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
     """Return the backend called `name`, or with "auto" what passes its trial on `device` in `dtype`.
 
-    "auto" is the first of `PACKED`, and on CUDA `FIXED` beside it for segments of fixed length. Raises `ValueError`
-    for an unknown name, or if the backend requested by name cannot run.
+    "auto" is the first of `PACKED`, and on CUDA `FIXED` beside it for those fixed lengths at which it is faster. Raises
+    `ValueError` for an unknown name, or if the backend requested by name cannot run.
     """
     if name == "auto":
         return _auto(device, dtype, head_size)
@@ -74,15 +81,61 @@ def _auto(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention
         logger.debug("attention: not %s: %s", candidate, reasons[candidate])
     else:
         raise ValueError(f"no attention runs on {device} in {dtype}: {reasons}")
+    if reasons["flash3"] and device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER:
+        logger.warning(
+            "attention: not flash3, the fastest on this GPU: %s (the extra flash3 is for CUDA 13 on x86-64)",
+            reasons["flash3"],
+        )
     attend = build(candidate)
     if attend.graphs:
         reason = why_not(FIXED, device, dtype, head_size, fixed=True)
         if reason:
             logger.debug("attention: not %s for fixed lengths: %s", FIXED, reason)
-        else:
-            attend = FixedAndPacked(build(FIXED), attend)
+        elif lengths := _faster_at(fixed := build(FIXED), attend, device, dtype, head_size):
+            attend = FixedAndPacked(fixed, attend, lengths)
     logger.info("attention: %s (auto, on %s in %s)", attend.name, device, dtype)
     return attend
+
+
+def _faster_at(
+    fixed: Attention, packed: Attention, device: torch.device, dtype: torch.dtype, head_size: int
+) -> tuple[int, ...]:
+    """Return those of `TIMED_LENGTHS` at which `fixed` is the faster of the two, with one segment."""
+    faster = []
+    try:
+        for length in TIMED_LENGTHS:
+            packed_rows = torch.randn(length, 3, TIMED_HEADS, head_size, dtype=dtype, device=device)
+            ms = [_spent_ms(attend, packed_rows) for attend in (fixed, packed)]
+            logger.info(
+                "attention over %d patches: %s %.3f ms, %s %.3f ms",
+                *(length, fixed.name, ms[0], packed.name, ms[1]),
+            )
+            if ms[0] < ms[1]:
+                faster.append(length)
+    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises, the other is right as well
+        logger.warning("attention: %s for all lengths, as the timing failed: %s", packed.name, error)
+        return ()
+    return tuple(faster)
+
+
+def _spent_ms(attend: Attention, packed: Tensor) -> float:
+    """Return the median time of a call on one segment, milliseconds."""
+    length, _, _, head_size = packed.shape
+    query, key, value = packed.unbind(1)
+    segments = Segments((length,), running_bounds((length,), packed.device), length, fixed=True)
+    spent_ms = []
+    for _ in range(2 + TIMED_CALLS):
+        _synchronize(packed.device)
+        began = time.perf_counter()
+        attend(query, key, value, segments, head_size**-0.5)
+        _synchronize(packed.device)
+        spent_ms.append((time.perf_counter() - began) * 1e3)
+    return median(spent_ms[2:])  # the first ones choose kernels and make plans
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 # What torch may choose on CUDA for a length it has not seen. Not cuDNN: it plans for every length anew, tens of
@@ -196,18 +249,24 @@ class FlashAttention:
 
 
 class FixedAndPacked:
-    """Two backends: one segment whose length is fixed goes to the first, everything else to the second."""
+    """Two backends: one segment of a fixed length at which the first is faster goes there, all else to the second."""
 
-    def __init__(self, fixed: Attention, packed: Attention) -> None:
+    def __init__(self, fixed: Attention, packed: Attention, faster_at: Sequence[int]) -> None:
+        """`faster_at` are those of `TIMED_LENGTHS` at which `fixed` is faster; other lengths are as the nearest."""
         self.name = f"{packed.name}+{fixed.name}"
         self.graphs = packed.graphs
         self._fixed = fixed
         self._packed = packed
+        self._faster_at = tuple(faster_at)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """See `Attention`."""
-        attend = self._fixed if segments.fixed else self._packed
+        attend = self._fixed if segments.fixed and self._is_faster(len(query)) else self._packed
         return attend(query, key, value, segments, scale)
+
+    def _is_faster(self, length: int) -> bool:
+        nearest = min(TIMED_LENGTHS, key=lambda timed: abs(math.log(timed / length)))
+        return nearest in self._faster_at
 
 
 def build(name: str) -> Attention:

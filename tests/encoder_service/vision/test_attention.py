@@ -1,6 +1,7 @@
 """Attention: right over packed segments, and no backend is used that is wrong, slow or cannot be replayed."""
 
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -10,13 +11,14 @@ from encoder_service.vision import attention
 from encoder_service.vision.attention import (
     BACKENDS,
     PACKED,
+    TIMED_LENGTHS,
     FixedAndPacked,
     FlashAttention,
     SegmentAttention,
     make_attention,
     why_not,
 )
-from encoder_service.vision.layers import Segments
+from encoder_service.vision.layers import Segments, running_bounds
 
 CPU = torch.device("cpu")
 HEAD_SIZES = [72, 80]
@@ -98,25 +100,80 @@ def test_the_trial_is_of_odd_lengths_in_another_order_for_the_replay():
     assert 1 in attention.LENGTHS
 
 
+class Named(Backend):
+    """Counts its calls, and takes so many milliseconds for each length; it computes nothing."""
+
+    def __init__(self, name, ms=None):
+        self.name, self.calls, self._ms = name, 0, ms or {}
+
+    def __call__(self, query, *_):
+        self.calls += 1
+        time.sleep(self._ms.get(len(query), 0) / 1e3)
+        return query
+
+
+def fixed_length(length):
+    return Segments((length,), torch.tensor([0, length], dtype=torch.int32), length, fixed=True)
+
+
 def test_only_fixed_length_segments_use_the_planning_backend():
-    class Named(Backend):
-        def __init__(self, name):
-            self.name, self.calls = name, 0
-
-        def __call__(self, *arguments):
-            self.calls += 1
-            return super().__call__(*arguments)
-
     fixed, packed = Named("cudnn"), Named("flash3")
-    attend = FixedAndPacked(fixed, packed)
+    attend = FixedAndPacked(fixed, packed, TIMED_LENGTHS)
     assert (attend.name, attend.graphs) == ("flash3+cudnn", True)
     query, key, value = torch.randn(3, 12, 2, 8).unbind()
     attend(query, key, value, Segments.of([12], CPU), 1.0)
     attend(query, key, value, Segments.of([4, 8], CPU), 1.0)
     assert (fixed.calls, packed.calls) == (0, 2)
-    alone = Segments((12,), torch.tensor([0, 12], dtype=torch.int32), 12, fixed=True)
-    attend(query, key, value, alone, 1.0)
+    attend(query, key, value, fixed_length(12), 1.0)
     assert (fixed.calls, packed.calls) == (1, 2)
+
+
+def on_hopper(monkeypatch, backends, reasons=()):
+    """Choose on a GPU that is not there, among backends that take what they are told to."""
+    monkeypatch.setattr(attention, "build", lambda name: backends[name])
+    monkeypatch.setattr(attention, "why_not", lambda name, *_, **__: dict(reasons).get(name, ""))
+    monkeypatch.setattr(attention, "_synchronize", lambda _device: None)
+    monkeypatch.setattr(attention, "running_bounds", lambda lengths, _device: running_bounds(lengths, CPU))
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, dtype, device: randn(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    return make_attention("auto", torch.device("cuda"), torch.bfloat16, 8)
+
+
+@pytest.mark.parametrize(
+    ("ms", "name", "by_fixed"),
+    [
+        ({3520: 20, 14400: 20}, "flash3", []),
+        ({14400: 20}, "flash3+cudnn", [3072, 6144]),
+        ({3520: 20}, "flash3+cudnn", [8160, 14400]),
+        ({}, "flash3+cudnn", [3072, 6144, 8160, 14400]),
+    ],
+)
+def test_fixed_lengths_use_the_backend_that_was_faster_nearby(monkeypatch, ms, name, by_fixed):
+    fixed, packed = Named("cudnn", ms), Named("flash3", dict.fromkeys(TIMED_LENGTHS, 10))
+    attend = on_hopper(monkeypatch, {"cudnn": fixed, "flash3": packed})
+    assert attend.name == name
+    for length in (3072, 6144, 8160, 14400):
+        before = fixed.calls
+        rows = torch.empty(length, 1, 1)
+        attend(rows, rows, rows, fixed_length(length), 1.0)
+        assert (fixed.calls > before) == (length in by_fixed), length
+
+
+def test_the_packed_backend_is_used_if_timing_fails(monkeypatch, caplog):
+    assert on_hopper(monkeypatch, {"cudnn": Raising(), "flash3": Named("flash3")}).name == "flash3"
+    assert "as the timing failed" in caplog.text
+
+
+def test_hopper_without_flash_attention_3_is_warned_of(monkeypatch, caplog):
+    backends = {"cudnn": Named("cudnn"), "varlen": Named("varlen"), "flash3": Named("flash3")}
+    missing = {"flash3": "ImportError: none of fa3_fwd_interface is installed"}
+    assert on_hopper(monkeypatch, backends, missing).name.startswith("varlen")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("not flash3" in said and "fa3_fwd_interface" in said for said in warnings)
+    caplog.clear()
+    on_hopper(monkeypatch, backends)
+    assert "not flash3" not in caplog.text
 
 
 def test_several_segments_cannot_be_fixed():

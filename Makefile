@@ -21,7 +21,8 @@ MINUTES ?= 20
 # with a short timeout: if it is unavailable, setup uses PyPI's build.
 COMMA     := ,
 DALI      := dali-cuda13
-EXTRAS    := $(if $(filter 1,$(GPU)),dev$(COMMA)$(DALI),dev)
+FLASH3    := $(if $(filter dali-cuda13,$(DALI)),$(COMMA)flash3)
+EXTRAS    := $(if $(filter 1,$(GPU)),dev$(COMMA)$(DALI)$(FLASH3),dev)
 CPU_TORCH := --no-deps --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 QUIETLY   := 2> >(grep -v -e 'is ignored: it is' -e 'WARNING: Retrying' >&2)
 

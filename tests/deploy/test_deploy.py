@@ -1,6 +1,8 @@
 """What deploy/ promises, read: settings that the programs know, bounds that fit, names that exist."""
 
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -110,7 +112,7 @@ def test_the_image_installs_existing_extras_and_runs_unprivileged() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", dockerfile) for extra in group.split(",")}
-    assert asked == {"server", "dali-cuda13", "reference", "vllm"}
+    assert asked == {"server", "dali-cuda13", "flash3", "reference", "vllm"}
     assert asked <= set(extras)
     assert re.search(r"^USER \d+:\d+$", dockerfile, re.M)
     targets = {service["build"]["target"] for service in SERVICES.values() if "build" in service}
@@ -118,6 +120,23 @@ def test_the_image_installs_existing_extras_and_runs_unprivileged() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = re.findall(r"^COPY ((?:[\w.]+ )+)", dockerfile, re.M)
     assert {name for names in copied for name in names.split()} == kept
+
+
+@pytest.mark.parametrize(("torch", "has_flash3"), [("cpu", False), ("cu128", False), ("cu130", True)])
+def test_only_the_cuda_13_image_has_flash_attention_3(torch: str, has_flash3: bool) -> None:
+    """Its step is run, with a pip that only says what it is asked for."""
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    stage = dockerfile.partition("FROM build AS encoder-build\n")[2].partition("\nFROM ")[0]
+    step = stage.partition("RUN ")[2].replace("/opt/bom/bin/cyclonedx-py", "true")
+    ran = subprocess.run(
+        ["sh", "-ec", f'pip() {{ echo "$@"; }}\n{step}'],
+        env={**os.environ, "TORCH": torch},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "[server,dali-cuda13]" in ran.stdout
+    assert ("[flash3]" in ran.stdout) == has_flash3
 
 
 # The Kubernetes manifests, read

@@ -110,11 +110,11 @@ class MappedMemory:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             size = os.fstat(file).st_size
-            self._bytes = np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED, access), np.uint8)
+            self.whole = np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED, access), np.uint8)
         finally:
             os.close(file)
         self.path = path
 
     def pieces(self, extents: Sequence[Extent]) -> list[NDArray[np.uint8]]:
         """Return a view of each extent, uint8 [length]."""
-        return [self._bytes[offset : offset + length] for offset, length in extents]
+        return [self.whole[offset : offset + length] for offset, length in extents]

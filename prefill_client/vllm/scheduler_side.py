@@ -46,7 +46,7 @@ class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class LoadedUpTo(ECConnectorWorkerMetadata):  # type: ignore[misc]
-    """Reports that a worker has loaded the plans up to this step."""
+    """Reports that the plans up to this step are loaded once the step's output is there."""
 
     step: int
 

@@ -29,7 +29,10 @@ class Settings:
     start_timeout_s: float = 300.0
     """How long a starting engine waits for the service."""
     host_gib: float = 2.0
-    """Limit of host memory for arriving rows, allocated as it is used; when it is full, new requests wait."""
+    """Limit of host memory for arriving rows; when it is full, new requests wait.
+
+    It is allocated as it is used, but on a GPU all at once: workers register it with CUDA.
+    """
     shared_memory: bool = True
     """Whether rows may come through the shared memory of a service on this host."""
     gating: Gating = "window"

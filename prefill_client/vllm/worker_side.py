@@ -22,13 +22,20 @@ class RowLoader:
         self._dtype = dtype
         self._device = device
         self._memory: MappedMemory | None = None
+        self._registered = False
         # Beside the stream that computes: the copies begin while that still runs the step before.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def load(self, path: str, loads: Iterable[Load], cache: dict[str, torch.Tensor]) -> None:
-        """Put a tensor [rows, width] on the device into `cache` for each; the memory at `path` is free afterwards."""
+        """Put a tensor [rows, width] on the device into `cache` for each, from the memory at `path`.
+
+        On a GPU the copies may still be under way, on a stream of their own for which the current one waits. The memory
+        is free when the step's output is there: it comes out of a forward on that stream.
+        """
         if self._memory is None or self._memory.path != path:
-            self._memory = MappedMemory(path)
+            is_gpu = self._device.type == "cuda"
+            self._memory = MappedMemory(path, writable=is_gpu)  # CUDA registers no memory that is read-only
+            self._registered = is_gpu and register(self._memory, self._device)
         for load in loads:
             cache[load.identifier] = self._copied(self._memory, load)
 
@@ -37,14 +44,33 @@ class RowLoader:
             size, begin = sum(length for _, length in load.extents), 0
             rows = torch.empty(size, dtype=torch.uint8, device=self._device)
             for piece in memory.pieces(load.extents):
-                # Out of pageable memory: it returns when the memory has been read.
-                rows[begin : begin + len(piece)].copy_(tensor_view(piece, "uint8"))
+                # Out of pageable memory it would be read piece by piece, while this thread waits.
+                rows[begin : begin + len(piece)].copy_(
+                    tensor_view(piece, "uint8"), non_blocking=self._registered
+                )
                 begin += len(piece)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             rows.record_stream(current)  # its memory is the side stream's, and is read on this one
         return rows.view(getattr(torch, self._dtype)).view(-1, self._width)
+
+
+def register(memory: MappedMemory, device: torch.device) -> bool:
+    """Register all of `memory` with CUDA, which takes all of it from the machine, 0.3 s a GiB.
+
+    Return False, with a warning, if CUDA refuses: copies from it are slower then, and the thread waits for them.
+    """
+    whole = memory.whole
+    with torch.cuda.device(device):
+        error = int(torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, whole.nbytes, 0))  # type: ignore[no-untyped-call]
+    if error:
+        _log.warning(
+            "CUDA does not register the host memory for rows (cudaError %d), so that loading them is slower. A "
+            "locked-memory limit is the usual reason: see `ulimit -l`",
+            error,
+        )
+    return not error
 
 
 def row_bytes(width: int, dtype: str) -> int:

@@ -149,8 +149,8 @@ class DeviceSender(SharedMemorySender):
 
     @property
     def offered(self) -> bool:
-        """Whether there is a device tier."""
-        return self._store.has_device
+        """Whether there is a device tier that others can open."""
+        return self._store.shares_device
 
     async def reach(self, pin: Pin) -> None:
         """Take the device's copy if there is one, else leave the rows on the host."""

@@ -117,6 +117,7 @@ class Pin:
         """
         segment, entry = self._store.segment, self._held
         on_device = entry.tier.name == "device"
+        assert entry.tier.shared_as or not on_device, "nobody else can open this memory"
         return Handle(
             segment=str(segment.path),
             segment_bytes=segment.size_bytes,

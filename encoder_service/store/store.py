@@ -3,6 +3,7 @@
 One short lock guards all bookkeeping. Bytes are copied outside the lock, into pages that no reader can see yet.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from encoder_service.store import segment
 from encoder_service.store.arena import Entry, Grid, Layout, Tier, TierName
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,11 @@ class Store:
         if on_device is not None:
             flat = _tensor_over(on_device, device)
             self._device = Tier("device", flat, self.layout, self.segment.device_generations, on_device.name)
+            if on_device.private_because:
+                log.warning(
+                    "store: other processes cannot read the device tier, and get its rows by way of the host: %s",
+                    on_device.private_because,
+                )
         # In the order in which readers prefer them.
         self._tiers = (self._host,) if self._device is None else (self._host, self._device)
         self._registered = device.startswith("cuda") and segment.register_memory(memory, device)
@@ -186,9 +194,9 @@ class Store:
             self._suggested.append(entry.address)
 
     @property
-    def has_device(self) -> bool:
-        """Whether there is a device tier."""
-        return self._device is not None
+    def shares_device(self) -> bool:
+        """Whether there is a device tier that other processes can read."""
+        return self._device is not None and bool(self._device.shared_as)
 
     def put(
         self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False
@@ -603,7 +611,11 @@ def _tensor_over(memory: DeviceMemory, device: str) -> Tensor:
     content = memory.content
     if isinstance(content, memoryview):
         return torch.frombuffer(content, dtype=torch.uint8)
-    return torch.as_tensor(content, device=device)
+    tensor = torch.as_tensor(content, device=device)
+    assert tensor.data_ptr() == content.address, (
+        "the tier is a copy of its memory, which nobody else would see"
+    )
+    return tensor
 
 
 def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:

@@ -18,6 +18,8 @@ from typing import Any
 
 CUDA_NAME_BYTES = 64
 """Of a cudaIpcMemHandle_t."""
+CUDA_SHARED_BYTES = 2 << 20
+"""CUDA shares whole blocks of this size: what is no multiple of it would share its neighbours, too."""
 _FILE = "file:{pid}:{file}:{inode}"
 
 
@@ -39,22 +41,33 @@ class CudaBytes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One allocation: its name, and its bytes, on a GPU or in host memory."""
+    """One allocation: its name, and its bytes, on a GPU or in host memory.
+
+    Other processes cannot open memory without a name; `private_because` says why it has none.
+    """
 
     name: bytes
     content: CudaBytes | memoryview
+    private_because: str = ""
 
 
 def allocate(device: str, size_bytes: int) -> DeviceMemory:
-    """Return new memory of `device` ("cpu", "cuda:1"). Raises `DeviceMemoryError`."""
+    """Return new memory of `device` ("cpu", "cuda:1"). Raises `DeviceMemoryError`.
+
+    Where CUDA names no memory, as on a MIG slice or in some virtual machines, it has no name.
+    """
     if not device.startswith("cuda"):
         return _allocate_file(size_bytes)
     from cuda.bindings import runtime
 
     with _current(gpu := int(device.partition(":")[2] or 0)):
-        address = int(_checked(runtime.cudaMalloc(size_bytes)))
+        whole_bytes = -(-size_bytes // CUDA_SHARED_BYTES) * CUDA_SHARED_BYTES
+        address = int(_checked(runtime.cudaMalloc(whole_bytes)))
         content = _owned(address, size_bytes, gpu, runtime.cudaFree)
-        handle = _checked(runtime.cudaIpcGetMemHandle(address))
+        try:
+            handle = _checked(runtime.cudaIpcGetMemHandle(address))
+        except DeviceMemoryError as error:
+            return DeviceMemory(b"", content, private_because=str(error))
     return DeviceMemory(ctypes.string_at(handle.getPtr(), CUDA_NAME_BYTES), content)
 
 

@@ -1,15 +1,18 @@
 """Rows that stay on a server's device: who gets them there, until when, and what becomes of the others."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from encoder_contract.device_memory import DeviceMemory, allocate
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.store import store as storing
 from encoder_service.store.store import PROMOTE_READERS
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
@@ -82,6 +85,31 @@ async def test_a_server_without_a_device_tier_offers_none(client: EncoderClient)
     (image,) = await client.submit([photo(128, 128, 5)])
     outcome = (await collect(client, [RowRequest(image.digest)], transports=["device"]))[0]
     assert outcome.transport == "shm"
+
+
+async def test_a_tier_without_an_ipc_handle_is_used_but_not_offered(
+    config: Config, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unnamed(device: str, size_bytes: int) -> DeviceMemory:
+        return replace(allocate(device, size_bytes), name=b"", private_because="CUDA: cudaErrorNotSupported")
+
+    monkeypatch.setattr(storing, "allocate", unnamed)
+    async with (
+        server_of(config, model, store_device_gib=1 / 1024) as server,
+        await EncoderClient.connect(server.endpoint) as reader,
+    ):
+        assert "cannot read the device tier" in caplog.text
+        assert "cudaErrorNotSupported" in caplog.text
+        assert "device" not in (await connection(reader)).receivers
+        (image,) = await reader.submit([photo(128, 128, 5)])
+        await soon(lambda: server.store.contains(image.address))
+        assert server.store._device.entries, "the tier is used"
+        by_shm, inline = (
+            (await collect(reader, [RowRequest(image.digest)], transports=[transport]))[0]
+            for transport in ("device", "inline")
+        )
+        assert (by_shm.transport, inline.transport) == ("shm", "inline")
+        assert np.array_equal(by_shm.array, inline.array)
 
 
 async def test_the_device_is_for_callers_who_can_read_the_segment(

@@ -5,13 +5,21 @@ import gc
 import pickle
 import subprocess
 import sys
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
 import torch
 
-from encoder_contract.device_memory import DeviceMemoryError, allocate, open_memory
+from encoder_contract.device_memory import (
+    CudaBytes,
+    DeviceMemory,
+    DeviceMemoryError,
+    allocate,
+    open_memory,
+)
 from encoder_service.store import Store
+from encoder_service.store import store as storing
 
 READER = """
 import pickle, sys
@@ -59,8 +67,9 @@ class Runtime:
         def getPtr(self) -> int:  # noqa: N802 - the binding's name
             return ctypes.addressof(self._bytes)
 
-    def __init__(self, current: int) -> None:
+    def __init__(self, current: int, naming: object = 0) -> None:
         self.current = current
+        self.naming = naming  # the error of giving a name; 0 for none
         self.made_current: list[int] = []
         self.done: list[tuple[str, int]] = []
 
@@ -71,6 +80,17 @@ class Runtime:
         self.made_current.append(device)
         self.current = device
         return (0,)
+
+    def cudaMalloc(self, size_bytes: int) -> tuple[int, int]:  # noqa: N802
+        self.done.append((f"allocate {size_bytes}", self.current))
+        return 0, 4096
+
+    def cudaFree(self, _address: int) -> tuple[int]:  # noqa: N802
+        self.done.append(("free", self.current))
+        return (0,)
+
+    def cudaIpcGetMemHandle(self, _address: int) -> tuple[object, object]:  # noqa: N802
+        return self.naming, self.cudaIpcMemHandle_t()
 
     def cudaIpcOpenMemHandle(self, _handle: object, _flags: int) -> tuple[int, int]:  # noqa: N802
         self.done.append(("open", self.current))
@@ -93,6 +113,46 @@ def test_device_memory_makes_no_context_on_other_gpus(
     gc.collect()
     assert runtime.done == [("open", 1), ("close", 1)]
     assert runtime.made_current == 2 * made_current
+
+
+class Refused(IntEnum):
+    cudaErrorNotSupported = 801  # noqa: N815 - CUDA's name
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "whole_bytes"), [(1, 2 << 20), (2 << 20, 2 << 20), (5 << 20, 6 << 20)]
+)
+def test_shared_memory_takes_whole_blocks(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int, whole_bytes: int
+) -> None:
+    pytest.importorskip("cuda.bindings")
+    runtime = Runtime(0)
+    monkeypatch.setattr("cuda.bindings.runtime", runtime)
+    memory = allocate("cuda:0", size_bytes)
+    assert runtime.done == [(f"allocate {whole_bytes}", 0)]
+    assert isinstance(memory.content, CudaBytes)
+    assert memory.content.size_bytes == size_bytes
+    assert (len(memory.name), memory.private_because) == (64, "")
+
+
+def test_memory_without_an_ipc_handle_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings")
+    runtime = Runtime(0, Refused.cudaErrorNotSupported)
+    monkeypatch.setattr("cuda.bindings.runtime", runtime)
+    memory = allocate("cuda:0", 2 << 20)
+    assert (memory.name, memory.private_because) == (b"", "CUDA: cudaErrorNotSupported")
+    assert len(runtime.done) == 1, "it is not freed"
+
+
+def test_a_copied_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch makes one of memory that lies on another GPU than was asked for."""
+    memory = torch.zeros(8, dtype=torch.uint8)
+    content = CudaBytes(memory.data_ptr(), 8)
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory)
+    assert storing._tensor_over(DeviceMemory(bytes(64), content), "cuda:1") is memory
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory.clone())
+    with pytest.raises(AssertionError, match="copy"):
+        storing._tensor_over(DeviceMemory(bytes(64), content), "cuda:1")
 
 
 def test_a_gpu_that_is_not_there_is_an_error_that_says_so() -> None:

@@ -17,6 +17,7 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import ClassVar
 
+from encoder_contract.device_memory import CUDA_SHARED_BYTES
 from encoder_contract.framing import frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Pin, Store
@@ -150,7 +151,14 @@ class DeviceSender(SharedMemorySender):
     @property
     def offered(self) -> bool:
         """Whether there is a device tier that others can open."""
-        return self._store.shares_device
+        return self._store.device_probe is not None
+
+    def describe(self, description: pb.DescribeResponse) -> None:
+        """Add the path of the segment and the probe."""
+        super().describe(description)
+        if (probe := self._store.device_probe) is not None:
+            description.device_probe = probe.name
+            description.device_probe_bytes = CUDA_SHARED_BYTES
 
     async def reach(self, pin: Pin) -> None:
         """Take the device's copy if there is one, else leave the rows on the host."""

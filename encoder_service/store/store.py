@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, allocate
+from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_service.store import segment
 from encoder_service.store.arena import Entry, Grid, Layout, Tier, TierName
@@ -128,10 +128,14 @@ class Store:
         memory = torch.frombuffer(self.segment.view[self.segment.data_offset :], dtype=torch.uint8)
         self._host = Tier("host", memory, self.layout, self.segment.generations)
         self._device = None
+        self.device_probe: DeviceMemory | None = None
+        """Memory without rows, for others to try to open; None if there is no device tier that they can read."""
         if on_device is not None:
             flat = _tensor_over(on_device, device)
             self._device = Tier("device", flat, self.layout, self.segment.device_generations, on_device.name)
-            if on_device.private_because:
+            if on_device.name:
+                self.device_probe = _allocate(device, CUDA_SHARED_BYTES)
+            else:
                 log.warning(
                     "store: other processes cannot read the device tier, and get its rows by way of the host: %s",
                     on_device.private_because,
@@ -192,11 +196,6 @@ class Store:
         entry.device_readers += 1
         if entry.device_readers % PROMOTE_READERS == 0:
             self._suggested.append(entry.address)
-
-    @property
-    def shares_device(self) -> bool:
-        """Whether there is a device tier that other processes can read."""
-        return self._device is not None and bool(self._device.shared_as)
 
     def put(
         self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False

@@ -39,10 +39,12 @@ def transport_of(ready: pb.ImageReady) -> str:
 def asked(transports: Sequence[str], usable: Mapping[str, Receiver]) -> dict[str, Receiver]:
     """Return the receivers for a caller that names `transports`, by name, best first.
 
-    Inline is always among them. With "device" so is shared memory, for rows that are not on the device.
+    Inline is always among them. With "device" so is shared memory, for rows that are not on the device, or that this
+    process cannot reach there.
     """
     also = [SHM] if DEVICE in transports else []
-    return {name: usable[name] for name in (*transports, *also, INLINE) if name in usable}
+    names = (*transports, *also, INLINE)
+    return {name: usable[name] for name in names if name in usable and usable[name].usable}
 
 
 __all__ = [

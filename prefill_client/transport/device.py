@@ -1,16 +1,20 @@
 """Rows in device memory: copied from a server's GPU to a GPU of this process, not through the host."""
 
 import importlib.util
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from encoder_contract.device_memory import DeviceMemory
+from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, open_memory
+from encoder_contract.errors import StaleHandleError
 from encoder_contract.handle import Handle
+from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.receiver import Arrival
 from prefill_client.transport.rows import Rows, array_view
@@ -18,6 +22,8 @@ from prefill_client.transport.shared_memory import SharedMemoryReceiver, SharedR
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 class DeviceRows(SharedRows):
@@ -46,9 +52,12 @@ class DeviceRows(SharedRows):
     def _array(self) -> NDArray[np.generic]:
         return array_view(self._copied(self.dtype))
 
+    def open(self) -> DeviceMemory:
+        """Open the memory for this thread's current GPU, unless it is open. Raises `StaleHandleError`."""
+        return self._segment.memory(self.handle, current_gpu())
+
     def _copied(self, dtype: str) -> "torch.Tensor":
-        memory = self._segment.memory(self.handle, current_gpu())
-        return device_copy(memory, self.handle.extents, self.shape[1], dtype)
+        return device_copy(self.open(), self.handle.extents, self.shape[1], dtype)
 
 
 class OwnDeviceRows(Rows):
@@ -87,12 +96,35 @@ class DeviceReceiver(SharedMemoryReceiver):
     transport = pb.TRANSPORT_DEVICE
     by_default = False
 
+    def __init__(self, proof: bytes, endpoint: str, probe: bytes, probe_bytes: int) -> None:
+        """`probe` names memory of the server's device, of `probe_bytes`, that this process must be able to open."""
+        super().__init__(proof)
+        self._endpoint = endpoint
+        self._probe = probe
+        self._probe_bytes = probe_bytes
+
+    @cached_property
+    def usable(self) -> bool:  # type: ignore[override]
+        """Whether the probe can be opened: tried once, when a call first names this transport.
+
+        Not before: to open memory of a GPU makes a context on one of ours, hundreds of megabytes.
+        """
+        try:
+            open_memory(self._probe, self._probe_bytes, current_gpu())
+        except DeviceMemoryError as error:
+            self._warn(error)
+            return False
+        return True
+
     @classmethod
     def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
         """Return a receiver if the server has rows on a GPU, its segment can be read, and torch is installed."""
         if cls.transport not in description.transports or importlib.util.find_spec("torch") is None:
             return None
-        return super().from_server(endpoint, description)
+        proof = segment_proof(endpoint, description.shm_segment)
+        return (
+            cls(proof, endpoint, description.device_probe, description.device_probe_bytes) if proof else None
+        )
 
     @staticmethod
     def announced(ready: pb.ImageReady) -> bool:
@@ -101,17 +133,36 @@ class DeviceReceiver(SharedMemoryReceiver):
 
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
         """Return the arrival of the rows, which is complete."""
-        return _DeviceArrival(ready, is_open)
+        return _DeviceArrival(self, ready, is_open)
+
+    def rows(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> DeviceRows:
+        """Return rows whose memory is open. If it cannot be opened, no later call asks for this transport."""
+        rows = DeviceRows(Handle.from_message(ready.handle), ready.width, ready.dtype, is_held=is_open)
+        try:
+            rows.open()
+        except StaleHandleError as error:
+            if self.usable:
+                self._warn(error)
+            self.usable = False
+            raise
+        return rows
+
+    def _warn(self, error: Exception) -> None:
+        log.warning(
+            "%s: rows come by shared memory, for its GPU's memory cannot be opened (%s). Both processes need one "
+            "namespace of process ids and one of IPC, and each needs to see both GPUs",
+            *(self._endpoint, error),
+        )
 
 
 class _DeviceArrival(Arrival):
-    def __init__(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> None:
+    def __init__(self, receiver: DeviceReceiver, ready: pb.ImageReady, is_open: Callable[[], bool]) -> None:
+        self._receiver = receiver
         self._ready = ready
         self._is_open = is_open
 
     def rows(self) -> DeviceRows:
-        handle = Handle.from_message(self._ready.handle)
-        return DeviceRows(handle, self._ready.width, self._ready.dtype, is_held=self._is_open)
+        return self._receiver.rows(self._ready, self._is_open)
 
 
 def device_copy(

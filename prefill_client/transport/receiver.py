@@ -82,7 +82,7 @@ class Arrival(ABC):
     def rows(self) -> Rows:
         """Return the rows once they are complete.
 
-        Raises `InternalError` if they are damaged, and `StaleHandleError` if they are gone.
+        Raises `InternalError` if they are damaged, and `StaleHandleError` if they are gone or cannot be reached.
         """
 
 
@@ -92,12 +92,18 @@ class Receiver(ABC):
     Who holds what, and until when: the server holds rows until it has sent them or, with `holds`, until the Fetch call
     ends. Such a call is kept open until the caller closes its stream; what the caller wants longer, it copies.
 
+    Who decides: `from_server`, by what the server says; then `usable`, by what this process can do, which a receiver
+    may find out only when it is asked for, or when rows come.
+
     What is checked: by `rows` or by reading them, that these are all the bytes of the image asked for: a checksum over
     bytes that travelled, before and after each use of bytes that are shared. No check is left to the caller.
 
     What is always safe: to end a call at any point, and to read rows after it: they are right, or a `StaleHandleError`.
     Nothing here blocks for longer than mapping memory takes.
     """
+
+    usable: bool = True
+    """Whether this process can use it, as far as is known. A call asks for those that are usable when it begins."""
 
     transport: ClassVar[pb.Transport.ValueType]
     holds: ClassVar[bool]

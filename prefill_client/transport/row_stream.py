@@ -7,7 +7,7 @@ from math import inf
 from time import monotonic
 from typing import Any, Self
 
-from encoder_contract.errors import DeadlineError, InternalError
+from encoder_contract.errors import DeadlineError, InternalError, StaleHandleError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest, ServerClock
@@ -113,12 +113,18 @@ class RowStream(Exchange):
         return _Arriving(ready, transport, receiver.receive(ready, self.is_open))
 
     def _arrived(self, arriving: _Arriving) -> FetchedRows:
+        """Return the outcome. Rows that are gone or cannot be reached are the error of that image alone."""
         ready = arriving.ready
+        digest = self._requests[ready.index].digest
+        try:
+            rows = arriving.arrival.rows()
+        except StaleHandleError as error:
+            return FetchedRows(ready.index, digest, error=error)
         began_s = {name: self._clock.ours(their_s) for name, their_s in ready.stage_began_s.items()}
         return FetchedRows(
             index=ready.index,
-            digest=self._requests[ready.index].digest,
-            rows=arriving.arrival.rows(),
+            digest=digest,
+            rows=rows,
             dtype=ready.dtype,
             grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
             address=ready.address,

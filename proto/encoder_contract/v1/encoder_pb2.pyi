@@ -172,6 +172,8 @@ class DescribeResponse(google.protobuf.message.Message):
     REPLICA_ID_FIELD_NUMBER: builtins.int
     SHM_SEGMENT_FIELD_NUMBER: builtins.int
     CLOCK_S_FIELD_NUMBER: builtins.int
+    DEVICE_PROBE_FIELD_NUMBER: builtins.int
+    DEVICE_PROBE_BYTES_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Semantic version of the server."""
     model_type: builtins.str
@@ -199,6 +201,12 @@ class DescribeResponse(google.protobuf.message.Message):
     """Seconds on the server's steady clock when it answered. From this and its own times of request and answer, a caller
     estimates the difference of the two clocks, which it needs to read `stage_began_s`.
     """
+    device_probe: builtins.bytes
+    """With TRANSPORT_DEVICE: name and size of a small memory of the device that has no rows. Who can open it can open the
+    memory of handles; who cannot, because it is in another namespace of process ids or IPC or does not see the device,
+    asks for other transports.
+    """
+    device_probe_bytes: builtins.int
     @property
     def geometry(self) -> Global___Geometry: ...
     @property
@@ -225,9 +233,11 @@ class DescribeResponse(google.protobuf.message.Message):
         replica_id: builtins.str = ...,
         shm_segment: builtins.str = ...,
         clock_s: builtins.float = ...,
+        device_probe: builtins.bytes = ...,
+        device_probe_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "device_probe", b"device_probe", "device_probe_bytes", b"device_probe_bytes", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 

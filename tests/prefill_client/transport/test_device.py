@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from encoder_contract.device_memory import DeviceMemory, allocate
+from encoder_contract.device_memory import DeviceMemory, allocate, open_memory
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
@@ -15,6 +15,7 @@ from encoder_service.engine.model import Model
 from encoder_service.store import store as storing
 from encoder_service.store.store import PROMOTE_READERS
 from prefill_client import EncoderClient, RowRequest
+from prefill_client.transport import device as receiving
 from testing.photos import photo
 from tests.calls import collect, connection, stub
 from tests.servers import server_of
@@ -104,12 +105,67 @@ async def test_a_tier_without_an_ipc_handle_is_used_but_not_offered(
         (image,) = await reader.submit([photo(128, 128, 5)])
         await soon(lambda: server.store.contains(image.address))
         assert server.store._device.entries, "the tier is used"
-        by_shm, inline = (
-            (await collect(reader, [RowRequest(image.digest)], transports=[transport]))[0]
-            for transport in ("device", "inline")
-        )
+        by_shm = (await collect(reader, [RowRequest(image.digest)], transports=["device"]))[0]
+        inline = (await collect(reader, [RowRequest(image.digest)], transports=["inline"]))[0]
         assert (by_shm.transport, inline.transport) == ("shm", "inline")
         assert np.array_equal(by_shm.array, inline.array)
+
+
+UNREACHABLE = b"file:4194305:3:1"  # of a process that does not exist, as of one in another namespace
+
+
+async def test_the_probe_is_opened_on_demand_and_has_no_rows(
+    device: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[bytes] = []
+
+    def noted(name: bytes, *given: int) -> DeviceMemory:
+        opened.append(name)
+        return open_memory(name, *given)
+
+    monkeypatch.setattr(receiving, "open_memory", noted)
+    probe, tier = device.store.device_probe.name, device.store._device.shared_as
+    assert probe != tier
+    async with await EncoderClient.connect(device.endpoint) as reader:
+        (image,) = await reader.submit([photo(128, 128, 4)])
+        await collect(reader, [RowRequest(image.digest)])
+        assert opened == []
+        for _ in range(2):
+            outcome = (await collect(reader, [RowRequest(image.digest)], transports=["device"]))[0]
+            assert outcome.transport == "device"
+        assert opened == [probe]
+
+
+async def test_a_client_that_cannot_open_the_probe_uses_shared_memory(
+    device: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert device.store.device_probe is not None
+    device.store.device_probe = replace(device.store.device_probe, name=UNREACHABLE)
+    async with await EncoderClient.connect(device.endpoint) as reader:
+        images = await reader.submit([photo(128, 128, seed) for seed in range(3)])
+        for _ in range(2):
+            outcomes = await collect(
+                reader, [RowRequest(image.digest) for image in images], transports=["device"]
+            )
+            assert [outcome.transport for outcome in outcomes.values()] == ["shm"] * 3
+    (said,) = (each.getMessage() for each in caplog.records if "cannot be opened" in each.getMessage())
+    assert device.endpoint in said
+    assert "namespace of process ids" in said
+
+
+async def test_an_image_falls_back_to_shared_memory(
+    reader: EncoderClient, device: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = await reader.submit([photo(128, 128, seed) for seed in range(3)])
+    requests = [RowRequest(image.digest) for image in images]
+    inline = await collect(reader, requests, transports=["inline"])
+    device.store._device.shared_as = UNREACHABLE
+    first, second = [await collect(reader, requests, transports=["device"]) for _ in range(2)]
+    for outcomes in (first, second):
+        assert [outcome.transport for outcome in outcomes.values()] == ["shm"] * 3
+        assert all(np.array_equal(ours.array, inline[index].array) for index, ours in outcomes.items())
+    assert caplog.text.count("rows come by shared memory") == 1
+    assert not (await connection(reader)).receivers["device"].usable
 
 
 async def test_the_device_is_for_callers_who_can_read_the_segment(

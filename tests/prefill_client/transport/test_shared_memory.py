@@ -54,7 +54,7 @@ def test_a_window_within_one_extent_of_scattered_rows_is_a_view(shm):
 
 def test_a_segment_is_mapped_once_however_many_handles(store):
     pins = [store.put(bytes([n]), embedding(n), (1, 1, 1)) for n in range(6)]
-    assert {bool(pin.handle().memory) for pin in pins} == {store.shares_device}
+    assert {bool(pin.handle().memory) for pin in pins} == {bool(store.device_probe)}
     assert len({flat(pin.handle()) for pin in pins}) == 6
     assert len(mappings_of(str(store.segment.path))) == 1
 
@@ -109,7 +109,7 @@ def test_four_ranks_map_a_broadcast_handle_without_torch(store):
     expected = int(embedding(5)[100:700].view(torch.uint16).numpy().sum(dtype=np.uint64))
     for rank in ranks:
         answer, _ = rank.communicate(pickled, timeout=200)
-        assert answer.decode().split() == [str(expected), "600", str(WIDTH), str(store.shares_device)]
+        assert answer.decode().split() == [str(expected), "600", str(WIDTH), str(bool(store.device_probe))]
         assert rank.returncode == 0
     assert store.segment.path.exists()  # a reader that ends takes nothing with it
 

@@ -2,7 +2,8 @@
 
     python -m bench.gpu --part env attention --out DIR [--budget-s 600]
     python -m bench.gpu --dry-run             # every part on a tiny tower on the CPU
-    python -m bench.gpu --keep DIR/gpu.jsonl  # what came back from such a machine, into bench/results/
+    python -m bench.gpu --keep DIR/gpu.jsonl  # what came back from such a machine, into bench/results/; of several runs
+                                              # there, all their files
 
 A line of JSON for each measurement goes to DIR/gpu.jsonl as it is made, and a summary to the end of the output. Each
 part is a process of its own, ended when its share of the time is spent, and needs only the packages that it measures:
@@ -37,6 +38,8 @@ PARTS = {
     "tower": 8,
     "decode": 4,
     "server": 5,
+    "load": 3,
+    "budgets": 2,
     "sanitize": 4,
 }
 BUDGET_S = 1500.0
@@ -59,13 +62,15 @@ def _no_cuda() -> str:
 
 
 def comparison(figures: Mapping[str, Any]) -> str:
-    """Return what failed; the fastest tower of each case beside `transformers`; attention, decoders and the server."""
+    """Return what failed; the fastest tower of each case beside `transformers`; then the other parts' cases."""
     lines: Lines = figures.get("lines", [])
     cases = {part: [line for line in _rows_of(part, lines) if "case" in line] for part in PARTS}
     cases["attention"] = [line for line in cases["attention"] if line.get("head_size") == 72]
     tables = [_fastest(cases["tower"], _best_product(lines))] if cases["tower"] else []
     tables += [
-        f"{part}:\n\n{_table(cases[part])}" for part in ("attention", "decode", "server") if cases[part]
+        f"{part}:\n\n{_table(cases[part])}"
+        for part in ("attention", "decode", "server", "load", "budgets")
+        if cases[part]
     ]
     return "\n\n".join([_failures(lines), *tables])
 
@@ -78,9 +83,12 @@ def _best_product(lines: Lines) -> float:
 def _fastest(cases: Lines, best_tflops: float) -> str:
     ours: dict[str, dict[str, Any]] = {}
     theirs: dict[str, float] = {}
+    fp8: dict[str, float] = {}
     for line in (line for line in cases if "ms" in line):
         if line["attention"] == "transformers":
             theirs[line["case"]] = line["ms"]
+        elif line.get("precision") == "fp8":  # whose rows are others
+            fp8[line["case"]] = min(line["ms"], fp8.get(line["case"], math.inf))
         elif line["case"] not in ours or line["ms"] < ours[line["case"]]["ms"]:
             ours[line["case"]] = line
     rows = [
@@ -91,10 +99,19 @@ def _fastest(cases: Lines, best_tflops: float) -> str:
             f"{line['tflops'] / best_tflops:.0%}",
             f"{theirs.get(name, math.nan):.2f}",
             f"{theirs.get(name, math.nan) / line['ms']:.2f}",
+            f"{fp8.get(name, math.nan):.2f}",
         )
         for name, line in ours.items()
     ]
-    heads = ("images", "ours, ms", "attention", "of the best product", "`transformers`, ms", "ratio")
+    heads = (
+        "images",
+        "ours, ms",
+        "attention",
+        "of the best product",
+        "`transformers`, ms",
+        "ratio",
+        "ours in FP8, ms",
+    )
     return markdown(heads, rows)
 
 
@@ -117,7 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in tiny sizes")
     parser.add_argument(
-        "--keep", type=Path, metavar="FILE", help="put what is in FILE into bench/results/, and end"
+        "--keep",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="put what is in these files, of one machine and day, into bench/results/, and end",
     )
     given = parser.parse_args(arguments)
     if given.keep:
@@ -244,18 +265,27 @@ def _cell(value: object) -> str:
     return shown(value) if isinstance(value, float) else str(value).replace("|", "/")
 
 
-def _keep(path: Path) -> int:
-    """Put what a machine found into bench/results/, under that machine's name and its versions."""
-    lines = read(path)
-    about = next((line for line in lines if "hardware" in line), None)
-    if about is None or about.get("dry"):
+def _keep(paths: Sequence[Path]) -> int:
+    """Put what a machine found in one run or in several into bench/results/, under its name and its versions."""
+    lines = [line for path in paths for line in read(path)]
+    found = [line for line in lines if "hardware" in line]
+    if not found or any(line.get("dry") for line in found):
+        names = ", ".join(map(str, paths))
         print(
-            f"bench.gpu: {path} has no figures of a machine: it needs part env, and no dry run",
+            f"bench.gpu: {names}: no figures of a machine; they need part env, and no dry run",
             file=sys.stderr,
         )
         return 2
+    if len(machines := {line["hardware"] for line in found}) > 1:
+        print(
+            f"bench.gpu: these are figures of several machines ({'; '.join(sorted(machines))}): keep those of each by "
+            "themselves",
+            file=sys.stderr,
+        )
+        return 2
+    about = found[0]
     seconds = sum(line.get("seconds", 0.0) for line in lines)
-    day = date.fromtimestamp(path.stat().st_mtime).isoformat()
+    day = date.fromtimestamp(max(path.stat().st_mtime for path in paths)).isoformat()
     result = Result(
         *("gpu", about["hardware"], "ok", "python -m bench.gpu", day, seconds),
         figures={"lines": lines},

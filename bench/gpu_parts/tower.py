@@ -15,6 +15,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
 from encoder_service.vision.attention import BACKENDS, PACKED, why_not
+from encoder_service.vision.fp8 import multiplies_fp8
 from encoder_service.vision.graphs import Graphs
 from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
@@ -25,6 +26,8 @@ PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16,
 DRY_PARITY_GRIDS = [Grid(1, 8, 8), Grid(1, 6, 10), Grid(1, 8, 8)]
 NEW_GRIDS = 50  # of different sizes, one after the other, as photos come
 TOP_KERNELS = 12
+DEFAULT: dict[str, Any] = {"attention": "auto", "graphs": True}
+FP8: dict[str, Any] = {**DEFAULT, "precision": "fp8"}
 MIB = 2**20
 
 
@@ -32,7 +35,7 @@ def run(probe: Probe) -> None:
     """Note the speed of every variant and case, then exactness, then how fast `transformers` is."""
     torch.backends.cudnn.allow_tf32 = False  # the reference's float32 convolution is the truth
     torch.backends.cuda.matmul.allow_tf32 = False
-    folder = _checkpoint(probe, MODEL_TYPES[0])
+    folder = one_checkpoint(probe)
     for options in _variants(probe):
         probe.attempt({**options, "what": "variant"}, partial(_variant, probe, folder, options))
     for model_type in MODEL_TYPES[: 1 if probe.dry else None]:
@@ -41,13 +44,15 @@ def run(probe: Probe) -> None:
     probe.attempt({"what": "transformers"}, partial(_theirs, probe, folder))
 
 
-def _checkpoint(probe: Probe, model_type: str) -> Path:
+def one_checkpoint(probe: Probe, model_type: str = MODEL_TYPES[0]) -> Path:
+    """Return the folder of a published tower; in a dry run of a tiny one."""
     if not probe.dry:
         return full_checkpoint(model_type)
     return write_checkpoint(tempfile.mkdtemp(dir=probe.scratch), model_type, depth=2)
 
 
-def _load(probe: Probe, folder: Path, **options: Any) -> Tower:
+def load(probe: Probe, folder: Path, **options: Any) -> Tower:
+    """Return our tower of a folder on the device, in bfloat16 unless `options` say otherwise."""
     options = {"dtype": "bfloat16", **options}
     return load_tower(
         folder, device=str(probe.device), processor=ProcessorSettings.from_folder(folder), **options
@@ -55,8 +60,11 @@ def _load(probe: Probe, folder: Path, **options: Any) -> Tower:
 
 
 def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
-    """Yield the variants: what is served by default first."""
-    yield {"attention": "auto", "graphs": True}
+    """Yield the variants: what is served by default first, then FP8, where the device multiplies that."""
+    yield DEFAULT
+    if probe.dry or multiplies_fp8(probe.device):
+        yield FP8
+        yield {**FP8, "graphs": False}
     yield {"attention": "auto", "graphs": False}
     yield {"attention": "auto", "graphs": True, "batch_invariant": True}
     if probe.dry:
@@ -72,7 +80,7 @@ def _cases(probe: Probe) -> Sequence[str]:
 def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Note every case of a variant; return what loading it took."""
     before_mib, began = _held_mib(probe), time.perf_counter()
-    tower = _load(probe, folder, **options)
+    tower = load(probe, folder, **options)
     loaded = {"load_s": time.perf_counter() - began, "held_mib": _held_mib(probe) - before_mib}
     loaded["chosen"] = tower.attention  # type: ignore[assignment]
     if probe.dry and options["graphs"]:  # a capture is what the CPU cannot do
@@ -83,10 +91,12 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
             )
     for name in _cases(probe):
         probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))
-    if options == {"attention": "auto", "graphs": True}:
+    if options == DEFAULT:
         probe.attempt({"case": f"{NEW_GRIDS} new grids"}, partial(_new_grids, probe, tower))
-        for name in _cases(probe)[::4]:
-            probe.attempt({"profile": name}, partial(_profile, probe, tower, name))
+    if options in (DEFAULT, FP8):
+        precision = options.get("precision", "full")
+        for name in _cases(probe)[:: 4 if options == DEFAULT else 7]:
+            probe.attempt({"profile": name, "precision": precision}, partial(_profile, probe, tower, name))
     return loaded
 
 
@@ -161,7 +171,7 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
 
     None may be more than a twentieth over that of `transformers` itself in bfloat16, in the mean over all rows.
     """
-    folder, where = _checkpoint(probe, model_type), str(probe.device)
+    folder, where = one_checkpoint(probe, model_type), str(probe.device)
     grids = DRY_PARITY_GRIDS if probe.dry else PARITY_GRIDS
     tower = ReferenceTower(folder, torch.float32, where)
     patches = random_patches(grids, 3 * tower.module.config.patch_size**2)
@@ -173,7 +183,7 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
     del tower
 
     def errors(**options: Any) -> dict[str, Any]:
-        ours = _load(probe, folder, **options)
+        ours = load(probe, folder, **options)
         packed = row_errors(torch.cat(ours.encode(patches, grids)), truth)
         pairs = zip(patches, grids, strict=True)
         alone = row_errors(torch.cat([ours.encode([image], [grid])[0] for image, grid in pairs]), truth)
@@ -192,7 +202,7 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
 def _theirs(probe: Probe, folder: Path) -> dict[str, Any]:
     """Note what `transformers` takes in every case."""
     reference = ReferenceTower(folder, torch.bfloat16, str(probe.device))
-    spec = _load(probe, folder, attention="sdpa", graphs=False)
+    spec = load(probe, folder, attention="sdpa", graphs=False)
 
     def measure(name: str) -> dict[str, float]:
         grids = case_grids(spec, name)

@@ -1,18 +1,23 @@
 """The GPU check without a GPU: every part walks, imports only what it measures, and tells what failed."""
 
 import ast
+import io
 import json
 import math
 import os
+import shutil
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from bench import gpu
-from bench.gpu_parts import wheels
+from bench.gpu_parts import fatbin, wheels
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
 
@@ -41,13 +46,14 @@ LACKING = {
 }
 TOWER = {"safetensors", "blake3"}
 CHECKPOINT = {"transformers", "tokenizers", "PIL", "psutil"}  # which a tiny one is written with
+SERVER = TOWER | CHECKPOINT | {"xxhash", "cachetools", "grpc", "grpc_health", "google", "prometheus_client"}
 NEEDED: dict[str, set[str]] = {
     "attention": TOWER,
     "tower": TOWER | CHECKPOINT,
     "decode": {"PIL", "cachetools"},
-    "server": TOWER
-    | CHECKPOINT
-    | {"xxhash", "cachetools", "grpc", "grpc_health", "google", "prometheus_client"},
+    "server": SERVER,
+    "load": SERVER,
+    "budgets": TOWER | CHECKPOINT,
 }
 # In a process for each part, forked by one that has torch: with what it may lack hidden, it imports the part.
 IMPORTS = """
@@ -99,6 +105,8 @@ def test_a_dry_run_walks_every_part_and_ends_with_a_short_summary(tmp_path: Path
         assert not any("skipped" in row for row in rows), part
         assert "seconds" in rows[-1]
     assert any(line.get("from") == "device tier" and line["passed"] for line in lines)
+    for part, names in {"tower": {"precision"}, "load": {"vit_ms"}, "budgets": {"first_ms"}}.items():
+        assert any(names <= set(line) for line in lines if line["part"] == part), part
     summary = (tmp_path / "summary.txt").read_text()
     assert len(summary) <= gpu.MAX_SUMMARY
     assert ran.stdout.endswith(f"{summary}\n")
@@ -116,6 +124,7 @@ def test_a_part_imports_nothing_that_it_does_not_measure() -> None:
 # What a part runs besides its own module: in processes, or by name.
 ALSO = {
     "server": ["encoder_service.cli"],
+    "load": ["encoder_service.cli"],
     "tests": [
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -166,7 +175,7 @@ def libraries(modules: list[str]) -> set[str]:
 def test_imports_of_parts_are_preinstalled_or_among_the_wheels(part: str) -> None:
     needed = libraries(["bench.gpu", f"bench.gpu_parts.{part}", *ALSO.get(part, [])])
     assert "torch" in needed
-    assert needed <= wheels.THERE | {*wheels.PACKAGES.values()}
+    assert needed <= wheels.THERE | {*wheels.PACKAGES.values(), *wheels.DALI_NEEDS.values()}
 
 
 def test_results_are_written_line_by_line_including_failures(tmp_path: Path) -> None:
@@ -210,11 +219,12 @@ def test_the_page_shows_the_fastest_of_ours_beside_theirs() -> None:
         found("products", product="square 8192", how="plain", ms=1.0, tflops=700.0),
         found("tower", attention="sdpa", graphs=False, case="720p", ms=9.0, tflops=300.0),
         found("tower", attention="flash3", graphs=True, case="720p", ms=8.0, tflops=350.0),
+        found("tower", attention="auto", graphs=True, precision="fp8", case="720p", ms=7.0, tflops=400.0),
         found("tower", attention="transformers", case="720p", ms=16.0, host_ms=1.0),
         found("decode", decoder="dali", case="720p", ms=2.0),
     ]
     page = gpu.comparison({"lines": lines})
-    assert "| 720p | 8.00 | flash3, graphs | 50% | 16.00 | 2.00 |" in page
+    assert "| 720p | 8.00 | flash3, graphs | 50% | 16.00 | 2.00 | 7.00 |" in page
     assert "| dali | 720p | 2 |" in page
 
 
@@ -233,10 +243,98 @@ def test_results_of_a_machine_are_stored_under_its_name(
     assert "a GPU.json" in capsys.readouterr().out
 
 
+def test_keep_joins_the_runs_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "path_of", lambda name, quick: tmp_path / f"{name}.json")
+    about = {"versions": {"torch": "2.11"}, "dry": False}
+    runs = {
+        "one": [found("env", hardware="a GPU", **about), found("tower", case="720p", seconds=2.5)],
+        "two": [found("decode", case="720p", seconds=1.5)],
+        "elsewhere": [found("env", hardware="another GPU", **about)],
+    }
+    files = {name: tmp_path / f"{name}.jsonl" for name in runs}
+    for name, lines in runs.items():
+        files[name].write_text("\n".join(map(json.dumps, lines)))
+    assert gpu.main(["--keep", str(files["one"]), str(files["two"])]) == 0
+    kept = json.loads((tmp_path / "a GPU.json").read_text())["benchmarks"]["gpu"]
+    assert kept["seconds"] == 4.0
+    assert kept["figures"]["lines"] == runs["one"] + runs["two"]
+    assert gpu.main(["--keep", *map(str, files.values())]) == 2
+    assert "a GPU; another GPU" in capsys.readouterr().err
+
+
+BINUTILS = pytest.mark.skipif(
+    not all(map(shutil.which, ("objcopy", "strip", "xz"))), reason="it needs binutils and xz"
+)
+
+
+def shared_library(folder: Path) -> Path:
+    """A real library, copied."""
+    return Path(shutil.copy(str(import_module("xxhash._xxhash").__file__), folder))
+
+
+def containers(*contents: Sequence[tuple[int, int, bytes]]) -> bytes:
+    """A section of fat binaries: of each container its entries (kind, capability, code)."""
+    section = b""
+    for entries in contents:
+        inside = b"".join(
+            struct.pack("<HHIQ12xI32x", kind, 1, 64, len(code), capability) + code
+            for kind, capability, code in entries
+        )
+        section += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(inside)) + inside + bytes(8)
+    return section
+
+
+@BINUTILS
+def test_pruning_keeps_the_code_for_one_gpu(tmp_path: Path) -> None:
+    ptx, code = 1, 2
+    section = containers(
+        [(ptx, 90, b"p" * 64), (code, 80, b"a" * 128), (code, 90, b"h" * 96)],
+        [(ptx, 75, b"q" * 64), (code, 75, b"t" * 32)],  # without code for the GPU: it is compiled there
+    )
+    (tmp_path / "section").write_bytes(section)
+    library = shared_library(tmp_path)
+    subprocess.run(["objcopy", "--add-section", f".nv_fatbin={tmp_path / 'section'}", library], check=True)
+    before = library.read_bytes()
+    assert fatbin.prune(library, (90,)) == 64 + 128
+    kept = section.replace(b"p" * 64, bytes(64)).replace(b"a" * 128, bytes(128))
+    assert library.read_bytes() == before.replace(section, kept)
+    assert fatbin.prune(shared_library(tmp_path), (90,)) == 0, "no code for a GPU"
+    with pytest.raises(ValueError, match="ELF"):
+        fatbin.prune(tmp_path / "section", (90,))
+
+
+@BINUTILS
+def test_dali_is_packed_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "inside" / "nvidia" / "dali"
+    (inside / "include").mkdir(parents=True)
+    for name in ("__init__.py", "include/dali.h", "backend.cpython-311-x.so", "backend.cpython-312-x.so"):
+        (inside / name).write_text(name)
+    for name in ("backend.cpython-311-x.so", "backend.cpython-312-x.so"):
+        shutil.copy(shared_library(tmp_path), inside / name)
+    wheel = shutil.make_archive(str(tmp_path / "dali"), "zip", tmp_path / "inside")
+    monkeypatch.setattr(wheels, "PIECE_BYTES", 4096)
+    wheels.pack(Path(wheel), tmp_path / "out", tmp_path / "unpacked")
+    pieces = sorted((tmp_path / "out").glob("dali-*/dali.xz.*"))
+    assert len(pieces) > 1
+    assert {piece.stat().st_size for piece in pieces[:-1]} == {4096}
+    site = tmp_path / "site"
+    with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))) as archive:
+        archive.extractall(site, filter="data")
+    assert {path.name for path in (site / "nvidia" / "dali").iterdir()} == {
+        "__init__.py",
+        "backend.cpython-312-x.so",
+    }
+
+
 def test_a_folder_of_wheels_that_is_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wheels, "PACKAGES", {})
+    monkeypatch.setattr(wheels, "DALI_NEEDS", {})
+    monkeypatch.setattr(wheels, "fetch_dali", lambda _folder: None)
     (tmp_path / "small.whl").write_bytes(b"x")
     assert wheels.main([str(tmp_path)]) == 0
     with (tmp_path / "large.whl").open("wb") as file:

@@ -178,7 +178,7 @@ def cost_section() -> Section:
             claims.append(claim)
         if turn < 2_000:
             continue
-        for task in timed("next_to_prepare", scheduler.next_to_prepare, now, 8_192, 8):
+        for task in timed("next_to_prepare", scheduler.next_to_prepare, now, 8):
             timed("prepared", scheduler.prepared, task, now)
         timed("done", scheduler.done, timed("next_batch", scheduler.next_batch, now, 8_192), 0.05)
         timed("withdraw", scheduler.withdraw, source.choice(claims))

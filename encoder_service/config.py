@@ -137,8 +137,8 @@ class Config(Settings):
     batch_patches: int = knob(
         0,
         zero=True,
-        help="patches in one batch of the vision tower; a larger image is a batch by itself; 0: 16384 on a GPU, 1024 "
-        "on the CPU",
+        help="patches in one batch of the vision tower; a larger image is a batch by itself; 0: 4800 on a GPU, 1024 on "
+        "the CPU. If it is set, CUDA graphs are captured for images of at most as many",
     )
     store_host_gib: float = knob(2.0, help="size of the store's host tier, GiB of shared memory")
     store_device_gib: float = knob(

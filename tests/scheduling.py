@@ -10,14 +10,16 @@ def make(limits=ROOMY, ahead_patches=10**6, ahead_images=10**6, policy=LEAST_WOR
     return Scheduler(limits, max_ahead_patches=ahead_patches, max_ahead_images=ahead_images, policy=policy)
 
 
-def want(scheduler, address, request="r", *, patches=PATCHES, now=0.0, apart=False, **claim) -> Claim:
+def want(
+    scheduler, address, request="r", *, patches=PATCHES, now=0.0, apart=False, pixels=0, **claim
+) -> Claim:
     wanted = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
-    scheduler.admit(wanted, address.encode(), patches, 1000, now, apart=apart)
+    scheduler.admit(wanted, address.encode(), patches, 1000, now, source_pixels=pixels, apart=apart)
     return wanted
 
 
 def prepare_all(scheduler, now=0.0) -> None:
-    while tasks := scheduler.next_to_prepare(now, 10**9, 10**6):
+    while tasks := scheduler.next_to_prepare(now, 10**6):
         for task in tasks:
             assert scheduler.prepared(task, now)
 

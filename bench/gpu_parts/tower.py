@@ -16,7 +16,7 @@ from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
 from encoder_service.vision.attention import BACKENDS, PACKED, why_not
 from encoder_service.vision.fp8 import multiplies_fp8
-from encoder_service.vision.graphs import Graphs
+from encoder_service.vision.graphs import Graphs, budgets
 from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
@@ -87,7 +87,12 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
         with torch.inference_mode():
             example = tower._layout(case_grids(tower, "256"))
             tower._graphs = Graphs(
-                tower._module, tower.spec, example, tower.dtype, example.patches, lambda run: run
+                tower._module,
+                tower.spec,
+                example,
+                tower.dtype,
+                budgets(example.patches, example.patches),
+                lambda run: run,
             )
     for name in _cases(probe):
         probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))

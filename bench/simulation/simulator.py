@@ -172,7 +172,7 @@ class Simulation:
         """Let a replica's two stages take what is next, if they are free."""
         scheduler, machine = replica.scheduler, self._machine
         while not replica.preparing:
-            tasks = scheduler.next_to_prepare(now, machine.budget_patches, machine.max_ahead_images)
+            tasks = scheduler.next_to_prepare(now, machine.max_ahead_images)
             if not tasks:
                 break
             if machine.prepare_s == 0:

@@ -207,7 +207,7 @@ class JobQueue:
 
     # The workers' side
 
-    def take_to_prepare(self, max_patches: int, max_images: int, max_pixels: int) -> list[Job]:
+    def take_to_prepare(self, max_images: int, max_pixels: int) -> list[Job]:
         """Wait for images to decode together, and return them; an empty list when the queue is closed.
 
         While the device waits for a batch, a single image.
@@ -215,7 +215,7 @@ class JobQueue:
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
             most = 1 if self._device_waits else max_images
-            return scheduler.next_to_prepare(now, max_patches, most, max_pixels)
+            return scheduler.next_to_prepare(now, most, max_pixels)
 
         with self._turn:
             return self._take(pick)

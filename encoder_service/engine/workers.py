@@ -51,9 +51,7 @@ class Engine:
         The scheduler is to call an image of more than that large: one at a time is decoded beside them.
         """
         self._watchdog = Watchdog(partial(jobs.abort, LOST))
-        prepare = Prepare(
-            jobs, model, metrics, self._watchdog, max_patches=batch_patches, max_pixels=decode_pixels
-        )
+        prepare = Prepare(jobs, model, metrics, self._watchdog, max_pixels=decode_pixels)
         copy_out = CopyOut(jobs, model, store, metrics, self._watchdog)
         vit = Vit(jobs, model, store, metrics, copy_out, self._watchdog, batch_patches=batch_patches)
         self._jobs = jobs
@@ -108,10 +106,9 @@ class Prepare:
         metrics: Metrics,
         watchdog: Watchdog,
         *,
-        max_patches: int,
         max_pixels: int,
     ) -> None:
-        """`max_patches` and `max_pixels` (of sources) bound a batch; the latter also what is decoded one by one."""
+        """`max_pixels`, of sources, bound a batch, and what is decoded one by one."""
         self._jobs = jobs
         self._decoder = model.decoder
         self._resize = model.resize
@@ -119,13 +116,12 @@ class Prepare:
         self._device = model.device
         self._metrics = metrics
         self._watchdog = watchdog
-        self._max_patches = max_patches
         self._max_pixels = max_pixels
 
     def run(self) -> None:
         """Decode in batches until the queue is closed."""
         stream = self._device.stream()
-        while jobs := self._jobs.take_to_prepare(self._max_patches, BATCH_IMAGES, self._max_pixels):
+        while jobs := self._jobs.take_to_prepare(BATCH_IMAGES, self._max_pixels):
             with stream.use(), self._watchdog.watching("decoding a batch"):
                 self._prepare(jobs, stream)
             del jobs  # a thread that sleeps holds no image

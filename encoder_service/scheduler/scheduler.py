@@ -293,21 +293,19 @@ class Scheduler:
 
     # Stages
 
-    def next_to_prepare(
-        self, now: float, max_patches: int, max_images: int, max_pixels: float = math.inf
-    ) -> list[Task]:
+    def next_to_prepare(self, now: float, max_images: int, max_pixels: float = math.inf) -> list[Task]:
         """Take the tasks to decode together next, in order, within the bounds on decoding ahead.
 
-        A task of more than `max_patches` or `max_pixels` goes alone.
+        A task of more than `max_pixels` goes alone.
         """
         taken: list[Task] = []
-        patches = pixels = 0
+        pixels = 0
         while len(taken) < max_images:
             first = self._table.orders[State.WAITING].first(now)
             if first is None or not self._has_room_ahead(task := _task(first), now):
                 break
-            patches, pixels = patches + task.patches, pixels + task.source_pixels
-            if taken and (patches > max_patches or pixels > max_pixels):
+            pixels += task.source_pixels
+            if taken and pixels > max_pixels:
                 break
             self._table.take(task)
             self._table.move(task, State.PREPARING, now)

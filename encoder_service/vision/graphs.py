@@ -122,17 +122,21 @@ class Budget:
         return MAX_PADDING_SHARE if self.patches <= LARGE_PATCHES else MAX_LARGE_PADDING_SHARE
 
 
-def budgets(largest: int) -> list[Budget]:
-    """The budgets to capture, smallest first.
+def budgets(image: int, batch: int) -> list[Budget]:
+    """The budgets to capture for images and batches of at most so many patches, smallest first.
 
-    For each number of patches one for a single image and one for several; where an image is worth attention of its
-    own, one for a single image without padding. Attention launches work for `segments` × `longest`, most of it empty,
-    so a graph for many images takes small ones only; a batch that fits none runs eagerly.
+    For each number of patches one for a single image, and one for several up to the size of a batch; where an image is
+    worth attention of its own, one for a single image without padding. Attention launches work for `segments` ×
+    `longest`, most of it empty, so a graph for many images takes small ones only; a batch that fits none runs eagerly.
     """
-    sizes = [patches for patches in PATCH_BUDGETS if patches <= largest]
+    sizes = [patches for patches in PATCH_BUDGETS if patches <= image]
     exact = [Budget(patches, 1, patches) for patches in sizes if patches > LARGE_PATCHES]
     single = [Budget(patches, 2, patches) for patches in sizes]
-    several = [Budget(patches, patches // 256 + 4, min(patches, 1024)) for patches in sizes if patches >= 512]
+    several = [
+        Budget(patches, patches // 256 + 4, min(patches, 1024))
+        for patches in sizes
+        if 512 <= patches <= batch
+    ]
     return sorted(exact + single + several, key=lambda budget: (budget.patches, budget.segments))
 
 
@@ -256,10 +260,10 @@ class Graphs:
         spec: TowerSpec,
         example: Layout,
         dtype: torch.dtype,
-        largest: int,
+        chosen: Sequence[Budget],
         capture: Callable[[Run], Run],
     ) -> None:
-        """Capture every budget up to `largest` patches; what cannot be captured is logged and runs eagerly.
+        """Capture the budgets that are `chosen`; what cannot be captured is logged and runs eagerly.
 
         `example` is any layout of the tower's, for its dtypes, and `dtype` that of its rows; `capture` is a
         `CudaCapture`, or whatever returns a run of the same over the same inputs.
@@ -268,7 +272,6 @@ class Graphs:
         self._unit = spec.merge_unit
         self.padding_patches = 0  # computed so far for a graph's shape only
         self._captured: list[tuple[StaticBatch, Run]] = []
-        chosen = budgets(largest)
         if not chosen:
             return
         memory = StaticMemory(example, spec, dtype, chosen)

@@ -19,6 +19,7 @@ from encoder_contract.tower_spec import Precision, TowerSpec
 from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision.attention import make_attention
 from encoder_service.vision.fp8 import FP8_MULTIPLE, multiplies_fp8, quantise_blocks
+from encoder_service.vision.graphs import PATCH_BUDGETS
 from encoder_service.vision.layers import Linear, PatchEmbed, SelfAttention
 from encoder_service.vision.pointwise import PlainPointwise, Pointwise
 from encoder_service.vision.qwen import TowerModule
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# On the CPU a few images make up for reading the weights; more would only make every one of them wait for all. On a
-# GPU one 2560×1440 image of Qwen3-VL, 14400 patches, fits with some small ones: about 0.5 GB of activations.
-BATCH_PATCHES = {"cpu": 1024, "cuda": 16384}
+# On the CPU a few images make up for reading the weights, on a GPU one of 960×1280 fills the device: more would only
+# make every image wait for all. Larger images run alone, small ones together.
+BATCH_PATCHES = {"cpu": 1024, "cuda": 4800}
 
 
 def load_tower(
@@ -47,8 +48,8 @@ def load_tower(
 ) -> Tower:
     """Load the vision tower of a Hugging Face checkpoint folder; of its weights only the vision tensors are read.
 
-    `device` is "cpu" or "cuda[:n]", `dtype` one of `DTYPES`; 0 `batch_patches` are as many as suit the device.
-    On CUDA the device becomes this thread's current one.
+    `device` is "cpu" or "cuda[:n]", `dtype` one of `DTYPES`; 0 `batch_patches` are as many as suit the device, else
+    they also bound the images for which CUDA graphs are captured. On CUDA the device becomes this thread's current one.
     `batch_invariant` makes an image's rows independent of its neighbours to the bit by running every image alone; on
     the CPU they always are. `graphs` (CUDA only) captures CUDA graphs. `precision` "fp8" quantises the products of
     most blocks: on CUDA it is faster, on the CPU it is the same arithmetic, for comparison.
@@ -71,6 +72,7 @@ def load_tower(
         device=where,
         dtype=kind,
         batch_patches=batch_patches or BATCH_PATCHES[where.type],
+        graph_patches=batch_patches or PATCH_BUDGETS[-1],
         image_by_image=batch_invariant and where.type == "cuda",
     )
     _warm_up(tower, graphs and attend.graphs)

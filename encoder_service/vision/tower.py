@@ -13,7 +13,7 @@ from torch import Tensor
 
 from encoder_contract.geometry import Grid
 from encoder_contract.tower_spec import TowerSpec
-from encoder_service.vision.graphs import CudaCapture, Graphs
+from encoder_service.vision.graphs import CudaCapture, Graphs, budgets
 from encoder_service.vision.layers import Attention, Layout, Segments, moved
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
 from encoder_service.vision.qwen import TowerModule
@@ -184,12 +184,14 @@ class Tower:
         device: torch.device,
         dtype: torch.dtype,
         batch_patches: int,
+        graph_patches: int,
         image_by_image: bool,
     ) -> None:
         self.spec = module.spec
         self.device = device
         self.dtype = dtype
         self.batch_patches = batch_patches
+        self._graph_patches = graph_patches
         self.image_by_image = image_by_image
         self._module = module
         self._attention = attention
@@ -230,11 +232,12 @@ class Tower:
             self._tables.get(grid)
 
     def capture_graphs(self) -> None:
-        """Capture CUDA graphs for batches up to the largest patch budget; larger ones run eagerly."""
+        """Capture CUDA graphs for batches, and for single images up to the largest patch budget."""
         with torch.inference_mode():
             example = self._layout([Grid(1, 16, 16)])
             capture = CudaCapture(self.device)
-            self._graphs = Graphs(self._module, self.spec, example, self.dtype, self.batch_patches, capture)
+            chosen = budgets(self._graph_patches, self.batch_patches)
+            self._graphs = Graphs(self._module, self.spec, example, self.dtype, chosen, capture)
 
     @property
     def table_bytes(self) -> int:

@@ -140,7 +140,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count(State.WAITING))
     @rule(images=st.integers(1, 3))
     def take_to_prepare(self, images: int) -> None:
-        self.preparing += self.queue.take_to_prepare(10**6, images, 10**9)
+        self.preparing += self.queue.take_to_prepare(images, 10**9)
 
     @precondition(lambda self: self.count(State.APART))
     @rule()
@@ -222,7 +222,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def work_off(self) -> None:
         while self.count(State.WAITING):
-            self.preparing += self.queue.take_to_prepare(10**6, 10**6, 10**9)
+            self.preparing += self.queue.take_to_prepare(10**6, 10**9)
         while self.count(State.APART):
             self.take_apart()
         self.queue.prepared([(job, PATCHES) for job in self.preparing], None)
@@ -266,10 +266,10 @@ def test_a_newly_demanded_image_is_decoded_past_a_full_speculative_window() -> N
     queue = new_queue(Posts(), ahead_images=1)
     address = bytes(32)
     submit(queue, b"ahead", Claim("a", "a"))
-    queue.prepared([(job, PATCHES) for job in queue.take_to_prepare(10**6, 1, 10**9)], None)
+    queue.prepared([(job, PATCHES) for job in queue.take_to_prepare(1, 10**9)], None)
     submit(queue, address, Claim("b", "b"))
     taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(queue.take_to_prepare(10**6, 1, 10**9)), daemon=True)
+    stage = threading.Thread(target=lambda: taken.extend(queue.take_to_prepare(1, 10**9)), daemon=True)
     stage.start()
     stage.join(0.2)
     assert stage.is_alive(), "one guess ahead is all there may be"
@@ -287,11 +287,11 @@ def test_time_with_an_empty_queue_does_not_count_as_starved(
     while not queue._device_waits:
         time.sleep(0.001)
     submit(queue, b"a" * 32, Claim("a", "a"))
-    (damaged,) = queue.take_to_prepare(10**6, 1, 10**9)
+    (damaged,) = queue.take_to_prepare(1, 10**9)
     queue.drop(damaged, OUTCOME)
     monkeypatch.setattr(job_queue, "monotonic", lambda: time.monotonic() + 3600)
     submit(queue, b"b" * 32, Claim("b", "b"))
-    (good,) = queue.take_to_prepare(10**6, 1, 10**9)
+    (good,) = queue.take_to_prepare(1, 10**9)
     queue.prepared([(good, PATCHES)], None)
     device.join()
     [(jobs, starved_s)] = taken
@@ -332,7 +332,7 @@ def test_large_images_decode_beside_small_ones_and_after_batch_refusals() -> Non
     submit(queue, b"small", Claim("1", "a", demanded=True), apart=True, width=100)
     small = taken_apart(queue)
     submit(queue, b"large", Claim("2", "a", demanded=True), width=1000)
-    (refused,) = queue.take_to_prepare(10**6, 1, 10**9)
+    (refused,) = queue.take_to_prepare(1, 10**9)
     queue.put_apart(refused)
     assert taken_apart(queue).key.address == b"large"
     queue.taken_apart(small)

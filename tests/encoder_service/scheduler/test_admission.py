@@ -57,7 +57,7 @@ def test_refusals_hold_nothing_and_released_places_are_free():
 def test_a_queue_refuses_by_seconds_unless_it_is_empty():
     scheduler = make(seconds=2.0)
     first = admit(scheduler, 0, patches=100)
-    scheduler.prepared(scheduler.next_to_prepare(0.0, 1000, 1)[0], 0.0)
+    scheduler.prepared(scheduler.next_to_prepare(0.0, 1)[0], 0.0)
     scheduler.done(scheduler.next_batch(0.0, 1000), 1.0)  # a hundred patches a second
     assert first.task is None
     admit(scheduler, 1, client="a", patches=150)
@@ -67,7 +67,7 @@ def test_a_queue_refuses_by_seconds_unless_it_is_empty():
     admit(scheduler, 3, client="b", patches=40)
     alone = make(seconds=2.0)
     admit(alone, 0, patches=100)
-    alone.prepared(alone.next_to_prepare(0.0, 1000, 1)[0], 0.0)
+    alone.prepared(alone.next_to_prepare(0.0, 1)[0], 0.0)
     alone.done(alone.next_batch(0.0, 1000), 1.0)
     admit(alone, 1, patches=900)
 
@@ -123,7 +123,7 @@ def test_greedy_clients_converge_to_equal_shares_and_leave_room():
                     held[client] += 1
             except OverloadedError:
                 pass
-        (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+        (task,) = scheduler.next_to_prepare(0.0, 1)
         scheduler.prepared(task, 0.0)
         batch = scheduler.next_batch(0.0, 10)
         held[task.holder] -= 1
@@ -143,7 +143,7 @@ def test_the_retry_hint_is_the_time_in_which_a_quarter_of_the_queue_drains():
     scheduler = make(images=41)
     for number in range(41):
         admit(scheduler, number, client=f"c{number}", patches=100)
-    (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+    (task,) = scheduler.next_to_prepare(0.0, 1)
     scheduler.prepared(task, 0.0)
     scheduler.done(scheduler.next_batch(0.0, 1000), 0.5)  # 100 patches in half a second
     admit(scheduler, 50, client="c50", patches=100)
@@ -158,7 +158,7 @@ def test_the_retry_hint_follows_the_device_and_stays_within_bounds():
         scheduler = make(images=2)
         for n in range(2):
             admit(scheduler, n, client=f"c{n}")
-        (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+        (task,) = scheduler.next_to_prepare(0.0, 1)
         scheduler.prepared(task, 0.0)
         scheduler.done(scheduler.next_batch(0.0, 1000), seconds)
         admit(scheduler, 5, client="c5")
@@ -175,7 +175,7 @@ def test_the_rate_forgets_what_the_device_did_long_ago():
     scheduler = make()
     for number, seconds in enumerate([1.0] * 30 + [0.1] * 600):
         admit(scheduler, number, patches=100)
-        (task,) = scheduler.next_to_prepare(0.0, 1, 1)
+        (task,) = scheduler.next_to_prepare(0.0, 1)
         scheduler.prepared(task, 0.0)
         scheduler.done(scheduler.next_batch(0.0, 1000), seconds)
     assert scheduler.snapshot().patches_per_s == pytest.approx(1000, rel=0.05)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.scheduler import (
-    State,
-)
+from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
+from encoder_service.scheduler import State
+from encoder_service.vision.load import BATCH_PATCHES
 from tests.scheduling import PATCHES, encode_order, is_empty, make, names, prepare_all, want
 
 
@@ -18,6 +18,29 @@ def test_a_batch_is_the_longest_head_of_the_order_that_fits_the_budget():
     assert names(scheduler.next_batch(0.0, 1000)) == ["0", "1"]
     assert names(scheduler.next_batch(0.0, 1000)) == ["2", "3"]
     assert scheduler.next_batch(0.0, 1000) == []
+
+
+def test_gpu_batches_hold_one_large_image_or_many_small_ones():
+    budget, scheduler = BATCH_PATCHES["cuda"], make()
+    for number in range(3):
+        want(scheduler, f"1080p {number}", f"r{number}", patches=8160)
+        want(scheduler, f"960x1280 {number}", f"s{number}", patches=4800)
+    for number in range(36):
+        want(scheduler, f"256 {number}", f"t{number}", patches=256)
+    prepare_all(scheduler)
+    batches = []
+    while batch := scheduler.next_batch(0.0, budget):
+        batches.append(len(batch))
+        scheduler.done(batch, 0.01)
+    assert sorted(batches) == [1, 1, 1, 1, 1, 1, 18, 18]
+
+
+def test_decoding_is_bounded_by_pixels():
+    scheduler = make()
+    for number in range(40):
+        want(scheduler, f"{number}", patches=8160, pixels=1920 * 1080)
+    assert len(scheduler.next_to_prepare(0.0, BATCH_IMAGES, DECODE_PIXELS)) == DECODE_PIXELS // (1920 * 1080)
+    assert len(scheduler.next_to_prepare(0.0, 8, DECODE_PIXELS)) == 8
 
 
 def test_an_image_larger_than_the_budget_goes_alone():
@@ -65,7 +88,7 @@ def test_prepared_guesses_do_not_keep_a_demand_from_being_prepared():
         want(scheduler, f"guess{number}", "b", demanded=False)
     prepare_all(scheduler)
     want(scheduler, "demand", "a")
-    assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["demand"]
+    assert names(scheduler.next_to_prepare(0.0, 10)) == ["demand"]
 
 
 def test_a_full_window_does_not_block_the_next_image_of_the_vit():
@@ -74,8 +97,8 @@ def test_a_full_window_does_not_block_the_next_image_of_the_vit():
         want(scheduler, f"bulk{number}", "bulk")
     prepare_all(scheduler)
     want(scheduler, "small", "small", patches=1)
-    assert names(scheduler.next_to_prepare(0.0, 10**9, 10)) == ["small"]
-    assert scheduler.next_to_prepare(0.0, 10**9, 10) == []
+    assert names(scheduler.next_to_prepare(0.0, 10)) == ["small"]
+    assert scheduler.next_to_prepare(0.0, 10) == []
 
 
 def test_single_decodes_do_not_block_other_images():
@@ -87,7 +110,7 @@ def test_single_decodes_do_not_block_other_images():
     assert len(encode_order(scheduler)) == 20
     assert all(scheduler.prepared(task, 0.0) for task in slow)
     want(scheduler, "late", "others")
-    assert scheduler.next_to_prepare(0.0, 10**9, 10) == [], "what is ready counts"
+    assert scheduler.next_to_prepare(0.0, 10) == [], "what is ready counts"
 
 
 @pytest.mark.parametrize("patches", [3 * PATCHES, 4 * PATCHES, 60 * PATCHES])
@@ -97,11 +120,7 @@ def test_batched_small_images_do_not_delay_a_large_single_decode(apart, patches)
     taken = []
 
     def take(*, by_itself):
-        while (
-            tasks := scheduler.next_apart(0.0, 10**9)
-            if by_itself
-            else scheduler.next_to_prepare(0.0, 10**9, 1)
-        ):
+        while tasks := scheduler.next_apart(0.0, 10**9) if by_itself else scheduler.next_to_prepare(0.0, 1):
             taken.extend(tasks)
 
     def flood():

@@ -148,7 +148,7 @@ def test_a_full_decode_window_of_one_holder_does_not_block_another():
     scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
     prepare_all(scheduler)
     want(scheduler, "other", "r", client="other")
-    assert names(scheduler.next_to_prepare(0.0, 1000, 10)) == ["other"]
+    assert names(scheduler.next_to_prepare(0.0, 10)) == ["other"]
     want(scheduler, "png", "r", client="png", apart=True)
     assert names(scheduler.next_apart(0.0, 1000)) == ["png"]
 

@@ -134,7 +134,7 @@ def test_running_encodes_continue_without_callers_and_can_be_joined():
 def test_decoded_pixels_without_claims_are_dropped():
     scheduler = make()
     claim = want(scheduler, "a")
-    (old,) = scheduler.next_to_prepare(0.0, 1000, 10)
+    (old,) = scheduler.next_to_prepare(0.0, 10)
     scheduler.withdraw(claim)
     again = want(scheduler, "a")
     assert not scheduler.prepared(old, 0.0)

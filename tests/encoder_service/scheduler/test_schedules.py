@@ -169,9 +169,7 @@ class Schedule:
         return taken
 
     def prepare(self) -> None:
-        self.preparing += self.took(
-            State.WAITING, lambda: self.scheduler.next_to_prepare(self.now, BUDGET, 3)
-        )
+        self.preparing += self.took(State.WAITING, lambda: self.scheduler.next_to_prepare(self.now, 3))
 
     def prepared(self) -> None:
         if self.preparing:
@@ -251,7 +249,7 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
     )
     for number in range(50):  # so that the scheduler knows what an ordinary request is: one small image
         scheduler.admit(Claim(f"w{number}", "warm"), b"warm", PATCHES, 1000, 0.0)
-        (task,) = scheduler.next_to_prepare(0.0, 10**9, 10)
+        (task,) = scheduler.next_to_prepare(0.0, 10)
         scheduler.prepared(task, 0.0)
         scheduler.done(scheduler.next_batch(0.0, PATCHES), 0.1)
     big = [Claim("big", "big", chunk=chunk, demanded=True) for chunk in range(10)]
@@ -267,7 +265,7 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
                 scheduler.admit(small, f"s{number}".encode(), patches, 1000, 0.0)
         except OverloadedError:
             pass
-        for task in scheduler.next_to_prepare(0.0, 10**9, 10):
+        for task in scheduler.next_to_prepare(0.0, 10):
             scheduler.prepared(task, 0.0)
         batch = scheduler.next_batch(0.0, PATCHES)
         encoded += sum(task.patches for task in batch)

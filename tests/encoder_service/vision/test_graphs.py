@@ -13,8 +13,17 @@ from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import graphs as graphs_module
 from encoder_service.vision import load_tower
 from encoder_service.vision.attention import SegmentAttention
-from encoder_service.vision.graphs import Budget, CudaCapture, Graphs, StaticMemory, budgets, padded_lengths
+from encoder_service.vision.graphs import (
+    PATCH_BUDGETS,
+    Budget,
+    CudaCapture,
+    Graphs,
+    StaticMemory,
+    budgets,
+    padded_lengths,
+)
 from encoder_service.vision.layers import Segments
+from encoder_service.vision.load import BATCH_PATCHES
 from testing.reference_tower import random_patches, row_errors
 
 pytestmark = pytest.mark.slow
@@ -52,7 +61,8 @@ def square(patches):
 def graphs(tower, largest, capture=lambda run: run):
     """Graphs whose replay is the same forward over the same inputs, as they then are."""
     example = layout(tower, [Grid(1, 4, 4)])
-    return Graphs(tower._module, tower.spec, example, tower.dtype, largest, capture)
+    chosen = budgets(largest, largest)
+    return Graphs(tower._module, tower.spec, example, tower.dtype, chosen, capture)
 
 
 def test_padding_fills_a_budget_with_segments_that_are_not_too_long():
@@ -62,12 +72,20 @@ def test_padding_fills_a_budget_with_segments_that_are_not_too_long():
 
 
 def test_graph_budgets_are_few_and_hold_the_common_resolutions():
-    everything = budgets(1 << 20)
+    everything = budgets(1 << 20, 1 << 20)
     assert len(everything) <= 32
     for patches in (3520, 4800, 8160, 14400):  # 720p, 960×1280, 1080p, 2560×1440
         assert Budget(patches, 1, patches) in everything
         assert Budget(patches, 2, patches) in everything
-    assert all(budget.patches <= 2048 for budget in budgets(2048))
+    assert all(budget.patches <= 2048 for budget in budgets(2048, 2048))
+
+
+def test_graphs_cover_large_single_images_and_small_batches():
+    chosen = budgets(PATCH_BUDGETS[-1], BATCH_PATCHES["cuda"])
+    for patches in (8160, 14400):  # 1080p, 2560×1440
+        assert Budget(patches, 1, patches) in chosen
+    several = [budget for budget in chosen if budget.segments > 2]
+    assert max(budget.patches for budget in several) == BATCH_PATCHES["cuda"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +140,7 @@ def test_graphs_share_one_set_of_inputs_and_give_their_batches_rows(towers, mode
     with torch.inference_mode():
         captured = graphs(tower, 1024, capture)
         addresses = {(batch.patches.data_ptr(), batch.rows.data_ptr()) for batch, _ in captured._captured}
-        assert len(captured._captured) == len(budgets(1024))
+        assert len(captured._captured) == len(budgets(1024, 1024))
         assert len(addresses) == 1
         assert written == {batch.rows.data_ptr() for batch, _ in captured._captured}
         for seed, grids in enumerate(
@@ -232,7 +250,7 @@ def test_graphs_of_failed_captures_are_kept(monkeypatch, breaks_off):
             made.append(weakref.ref(self))
 
     monkeypatch.setattr(CapturingCuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(graphs_module.torch, "cuda", CapturingCuda)
+    monkeypatch.setattr(torch, "cuda", CapturingCuda)
     monkeypatch.setattr(CudaCapture, "_end_recording", lambda _self: None)
     monkeypatch.setattr(graphs_module, "_broken_off", [])
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from bench.harness.benchmark import Benchmark, Figure, command_line, tell
 from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import TowerSpec, spec_of
 from encoder_service.config import Config
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL
-from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import flops
 from testing.checkpoints import vision_config
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.image.resize import PlainResize, to_patches
 from testing.decoding import decode_files, pillow_decoder
 

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 
 
 class ReferenceTower:

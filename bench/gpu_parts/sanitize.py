@@ -57,7 +57,7 @@ def _watched(probe: Probe, tool: list[str], work: list[str]) -> dict[str, Any]:
 def work(device: str, model: Path) -> None:
     """Encode, eagerly and in graphs, resize, and copy rows between the tiers."""
     from encoder_contract.geometry import Grid
-    from encoder_service.image.processor import ProcessorSettings
+    from encoder_contract.processor import ProcessorSettings
     from encoder_service.image.resize import PlainResize, to_patches
     from encoder_service.image.resize_choice import make_resize
     from encoder_service.store import Store

@@ -12,7 +12,7 @@ import torch
 from bench.gpu_parts.probe import Probe
 from bench.harness.towers import CASES, case_grids, full_checkpoint
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
 from encoder_service.vision.attention import BACKENDS, PACKED, why_not
 from encoder_service.vision.fp8 import multiplies_fp8

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision.flops import flops
 from encoder_service.vision.load import load_tower
 from encoder_service.vision.tower import Tower

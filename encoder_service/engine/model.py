@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint, read_config
+from encoder_contract.processor import ProcessorSettings, read_processor
 from encoder_contract.tower_spec import TowerSpec
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
@@ -17,7 +18,6 @@ from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import DECODE_PIXELS, Decoder, FileDecoder, PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
 from encoder_service.image.pillow import missing
-from encoder_service.image.processor import ProcessorSettings, read_processor
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, Resize
 from encoder_service.image.resize_choice import make_resize
 from encoder_service.keys import Recipe

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import TowerSpec
-from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision.pointwise import Norm, Pointwise
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from encoder_contract.checkpoint import StoredTensor, read_spec, vision_tensors
 from encoder_contract.geometry import Grid
+from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import Precision, TowerSpec
-from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision.attention import make_attention
 from encoder_service.vision.fp8 import FP8_MULTIPLE, multiplies_fp8, quantise_blocks
 from encoder_service.vision.graphs import PATCH_BUDGETS

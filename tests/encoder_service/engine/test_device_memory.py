@@ -14,6 +14,7 @@ from torch import Tensor
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config, ConfigError
 from encoder_service.engine.device import Device, DeviceMemory
@@ -25,7 +26,6 @@ from encoder_service.engine.model import (
     decode_threads,
 )
 from encoder_service.image.decoder import Decoder
-from encoder_service.image.processor import ProcessorSettings
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from encoder_service.vision import load_tower

@@ -5,10 +5,10 @@ import torch
 
 from encoder_contract.checkpoint import model_fingerprint
 from encoder_contract.geometry import Grid
+from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import full_blocks
 from encoder_service.config import Config
 from encoder_service.engine.model import load_model
-from encoder_service.image.processor import ProcessorSettings
 from encoder_service.vision import load_tower
 from encoder_service.vision.fp8 import Fp8Linear
 from encoder_service.vision.layers import Linear

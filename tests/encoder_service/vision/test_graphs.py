@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import graphs as graphs_module
 from encoder_service.vision import load_tower
 from encoder_service.vision.attention import SegmentAttention

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from encoder_contract.checkpoint import model_fingerprint, vision_tensors
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import load_tower
 from encoder_service.vision.layers import Linear, packing_available
 from encoder_service.vision.pointwise import PlainPointwise
@@ -124,7 +124,7 @@ def test_loading_imports_nothing_of_torchs_compiler(original):
     """That takes as long as all else together."""
     script = f"""
 import sys
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import load_tower
 load_tower({str(original)!r}, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder({str(original)!r}))
 sys.exit("torch._dynamo" in sys.modules)

@@ -11,7 +11,7 @@ import torch
 
 from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import load_tower
 from encoder_service.vision.load import make_pointwise
 from encoder_service.vision.pointwise import Norm, PlainPointwise

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import flops, load_tower
 from encoder_service.vision.tower import window_order
 from testing.reference_tower import ReferenceTower, random_patches, row_errors

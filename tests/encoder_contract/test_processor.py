@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
 
 from encoder_contract.geometry import Geometry
-from encoder_service.image.processor import ProcessorSettings
+from encoder_contract.processor import ProcessorSettings
 from testing.checkpoints import QWEN2_5_PREPROCESSOR, QWEN3_PREPROCESSOR
 
 

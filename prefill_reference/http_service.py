@@ -3,10 +3,10 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
@@ -25,6 +25,7 @@ from encoder_contract.errors import (
 from encoder_contract.errors import Status as Code
 from encoder_contract.traceparent import TRACEPARENT
 from prefill_client import Trace, traceparent
+from prefill_client.http_server import CallerLeftError, unless_left
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat, Prefilled
 from prefill_reference.completions import ChatRequest, completion, error_body, piece, usage
@@ -33,8 +34,6 @@ from prefill_reference.sampling import sampler
 from prefill_reference.trace_folder import TraceFolder
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 COMPLETIONS = "/v1/chat/completions"
 # The HTTP status of each gRPC status; any other is a 500.
@@ -56,10 +55,6 @@ class Limits:
     requests: int = 64  # at once; over it 429
     body_bytes: int = 256 << 20
     request_s: float = 300.0
-
-
-class _CallerLeftError(Exception):
-    """The caller hung up before its answer."""
 
 
 class Admission:
@@ -147,20 +142,20 @@ class HttpService:
         try:
             async with asyncio.timeout(self._limits.request_s):
                 asked = await self._read(request)
-                prefilled = await _unless_left(request, self._prefill(asked, trace))
+                prefilled = await unless_left(request, self._prefill(asked, trace))
                 if asked.stream:
                     outcome = "streamed"
                     return StreamingResponse(
                         self._stream(asked, prefilled, trace), media_type="text/event-stream"
                     )
-                answer = await _unless_left(request, self._whole(asked, prefilled, trace))
+                answer = await unless_left(request, self._whole(asked, prefilled, trace))
             outcome = "answered"
             return JSONResponse(answer)
         except TimeoutError:
             return _error_response(DeadlineError(f"no answer within {self._limits.request_s:g} s"))
         except EncoderError as error:
             return _error_response(error)
-        except _CallerLeftError:
+        except CallerLeftError:
             outcome = "left"
             return Response(status_code=499)
         finally:
@@ -255,26 +250,6 @@ def _identity(trace: Trace) -> str:
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
-
-
-async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, and cancel it if the caller hangs up: that releases what it holds."""
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_hang_up(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _CallerLeftError
-        return task.result()
-    finally:
-        for other in (task, watch):
-            other.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _hang_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _wrong(error: ValidationError) -> str:

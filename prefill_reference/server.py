@@ -1,11 +1,6 @@
 """The reference prefill service as a process: constructs and wires its components, and serves."""
 
-import asyncio
-import errno
-import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -13,10 +8,9 @@ import transformers
 import uvicorn
 
 from encoder_contract.certificates import Certificates
-from encoder_contract.endpoint import Endpoint
-from encoder_contract.settings import ConfigError
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient
+from prefill_client.http_server import HttpServer, bound
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat
 from prefill_reference.config import ServiceConfig
@@ -31,54 +25,13 @@ GIB = 1 << 30
 DRAIN_S = 30  # what running requests are given after SIGTERM
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that ends with exit code 0 after a signal: uvicorn itself would raise the signal once more.
-
-    Prints its banner once it answers requests, so that its parent process can wait for that.
-    """
-
-    def __init__(self, config: uvicorn.Config, banner: str, certificates: Certificates | None) -> None:
-        super().__init__(config)
-        self._banner = banner
-        self._certificates = certificates
-        self._pem = certificates.pem if certificates else None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, and say so."""
-        await super().startup(sockets)
-        if self.started:
-            print(self._banner, flush=True)  # noqa: T201 - the one block that says what was chosen
-
-    async def on_tick(self, counter: int) -> bool:
-        """Check every tenth of a second whether to stop, and every second for new certificates."""
-        if (
-            self._certificates is not None
-            and counter % 10 == 0
-            and (pem := self._certificates.pem) is not self._pem
-        ):
-            assert self.config.ssl is not None
-            with suppress(ValueError):  # changed this moment: the next look loads them
-                self._certificates.load_into(self.config.ssl)
-                self._pem = pem
-        return await super().on_tick(counter)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop)
-        yield
-
-    def _stop(self) -> None:
-        self.should_exit = True
-
-
 async def serve(config: ServiceConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end.
 
     Raises `EncoderError` when the encoder cannot be reached or the model does not fit it, `OSError` and `ValueError`
     when the model's folder cannot be used, `ConfigError` when the port is unavailable.
     """
-    with _bound(config.listen) as listener:
+    with bound(config.listen) as listener:
         await _serve(config, listener)
 
 
@@ -123,7 +76,7 @@ async def _answer(
     certificates: Certificates | None,
 ) -> None:
     host = config.listen.rpartition(":")[0]
-    server = _Server(
+    server = HttpServer(
         uvicorn.Config(
             service.app(),
             log_level="warning",
@@ -141,17 +94,3 @@ async def _answer(
         f"  listening  {host}:{listener.getsockname()[1]}",
     )
     await server.serve(sockets=[listener])
-
-
-def _bound(address: str) -> socket.socket:
-    """Take the port before anything slow begins; connections are refused until the server answers."""
-    host, port, _ = Endpoint.parse(address)
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        why = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"--listen {address}: {why}") from error
-    return listener

@@ -1,0 +1,121 @@
+"""An HTTP server in a process of its own: takes its port first, says when it answers, and stops at a signal."""
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.requests import Request
+
+from encoder_contract.certificates import Certificates
+from encoder_contract.endpoint import Endpoint
+from encoder_contract.settings import ConfigError
+
+Result = TypeVar("Result")
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server that ends with exit code 0 after a signal: uvicorn itself would raise the signal once more.
+
+    Prints its banner once it answers requests, so that its parent process can wait for that.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        banner: str,
+        certificates: Certificates | None = None,
+        before_stop: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        """`before_stop` is awaited at the signal, while requests are still accepted."""
+        super().__init__(config)
+        self._banner = banner
+        self._before_stop = before_stop
+        self._stopping: asyncio.Task[None] | None = None
+        self._certificates = certificates
+        self._pem = certificates.pem if certificates else None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            print(self._banner, flush=True)  # noqa: T201 - the one block that says what was chosen
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check every tenth of a second whether to stop, and every second for new certificates."""
+        if (
+            self._certificates is not None
+            and counter % 10 == 0
+            and (pem := self._certificates.pem) is not self._pem
+        ):
+            assert self.config.ssl is not None
+            with suppress(ValueError):  # changed this moment: the next look loads them
+                self._certificates.load_into(self.config.ssl)
+                self._pem = pem
+        return await super().on_tick(counter)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at SIGTERM and SIGINT."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+        yield
+
+    def _stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._end(), name="stop")
+
+    async def _end(self) -> None:
+        try:
+            if self._before_stop is not None:
+                await self._before_stop()
+        finally:
+            self.should_exit = True
+
+
+def bound(address: str) -> socket.socket:
+    """Take the port before anything slow begins; connections are refused until the server answers.
+
+    Raises `ConfigError` when the address of `--listen` cannot be taken.
+    """
+    host, port, _ = Endpoint.parse(address)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        why = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"--listen {address}: {why}") from error
+    return listener
+
+
+class CallerLeftError(Exception):
+    """The caller hung up before its answer."""
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work, and cancel it if the caller hangs up: that releases what it holds. Raises `CallerLeftError` then.
+
+    The request's body must have been read.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_hang_up(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CallerLeftError
+        return task.result()
+    finally:
+        for other in (task, watch):
+            other.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

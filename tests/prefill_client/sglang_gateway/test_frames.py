@@ -1,0 +1,52 @@
+"""The first frame of a message to SGLang, byte for byte."""
+
+import pickletools
+
+import pytest
+
+from encoder_contract.geometry import Grid
+from prefill_client.sglang_gateway.frames import Modality, embedding_frame
+from tests.sglang_messages import read_frame
+
+GOLDEN = (
+    b"\x80\x04csglang.srt.disaggregation.encoder.receiver\nEmbeddingData\n)\x81}("
+    b"X\x06\x00\x00\x00req_idX\x0e\x00\x00\x00r_local_part_1X\x09\x00\x00\x00num_partsJ\x02\x00\x00\x00"
+    b"X\x08\x00\x00\x00part_idxJ\x01\x00\x00\x00X\x08\x00\x00\x00grid_dim](](J\x01\x00\x00\x00J\x04\x00\x00\x00"
+    b"J\x06\x00\x00\x00e](J\x01\x00\x00\x00J\x02\x00\x00\x00J\x02\x00\x00\x00ee"
+    b"X\x08\x00\x00\x00modalitycsglang.srt.managers.schedule_batch\nModality\n(J\x01\x00\x00\x00tR"
+    b"X\x09\x00\x00\x00embeddingNX\x09\x00\x00\x00send_timeNX\x05\x00\x00\x00dtypectorch\nbfloat16\n"
+    b"X\x05\x00\x00\x00shape](J\x07\x00\x00\x00J\x00\x02\x00\x00eX\x07\x00\x00\x00_mr_ptrN"
+    b"X\x09\x00\x00\x00error_msgNX\x0a\x00\x00\x00error_codeNub."
+)
+
+
+def frame(**other: object) -> bytes:
+    given = {"grids": [Grid(1, 4, 6), Grid(1, 2, 2)], "shape": (7, 512), "dtype": "bfloat16", **other}
+    return embedding_frame("r_local_part_1", 2, 1, **given)
+
+
+def test_a_frame_has_these_bytes() -> None:
+    assert frame() == GOLDEN
+
+
+def test_a_frame_names_three_classes_and_calls_nothing_but_the_modality() -> None:
+    opcodes = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(frame())]
+    assert [argument for name, argument in opcodes if name == "GLOBAL"] == [
+        "sglang.srt.disaggregation.encoder.receiver EmbeddingData",
+        "sglang.srt.managers.schedule_batch Modality",
+        "torch bfloat16",
+    ]
+    assert [name for name, _ in opcodes].count("REDUCE") == 1
+
+
+def test_a_frame_reads_as_what_was_said() -> None:
+    said = read_frame(frame(modality=Modality.VIDEO, dtype="float32"))
+    assert (said.req_id, said.num_parts, said.part_idx) == ("r_local_part_1", 2, 1)
+    assert (said.grid_dim, said.shape, said.dtype) == ([[1, 4, 6], [1, 2, 2]], [7, 512], "float32")
+    assert said.modality == Modality.VIDEO
+    assert said.error_msg is said.error_code is said.embedding is None
+
+
+@pytest.mark.parametrize("name", ["café_local_part_0", "a\nb", "x" * 300])
+def test_an_id_stays_what_it_is(name: str) -> None:
+    assert read_frame(embedding_frame(name, 1, 0, grids=[], shape=(0, 1), dtype="float16")).req_id == name

@@ -99,10 +99,13 @@ def _serve(given: dict[str, object]) -> int:
     try:
         config = ServiceConfig.read(given, os.environ)
         require_folder("model", config.model)
-        # torch and transformers take seconds to import: not before the flags are known to be good.
-        from prefill_reference.server import serve
+        from prefill_client.http_server import bound
 
-        asyncio.run(serve(config))
+        with bound(config.listen) as listener:
+            # torch and transformers take seconds to import: first the flags must be good and the port free.
+            from prefill_reference.server import serve
+
+            asyncio.run(serve(config, listener))
     except ImportError as error:
         print(f"prefill-client: {error}; pip install 'encoder-service[reference]'", file=sys.stderr)
         return BAD_USAGE

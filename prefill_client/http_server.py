@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
 
 
 def bound(address: str) -> socket.socket:
-    """Take the port before anything slow begins; connections are refused until the server answers.
+    """Bind the port, before slow work begins; connections are refused until the server answers.
 
     Raises `ConfigError` when the address of `--listen` cannot be taken.
     """

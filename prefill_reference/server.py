@@ -10,7 +10,7 @@ import uvicorn
 from encoder_contract.certificates import Certificates
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient
-from prefill_client.http_server import HttpServer, bound
+from prefill_client.http_server import HttpServer
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat
 from prefill_reference.config import ServiceConfig
@@ -25,17 +25,12 @@ GIB = 1 << 30
 DRAIN_S = 30  # what running requests are given after SIGTERM
 
 
-async def serve(config: ServiceConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end.
+async def serve(config: ServiceConfig, listener: socket.socket) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT, then let running requests end.
 
-    Raises `EncoderError` when the encoder cannot be reached or the model does not fit it, `OSError` and `ValueError`
-    when the model's folder cannot be used, `ConfigError` when the port is unavailable.
+    Raises `EncoderError` if the encoder cannot be reached or the model does not fit it, `OSError` and `ValueError` if
+    the model's folder cannot be used.
     """
-    with bound(config.listen) as listener:
-        await _serve(config, listener)
-
-
-async def _serve(config: ServiceConfig, listener: socket.socket) -> None:
     certificates = Certificates(config.tls_cert, config.tls_key) if config.tls_cert else None
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -192,8 +192,8 @@ def test_the_prefill_service_refuses_bad_settings_before_importing_torch(
     assert says in refused("prefill-client", "serve", "--model", checkpoint, *flags, code=2)
 
 
-def test_the_prefill_service_reports_a_taken_port_before_reading_the_model(
-    checkpoint: Path, taken: str, free: str
+def test_the_prefill_service_reports_a_taken_port_before_importing_torch(
+    checkpoint: Path, taken: str, free: str, without_torch: None
 ) -> None:
     said = refused(
         *("prefill-client", "serve", "--model", checkpoint, "--listen", taken, "--encoder", free), code=2

@@ -1,7 +1,7 @@
 """Images on the client: files to submit, the server's answers, and rows that arrive and are read."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -265,6 +265,14 @@ def _read(data: bytes, geometry: Geometry) -> Image | EncoderError:
     except EncoderError as error:
         return error
     return Image(data, content_digest(data), grid, geometry.tokens(grid))
+
+
+def raise_first(outcomes: Iterable[EncoderError | None]) -> None:
+    """Raise the first error, with the number of its image."""
+    for index, outcome in enumerate(outcomes):
+        if outcome is not None:
+            text = f"image {index}: {outcome.message}"
+            raise type(outcome)(text, retry_after_ms=outcome.retry_after_ms) from outcome
 
 
 # A function that reads rows in place. It may be called again with the same rows, fetched again, and must return nothing

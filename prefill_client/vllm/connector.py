@@ -37,7 +37,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole, *_: object, **__: object) -> None:
         """Raise `ValueError` if the service or the configuration does not fit this engine."""
         super().__init__(vllm_config, role)
-        settings = Settings.from_extra_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        settings = Settings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
         if vllm_config.ec_transfer_config.is_ec_producer:
             refuse_sharing(vllm_config)
         self._saver: RowSaver | None = None

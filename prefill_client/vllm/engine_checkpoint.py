@@ -1,24 +1,18 @@
 """The engine's own model: its checkpoint folder, its fingerprints, and its `Producer` for rows that it shares."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blake3
 import vllm
 
-from encoder_contract.checkpoint import model_fingerprints, weights_fingerprint
+from encoder_contract.checkpoint import weights_fingerprint
 from encoder_contract.producer import Producer
+from prefill_client.engine.model import EngineModel, checkpoint_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# The files of a repository on the Hugging Face Hub that fingerprints are made of.
-_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-
-fingerprints_of = cache(model_fingerprints)
-"""`encoder_contract.checkpoint.model_fingerprints`; each process reads the vision weights of a folder once."""
 
 
 def folder_of(config: "VllmConfig") -> Path:
@@ -28,20 +22,26 @@ def folder_of(config: "VllmConfig") -> Path:
     """
     if config.load_config.load_format == "dummy":
         raise ValueError("--load-format dummy makes random weights: no other process has the same")
-    model = config.model_config
-    if (folder := Path(model.model)).is_dir():
-        return folder
-    from huggingface_hub import constants, snapshot_download
-
-    fetched = snapshot_download(
+    model, load = config.model_config, config.load_config
+    return checkpoint_folder(
         model.model,
         revision=model.revision,
-        cache_dir=config.load_config.download_dir,
-        allow_patterns=_FILES,
-        ignore_patterns=config.load_config.ignore_patterns,
-        local_files_only=constants.HF_HUB_OFFLINE,
+        cache_dir=load.download_dir,
+        ignore_patterns=load.ignore_patterns,
     )
-    return Path(fetched)
+
+
+def engine_model(config: "VllmConfig") -> EngineModel:
+    """Return what the service's model is compared with."""
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    model = config.model_config
+    return EngineModel(
+        config=model.hf_config,
+        dtype=str(model.dtype).removeprefix("torch."),
+        image_processor=lambda: cached_image_processor_from_config(model),
+        folder=lambda: folder_of(config),
+    )
 
 
 # The settings for the tower that change rows by more than the order of a sum.

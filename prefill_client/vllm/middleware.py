@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
@@ -21,8 +21,9 @@ from vllm import envs
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
 from prefill_client.client import EncoderClient
+from prefill_client.engine.service import WatchedClient, connect
 from prefill_client.fleet.submission import KeptImages
-from prefill_client.images import Submitted
+from prefill_client.images import Submitted, raise_first
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
@@ -47,7 +48,6 @@ from prefill_client.vllm.request_images import (
     RequestImages,
     trace_context,
 )
-from prefill_client.vllm.row_fetcher import connect
 from prefill_client.vllm.service_check import check_description
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.stored_responses import Earlier, StoredResponses
@@ -66,15 +66,6 @@ _IMAGE_HOST = (422, "UnprocessableEntityError")
 _DOWN = (503, "ServiceUnavailableError")
 # A body up to this size, in bytes, is text: the event loop parses it within a millisecond. Images are megabytes.
 _SHORT = 1 << 16
-# Errors after which the next request would fail as well.
-_NO_ANSWER = (
-    Status.UNAVAILABLE,
-    Status.DEADLINE_EXCEEDED,
-    Status.FAILED_PRECONDITION,
-    Status.UNAUTHENTICATED,
-)
-# How often a service that does not answer is probed while the engine's own tower encodes.
-FIRST_PROBE_S, LAST_PROBE_S = 1.0, 15.0
 
 
 class EncoderServiceMiddleware:
@@ -178,13 +169,11 @@ class _Service:
         config = vllm_config.ec_transfer_config
         if config is None:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
-        self.settings = Settings.from_extra_config(config.ec_connector_extra_config)
+        self.settings = Settings.read(config.ec_connector_extra_config)
         self._config = vllm_config
         self._signer = NameSigner(config.engine_id)
         self._destinations = Destinations(image_hosts)
-        self._opening: asyncio.Task[EncoderClient] | None = None
-        self._down: EncoderError | None = None
-        self._probing: asyncio.Task[None] | None = None
+        self._client = WatchedClient(self._open, _log)
         self._loader: ImageLoader | None = None
         self._responses = StoredResponses()
 
@@ -202,10 +191,10 @@ class _Service:
         earlier = self.earlier(images)
         if earlier.digests and earlier.tenant_salt != salt:
             raise InvalidRequestError("previous_response_id: that response had another cache_salt")
-        if self._down is not None:
-            raise type(self._down)(self._down.message)
+        if (down := self._client.down) is not None:
+            raise type(down)(down.message)
         try:
-            client = (await self._client()).for_tenant(salt.encode())
+            client = (await self._client.get()).for_tenant(salt.encode())
         except EncoderError as error:
             self.note(error)
             raise
@@ -226,7 +215,7 @@ class _Service:
             traceparent.reset(token)
         try:
             answers = _of_prompt(earlier, files, kept.answers)
-            _raise_first([answer.error for answer in answers])
+            raise_first([answer.error for answer in answers])
         except EncoderError as error:
             await kept.close()
             self.note(error)
@@ -257,23 +246,8 @@ class _Service:
 
     def note(self, error: EncoderError) -> None:
         """If `error` means that the service is down, let the engine's own tower encode until the service answers."""
-        if self.has_own_tower and error.status in _NO_ANSWER and self._down is None:
-            _log.warning("the engine's own tower encodes until the service is back: %s", error.message)
-            self._down = error
-            self._probing = asyncio.create_task(self._probe())
-
-    async def _probe(self) -> None:
-        """Probe the service, on separate connections, until it answers."""
-        pause_s = FIRST_PROBE_S
-        while self._down is not None:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_PROBE_S)
-            try:
-                await (await self._open()).close()
-                self._down = None
-            except EncoderError as error:
-                self._down = error
-        _log.info("the encoder service is back")
+        if self.has_own_tower:
+            self._client.note(error)
 
     @property
     def _again_s(self) -> float:
@@ -288,14 +262,7 @@ class _Service:
 
     async def close(self) -> None:
         """Close the connection."""
-        if self._opening is not None and self._opening.done() and not self._opening.exception():
-            await self._opening.result().close()
-
-    async def _client(self) -> EncoderClient:
-        """Return the client. Concurrent callers wait for the same attempt to connect; a failure is not remembered."""
-        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
+        await self._client.close()
 
     async def _open(self) -> EncoderClient:
         """Connect. Raises `ModelMismatchError` if the service's rows are not those of this engine's model."""
@@ -337,14 +304,6 @@ def _of_prompt(
         next(given) if file is not None else Submitted(earlier.digests[index])
         for index, file in enumerate(files)
     ]
-
-
-def _raise_first(outcomes: Iterable[EncoderError | None]) -> None:
-    """Raise the first error, with the number of its image."""
-    for index, outcome in enumerate(outcomes):
-        if outcome is not None:
-            text = f"image {index}: {outcome.message}"
-            raise type(outcome)(text, retry_after_ms=outcome.retry_after_ms) from outcome
 
 
 def _caller(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Grid
 from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
+from prefill_client.engine.service import connect
 from prefill_client.images import FetchedRows, RowRequest, again, use_in_place
 from prefill_client.transport import BY_DEFAULT, INLINE
 from prefill_client.transport.connection import Description, traceparent
@@ -304,15 +305,3 @@ async def keep(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent],
             return use_in_place([rows], write)
         except StaleHandleError as error:
             (rows,) = await asyncio.gather(*again([rows], error))
-
-
-async def connect(settings: Settings, *, wait: bool = True) -> EncoderClient:
-    """Return a client of the service; with `wait`, wait for a service that is still starting."""
-    return await EncoderClient.connect(
-        settings.endpoints,
-        model_fingerprint=settings.demanded_fingerprint,
-        tenant_salt=settings.tenant_salt.encode(),
-        credentials=settings.credentials,
-        timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,
-        wait=wait,
-    )

@@ -1,14 +1,13 @@
 """Checks, before the weights load, that the service makes rows for this engine's model."""
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from encoder_contract.checkpoint import configuration_fingerprint
 from encoder_contract.errors import DeadlineError, UnavailableError
-from prefill_client.blocking import BlockingClient
+from prefill_client.engine import model
+from prefill_client.engine.service import describe
 from prefill_client.transport.connection import Description
-from prefill_client.vllm.engine_checkpoint import fingerprints_of, folder_of
+from prefill_client.vllm.engine_checkpoint import engine_model
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import RowKind
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _log = logging.getLogger("vllm.encoder_service")
-
-Difference = tuple[str, object, object]
-"""(what differs, the engine's value, the service's value)."""
 
 
 def check_service(settings: Settings, config: "VllmConfig") -> None:
@@ -35,7 +31,11 @@ def check_service(settings: Settings, config: "VllmConfig") -> None:
             config.model_config.model,
         )
     try:
-        description = _describe(settings)
+        wait = settings.without_service != "own_tower"
+        timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
+        endpoints = ", ".join(settings.endpoints)
+        _log.info("waiting for the encoder service at %s, at most %g s", endpoints, timeout_s)
+        description = describe(settings, wait=wait)
     except (UnavailableError, DeadlineError) as error:
         if settings.without_service != "own_tower":
             raise
@@ -45,20 +45,8 @@ def check_service(settings: Settings, config: "VllmConfig") -> None:
 
 
 def check_description(settings: Settings, config: "VllmConfig", description: Description) -> None:
-    """Raise `ValueError` with both values of everything in which a service and this engine differ.
-
-    The first time in a process, this reads the vision tensors of the engine's checkpoint.
-    """
-    differing = [each for each in differences(config.model_config, description) if each[1] != each[2]]
-    if not differing and not settings.takes_any_model:
-        differing = [*_other_checkpoint(config, description)]
-    if differing:
-        told = "; ".join(
-            f"{what}: the engine has {ours}, the service {theirs}" for what, ours, theirs in differing
-        )
-        raise ValueError(
-            f"the encoder service at {', '.join(settings.endpoints)} serves another model: {told}"
-        )
+    """Raise `ValueError` with both values of everything in which a service and this engine differ."""
+    model.check_description(settings, engine_model(config), description)
 
 
 def refuse_configuration(config: "VllmConfig") -> None:
@@ -109,68 +97,8 @@ def _refuse_everywhere(config: "VllmConfig") -> None:
 
 def row_kind(config: "VllmConfig") -> RowKind:
     """Return the kind of row that this engine's own tower makes."""
-    model = config.model_config
-    vision = model.hf_config.vision_config
+    engine = config.model_config
+    vision = engine.hf_config.vision_config
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    width = model.hf_config.get_text_config().hidden_size * (1 + levels)
-    return RowKind(width, str(model.dtype).removeprefix("torch."), vision.spatial_merge_size)
-
-
-def differences(model: Any, description: Description) -> Iterator[Difference]:
-    """Yield the properties that decide the rows of an image: the values of the engine's checkpoint and the service."""
-    from vllm.transformers_utils.processor import cached_image_processor_from_config
-
-    vision, geometry = model.hf_config.vision_config, description.geometry
-    hidden = model.hf_config.get_text_config().hidden_size
-    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    yield "model_type", model.hf_config.model_type, description.model_type
-    yield "dtype", str(model.dtype).removeprefix("torch."), description.dtype
-    yield "hidden size", hidden, description.hidden
-    yield "DeepStack levels", levels, description.deepstack_levels
-    yield "row width", hidden * (1 + levels), description.width
-    yield "patch size", vision.patch_size, geometry.patch_size
-    yield "merge size", vision.spatial_merge_size, geometry.merge_size
-    processor = cached_image_processor_from_config(model)
-    yield "processor's patch size", processor.patch_size, geometry.patch_size
-    yield "processor's merge size", processor.merge_size, geometry.merge_size
-    yield "min_pixels", processor.size["shortest_edge"], geometry.min_pixels
-    yield "max_pixels", processor.size["longest_edge"], geometry.max_pixels
-
-
-def _other_checkpoint(config: "VllmConfig", description: Description) -> Iterator[Difference]:
-    """Yield the fingerprints if the service encodes with another checkpoint than the engine's.
-
-    A service that only stores has the fingerprint of its `--model-fingerprint`; without that it cannot be compared.
-    """
-    try:
-        folder = folder_of(config)
-        fingerprints = fingerprints_of(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the service's model cannot be compared with the engine's: {error}. "
-            'With "model_fingerprint": "any" the engine takes rows of any model of the same shape'
-        ) from error
-    theirs = description.model_fingerprint
-    if theirs not in fingerprints.values():
-        ours = " or ".join(f"{each.hex()} ({precision})" for precision, each in fingerprints.items())
-        only_stores = theirs == configuration_fingerprint(folder)
-        yield (
-            "model fingerprint",
-            f"{ours} of {folder}",
-            f"{theirs.hex()} of {'no weights (--store-only)' if only_stores else description.model_name}",
-        )
-
-
-def _describe(settings: Settings) -> Description:
-    endpoints = ", ".join(settings.endpoints)
-    wait = settings.without_service != "own_tower"
-    timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
-    _log.info("waiting for the encoder service at %s, at most %g s", endpoints, timeout_s)
-    with BlockingClient.connect(
-        settings.endpoints,
-        model_fingerprint=settings.demanded_fingerprint,
-        credentials=settings.credentials,
-        timeout_s=timeout_s,
-        wait=wait,
-    ) as client:
-        return client.description
+    width = engine.hf_config.get_text_config().hidden_size * (1 + levels)
+    return RowKind(width, str(engine.dtype).removeprefix("torch."), vision.spatial_merge_size)

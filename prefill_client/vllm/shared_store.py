@@ -26,13 +26,14 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Grid
 from encoder_contract.producer import EngineKey, Producer
 from prefill_client.client import EncoderClient
+from prefill_client.engine.service import connect
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.images import FetchedRows, PutAnswer, PutImage, RowRequest
 from prefill_client.transport import INLINE, TRANSPORTS
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, Extent, HostMemory
 from prefill_client.vllm.image_name import image_key
-from prefill_client.vllm.row_fetcher import RowSource, Shape, connect, keep
+from prefill_client.vllm.row_fetcher import RowSource, Shape, keep
 from prefill_client.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.encoder_service")

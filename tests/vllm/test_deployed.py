@@ -37,7 +37,7 @@ def test_arguments_are_vllms_and_name_our_parts(file: str, parser: Any, checkpoi
     assert with_tower == (file in ("vllm.md", SHARING))
     transfer, manager = config.ec_transfer_config, config.ec_manager_config
     assert ECConnectorFactory.get_connector_class(transfer) is EncoderServiceConnector
-    assert Settings.from_extra_config(transfer.ec_connector_extra_config).endpoints
+    assert Settings.read(transfer.ec_connector_extra_config).endpoints
     assert transfer.ec_role == ("ec_both" if file == SHARING else "ec_consumer")
     if file == SHARING:  # images reach the engine as they are
         assert not given.middleware

@@ -33,7 +33,7 @@ def config_of(model: Path, endpoint: str, **options: Any) -> Any:
 
 
 def check(config: Any) -> None:
-    check_service(Settings.from_extra_config(config.ec_transfer_config.ec_connector_extra_config), config)
+    check_service(Settings.read(config.ec_transfer_config.ec_connector_extra_config), config)
 
 
 def test_the_service_of_the_same_checkpoint_passes_and_the_log_names_it(
@@ -203,7 +203,7 @@ def test_an_engine_whose_images_pass_the_scheduler_by_cannot_share(checkpoint: P
 )
 def test_a_wrong_setting_is_named(extra: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Settings.from_extra_config({"endpoints": "127.0.0.1:1", **extra})
+        Settings.read({"endpoints": "127.0.0.1:1", **extra})
 
 
 def test_the_manager_without_the_connector_is_refused(checkpoint: Path) -> None:

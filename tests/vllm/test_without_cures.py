@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from prefill_client.vllm import deepstack, image_name, service_check
+from prefill_client.engine import model
+from prefill_client.vllm import deepstack, image_name
 from prefill_client.vllm.gate import NamedGate, NamedSpan, Prompt
 from prefill_client.vllm.prompt_images import Feature, Request
 from prefill_client.vllm.row_fetcher import Wanted
@@ -265,7 +266,7 @@ def test_without_the_width_check_other_rows_give_wrong_text(
 ) -> None:
     vision = {"deepstack_visual_indexes": [1, 2]}
     other = write_checkpoint(tmp_path, preprocessor=SMALL["qwen3_vl"], vision=vision)
-    monkeypatch.setattr(service_check, "differences", lambda *_: iter(()))
+    monkeypatch.setattr(model, "differences", lambda *_: iter(()))
     engine = Engine(other, service.endpoint, extra={"model_fingerprint": "any"})
     try:
         request_id = engine.start(["y", IMAGE])

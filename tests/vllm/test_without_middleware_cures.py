@@ -25,7 +25,7 @@ def test_a_refusal_that_the_middleware_keeps_to_itself_is_a_bare_error(
 ) -> None:
     part = raw(b"no image at all")
     assert through_middleware(engine, part) == (400, None)
-    monkeypatch.setattr(middleware, "_raise_first", lambda _: None)
+    monkeypatch.setattr(middleware, "raise_first", lambda _: None)
     with pytest.raises((AssertionError, IndexError)):  # of which a server makes a 500 without a word
         through_middleware(engine, part)
 

@@ -1,0 +1,97 @@
+"""The encoder service as an engine sees it: described at the start, connected at the first image, probed when down."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from encoder_contract.errors import EncoderError, Status
+from prefill_client.blocking import BlockingClient
+from prefill_client.client import EncoderClient
+from prefill_client.engine.settings import ServiceSettings
+from prefill_client.transport.connection import Description
+
+# Errors after which the next request would fail as well.
+_NO_ANSWER = (
+    Status.UNAVAILABLE,
+    Status.DEADLINE_EXCEEDED,
+    Status.FAILED_PRECONDITION,
+    Status.UNAUTHENTICATED,
+)
+# How often a service that does not answer is probed.
+FIRST_PROBE_S, LAST_PROBE_S = 1.0, 15.0
+
+
+async def connect(settings: ServiceSettings, *, wait: bool = True) -> EncoderClient:
+    """Return a client of the service; with `wait`, wait for a service that is still starting."""
+    return await EncoderClient.connect(
+        settings.endpoints,
+        model_fingerprint=settings.demanded_fingerprint,
+        tenant_salt=settings.tenant_salt.encode(),
+        credentials=settings.credentials,
+        timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,
+        wait=wait,
+    )
+
+
+def describe(settings: ServiceSettings, *, wait: bool) -> Description:
+    """Return the service's description; with `wait`, wait for a service that is still starting.
+
+    Raises the errors of `connect`.
+    """
+    with BlockingClient.connect(
+        settings.endpoints,
+        model_fingerprint=settings.demanded_fingerprint,
+        credentials=settings.credentials,
+        timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,
+        wait=wait,
+    ) as client:
+        return client.description
+
+
+class WatchedClient:
+    """A client that connects when it is first needed. Belongs to one event loop.
+
+    While the service is `down`, requests need not wait for it: it is probed, on separate connections, until it answers.
+    `open_client` connects and checks the service; it raises `EncoderError`.
+    """
+
+    def __init__(self, open_client: Callable[[], Awaitable[EncoderClient]], log: logging.Logger) -> None:
+        self.down: EncoderError | None = None
+        """Why the service does not answer; None while it does."""
+        self._open = open_client
+        self._log = log
+        self._opening: asyncio.Future[EncoderClient] | None = None
+        self._probing: asyncio.Task[None] | None = None
+
+    async def get(self) -> EncoderClient:
+        """Return the client. Concurrent callers wait for the same attempt to connect; a failure is not remembered."""
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._opening)
+
+    def note(self, error: EncoderError) -> None:
+        """If `error` means that the service is down, count it as down until it answers."""
+        if error.status in _NO_ANSWER and self.down is None:
+            self._log.warning("the engine's own tower encodes until the service is back: %s", error.message)
+            self.down = error
+            self._probing = asyncio.create_task(self._probe())
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._probing is not None:
+            self._probing.cancel()
+        if self._opening is not None and self._opening.done() and not self._opening.exception():
+            await self._opening.result().close()
+
+    async def _probe(self) -> None:
+        """Probe the service, on separate connections, until it answers."""
+        pause_s = FIRST_PROBE_S
+        while self.down is not None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PROBE_S)
+            try:
+                await (await self._open()).close()
+                self.down = None
+            except EncoderError as error:
+                self.down = error
+        self._log.info("the encoder service is back")

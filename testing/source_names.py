@@ -1,0 +1,54 @@
+"""Reads from a library's source whether it has the names that we touch, without running it."""
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+
+Read = Callable[[str], str]
+"""Returns the source of a file of the library."""
+
+Names = tuple[str, str, str, str]
+"""File, class (or none), function (or none), the names it must have: parameters of a function, else fields, methods or
+attributes of the class, else names of the module."""
+
+
+def missing_names(read: Read, names: Iterable[Names]) -> list[str]:
+    """Return what a release lacks."""
+    missing = []
+    for path, in_class, function, wanted in names:
+        tree: ast.AST = ast.parse(read(path))
+        if in_class:
+            tree = _child(tree, in_class)
+        present = _parameters(_child(tree, function)) if function else set(_definitions(tree))
+        missing += [f"{path}: {in_class}.{function} {name}" for name in wanted.split() if name not in present]
+    return missing
+
+
+def _definitions(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module or class defines or imports, and what its methods assign to `self`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom):
+            yield from (each.asname or each.name for each in node.names)
+        elif isinstance(node, ast.AnnAssign):
+            yield ast.unparse(node.target)
+        elif isinstance(node, ast.Assign):
+            yield from map(ast.unparse, node.targets)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def _child(tree: ast.AST, name: str) -> ast.AST:
+    """Return the class or function of this name."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.iter_child_nodes(tree) if isinstance(node, kinds) and node.name == name]
+    assert found, f"{name} is gone"
+    return found[-1]
+
+
+def _parameters(function: ast.AST) -> set[str]:
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {each.arg for each in every if each is not None}

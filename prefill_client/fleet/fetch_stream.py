@@ -113,7 +113,9 @@ class FetchStream:
     def _route(self, name: bytes) -> str | None:
         if self._producer:
             return None
-        return self._turn(name) if self._kept else self._recent.route(name)
+        if self._kept:
+            return self._turn(name)
+        return self._recent.route(name) or self._submitted_to.get(name)
 
     def _turn(self, name: bytes) -> str | None:
         """Return where to ask next for a kept image: the server it was submitted to, then each of the others."""

@@ -125,7 +125,8 @@ async def test_a_fetch_finds_a_kept_image_wherever_it_was_submitted(config: Conf
             async with await EncoderClient.connect(server.endpoint) as sender, await sender.keep(PHOTOS):
                 await rows(fetcher)
                 told = [replace(each, submitted_to=server.endpoint) for each in WANTED]
-                outcomes = await collect(fetcher, told, grace_ms=0, kept=True)
-                assert {outcome.endpoint for outcome in outcomes.values()} == {server.endpoint}
+                for kept in (True, False):
+                    outcomes = await collect(fetcher, told, grace_ms=0, kept=kept)
+                    assert {outcome.endpoint for outcome in outcomes.values()} == {server.endpoint}
                 server.store.flush()
                 server._sources.clear()

@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 VLLM   := .venv-vllm
+SGLANG := .venv-sglang
 GPU    ?= 0
 IMAGES ?=
 MODEL  ?=
@@ -100,6 +101,25 @@ $(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py
 test-vllm: setup $(VLLM)/.done ## Test real vLLM engines against a real server (installs 2 GB)
 	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm tests/vllm
 
+# SGLang pins other releases of the same packages than vLLM does.
+$(SGLANG)/.done: requirements-sglang.txt pyproject.toml tests/sglang/environment.py $(wildcard tests/sglang/stand_ins/*.py)
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@date +%s > $(SGLANG)/.began
+	@echo "installing SGLang for the CPU into $(SGLANG) (2.1 GB) ..."
+	@$(SGLANG)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
+	@$(SGLANG)/bin/$(PIP_IN) install --no-deps -r requirements-sglang.txt $(QUIETLY)
+	@$(SGLANG)/bin/python -m tests.sglang.environment
+	@$(SGLANG)/bin/$(PIP_IN) download --no-deps --dest $(SGLANG)/wheels sglang==0.5.22 $(QUIETLY)  # read, not run
+	@$(SGLANG)/bin/$(PIP_IN) install --no-deps --target $(SGLANG)/newest sglang==0.5.23 transformers==5.19.0 \
+		tokenizers==0.23.2 $(QUIETLY)
+	@$(SGLANG)/bin/$(PIP_IN) install --no-deps -e . $(QUIETLY)
+	@echo "installed in $$(($$(date +%s) - $$(cat $(SGLANG)/.began))) s, $$(du -sh $(SGLANG) | cut -f1)"
+	@touch $@
+
+.PHONY: test-sglang
+test-sglang: setup $(SGLANG)/.done ## Test real SGLang engines against a real server (installs 2.1 GB)
+	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(SGLANG)/bin/python -m pytest -o addopts=-q --confcutdir tests/sglang tests/sglang
+
 .PHONY: check
 check: setup ## Check style, types, stubs, contract and manifests, as CI does before the tests
 	@$(VENV)/bin/ruff check .
@@ -167,5 +187,5 @@ gpu-wheels: setup ## Gather the wheels that such a machine lacks (OUT=folder)
 
 .PHONY: clean
 clean: ## Remove everything the other targets created
-	@rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .certs
+	@rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .certs
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

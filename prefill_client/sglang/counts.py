@@ -1,0 +1,33 @@
+"""What SGLang counts of the service: images by where their rows came from, bytes, and what its own tower encoded."""
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+# The label of each metric, and its help.
+METRICS = {
+    "images": ("source", "Images whose rows a prefill chunk fetched, by where the service found them."),
+    "row_bytes": ("transport", "Bytes of rows received from the encoder service."),
+    "own_tower_images": ("reason", "Images that SGLang's own tower encoded instead of the service."),
+    "lost_images": (
+        "",
+        "Images without rows: the service did not answer, and the file could not be read here.",
+    ),
+}
+
+
+def count(metric: str, label: str = "", amount: int = 1) -> None:
+    """Add to `sglang:encoder_service_<metric>_total`."""
+    counter = _counter(metric)
+    (counter.labels(label) if label else counter).inc(amount)
+
+
+@cache
+def _counter(metric: str) -> "Counter":
+    # SGLang says where its processes write metrics before it imports the library, and after it has imported us.
+    from prometheus_client import Counter
+
+    label, text = METRICS[metric]
+    return Counter(f"sglang:encoder_service_{metric}", text, [label] if label else [])

@@ -1,0 +1,7 @@
+"""What SGLANG_EXTERNAL_MODEL_PACKAGE names."""
+
+from prefill_client.sglang.release import check_release
+
+check_release()
+
+from prefill_client.sglang.models import qwen  # noqa: E402, F401 - SGLang would ignore that it cannot be imported

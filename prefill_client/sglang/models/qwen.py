@@ -1,0 +1,143 @@
+"""SGLang's models, whose image rows come from the encoder service.
+
+SGLang asks a model for the images that overlap the next prefill chunk and are not in its own cache; the tower's answer
+is replaced by a fetch. If rows do not arrive, SGLang's tower encodes those images, on all tensor-parallel ranks.
+"""
+
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+from sglang.srt.models import qwen2_5_vl, qwen3_5, qwen3_vl, qwen3_vl_moe
+from sglang.srt.runtime_context import get_model
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from prefill_client.sglang.counts import count
+from prefill_client.sglang.image_name import ImageName, file_of
+from prefill_client.sglang.rows import ChunkRows, agreed, counts_here
+from prefill_client.sglang.settings import Settings
+from prefill_client.sglang.start import check_packages, check_tower
+
+_log = logging.getLogger("sglang.encoder_service")
+
+Items = Mapping[int, MultimodalDataItem]
+"""Images by their index in the call."""
+
+
+class EncoderServiceRows:
+    """Goes before one of SGLang's models."""
+
+    visual: torch.nn.Module
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # of SGLang's model
+        check_packages()
+        check_tower(getattr(self, "visual", None))
+        vision, model = config.vision_config, get_model()
+        self._merged = vision.spatial_merge_size**2
+        self._width = vision.out_hidden_size * (
+            1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        )
+        self._rows = ChunkRows(Settings.from_environment())
+        # Not when the service fails: nothing may fail then.
+        self._image_processor = AutoImageProcessor.from_pretrained(
+            model.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+
+    def get_image_feature(self, items: Sequence[MultimodalDataItem]) -> Tensor | list[Tensor]:
+        """Return the rows of images: [tokens, width] of each, or as SGLang's own if none of them is ours."""
+        names = {index: name for index, item in enumerate(items) if (name := ImageName.of_item(item))}
+        if not names:
+            return self._by_own_tower(items)
+        fetched = self._rows.fetch([(name, items[index]) for index, name in names.items()], self._weight)
+        here = agreed([rows is not None for rows in fetched])
+        found = {
+            index: rows
+            for index, rows, is_here in zip(names, fetched, here, strict=True)
+            if is_here and rows is not None
+        }
+        left = {index: item for index, item in enumerate(items) if index not in found}
+        if left:
+            found |= self._made_here(left, names)
+        return [found[index] for index in range(len(items))]
+
+    @property
+    def _weight(self) -> Tensor:
+        return next(self.visual.parameters())
+
+    def _made_here(self, items: Items, names: Mapping[int, ImageName]) -> dict[int, Tensor]:
+        """Return the rows of images by SGLang's own tower; zeros for those whose files cannot be read here.
+
+        Those have been decoded by the service, which has lost their rows since and does not answer.
+        """
+        pixels = {
+            index: self._with_pixels(item, names[index]) for index, item in items.items() if index in names
+        }
+        readable = agreed([item is not None for item in pixels.values()])
+        lost = {index for index, is_readable in zip(pixels, readable, strict=True) if not is_readable}
+        encoded = {index: pixels.get(index) or item for index, item in items.items() if index not in lost}
+        sizes = [int(item.image_grid_thw.prod(-1).sum()) // self._merged for item in encoded.values()]
+        rows = torch.split(self._by_own_tower([*encoded.values()]), sizes) if encoded else ()
+        if counts_here():
+            count("own_tower_images", "rows", len(pixels) - len(lost))
+            count("lost_images", "", len(lost))
+        zeros = {index: self._weight.new_zeros(names[index].tokens, self._width) for index in lost}
+        return {**dict(zip(encoded, rows, strict=True)), **zeros}
+
+    def _with_pixels(self, item: MultimodalDataItem, name: ImageName) -> MultimodalDataItem | None:
+        """Return an image with pixels in the place of its file; None if it cannot be read."""
+        try:
+            picture = _rgb(ImageOps.exif_transpose(Image.open(io.BytesIO(file_of(item)))))
+            made = self._image_processor(images=[picture], return_tensors="pt")
+            if made["image_grid_thw"].tolist() != [[*name.grid]]:
+                raise ValueError(
+                    f"grid {made['image_grid_thw'].tolist()}, and the service has {[*name.grid]}"
+                )
+        except Exception:  # noqa: BLE001 - the engine would end
+            _log.exception("an image whose rows are lost cannot be read here: its rows are zeros")
+            return None
+        return MultimodalDataItem(
+            modality=Modality.IMAGE,
+            offsets=item.offsets,
+            feature=made["pixel_values"].to(self._weight.device),
+            model_specific_data={"image_grid_thw": made["image_grid_thw"]},
+        )
+
+    def _by_own_tower(self, items: Sequence[MultimodalDataItem]) -> Tensor:
+        rows: Tensor = super().get_image_feature(items)  # type: ignore[misc]  # of SGLang's model
+        return rows
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    """Return a picture in RGB as the service does, transparency over white."""
+    if picture.mode == "RGB" or ("A" not in picture.getbands() and "transparency" not in picture.info):
+        return picture.convert("RGB")
+    picture = picture.convert("RGBA")
+    white = Image.new("RGB", picture.size, "white")
+    white.paste(picture, mask=picture.getchannel("A"))
+    return white
+
+
+def _with_rows(model: type[torch.nn.Module]) -> type:
+    """Return a model that goes by the name of SGLang's own, by which SGLang finds it."""
+    return type(
+        model.__name__, (EncoderServiceRows, model), {"__module__": __name__, "__doc__": model.__doc__}
+    )
+
+
+EntryClass = [
+    _with_rows(model)
+    for model in (
+        qwen2_5_vl.Qwen2_5_VLForConditionalGeneration,
+        qwen3_vl.Qwen3VLForConditionalGeneration,
+        qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration,
+        qwen3_5.Qwen3_5ForConditionalGeneration,
+        qwen3_5.Qwen3_5MoeForConditionalGeneration,
+    )
+]
+"""What SGLang looks for in a module."""

@@ -1,0 +1,173 @@
+"""Images of a request go to the encoder service as files; SGLang's tokenizer neither decodes nor resizes one.
+
+A request goes on to the scheduler once the service has encoded all its images, so nothing can be wrong with an image
+when prefill needs it. What the service cannot do for want of an answer, SGLang's own tower does.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from sglang.srt.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
+from sglang.srt.multimodal.processors.qwen_vl import QwenVLImagePreprocessArtifact, QwenVLImageProcessor
+from sglang.srt.runtime_context import get_mm
+from sglang.srt.utils import ImageData
+
+from encoder_contract.errors import (
+    EncoderError,
+    ForbiddenError,
+    InvalidImageError,
+    InvalidRequestError,
+    ModelMismatchError,
+)
+from prefill_client.client import EncoderClient
+from prefill_client.engine.model import check_description
+from prefill_client.engine.service import WatchedClient, connect
+from prefill_client.images import RowRequest, Submitted, raise_first
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.sglang.counts import count
+from prefill_client.sglang.image_name import ImageName, file_as_feature
+from prefill_client.sglang.settings import Settings
+from prefill_client.sglang.start import check_configuration, check_packages, check_service, engine_model
+
+_log = logging.getLogger("sglang.encoder_service")
+
+# What is wrong with the request, whoever encodes it.
+_OF_THE_REQUEST = (InvalidImageError, InvalidRequestError, ForbiddenError)
+
+
+class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
+    """In place of SGLang's own for the families whose towers the service runs."""
+
+    models = [  # noqa: RUF012 - SGLang's name and type
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForConditionalGeneration,
+    ]
+
+    def __init__(self, hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(hf_config, server_args, processor, *args, **kwargs)
+        check_packages()
+        check_configuration()
+        self._settings = Settings.from_environment()
+        dtype = ModelConfig.from_server_args(server_args).dtype
+        self._engine = engine_model(hf_config, processor.image_processor, dtype)
+        check_service(self._settings, self._engine)
+        self._client = WatchedClient(self._open, _log)
+        self._loader: ImageLoader | None = None
+
+    async def process_mm_data_async(
+        self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return SGLang's inputs of a request. Raises `ValueError`, its 400, for what is wrong with an image."""
+        own = partial(super().process_mm_data_async, image_data, input_text, request_obj, *args, **kwargs)
+        if not image_data or request_obj.video_data or request_obj.audio_data:
+            return await own()
+        sources = [image.url if isinstance(image, ImageData) else image for image in image_data]
+        if not all(isinstance(source, str | bytes) for source in sources):
+            return await self._left_to_own_tower(own, len(sources), "input")
+        try:
+            artifacts = await self._encoded(sources, str(getattr(request_obj, "rid", "")))
+        except _OF_THE_REQUEST as error:
+            raise ValueError(error.message) from error
+        except EncoderError as error:
+            _log.warning("the own tower encodes the images of a request: %s", error.message)
+            return await self._left_to_own_tower(own, len(sources), error.status.name.lower())
+        composed = self.compose_image_artifacts(input_text, artifacts)
+        # None: its text marks other images than it has. SGLang has an answer to that.
+        return (
+            composed if composed is not None else await self._left_to_own_tower(own, len(sources), "prompt")
+        )
+
+    async def _left_to_own_tower(self, own: Any, images: int, reason: str) -> Any:
+        count("own_tower_images", reason, images)
+        return await own()
+
+    async def _encoded(
+        self, sources: Sequence[str | bytes], request_id: str
+    ) -> list[QwenVLImagePreprocessArtifact]:
+        """Return the images of a request once the service has the rows of all of them."""
+        if (down := self._client.down) is not None:
+            raise type(down)(down.message)
+        try:
+            client = await self._client.get()
+        except EncoderError as error:
+            self._client.note(error)
+            raise
+        files = await self._files(sources, client)
+        try:
+            answers = await self._submitted(client, files, request_id)
+        except EncoderError as error:
+            self._client.note(error)
+            raise
+        return [_artifact(answer, file) for answer, file in zip(answers, files, strict=True)]
+
+    async def _submitted(
+        self, client: EncoderClient, files: Sequence[bytes], request_id: str
+    ) -> list[Submitted]:
+        timeout_s = self._settings.submit_timeout_s
+        answers = await client.submit(files, request_id=request_id, timeout_s=timeout_s)
+        raise_first(answer.error for answer in answers)
+        await self._wait(client, answers, request_id)
+        return answers
+
+    async def _wait(self, client: EncoderClient, answers: Sequence[Submitted], request_id: str) -> None:
+        """Return when all images are encoded; raise the error of the first that cannot be."""
+        waited = {index: answer for index, answer in enumerate(answers) if not answer.cached}
+        if not waited:
+            return
+        errors: list[EncoderError | None] = [None] * len(answers)
+        requests = [RowRequest(answer.digest, row_end=1) for answer in waited.values()]
+        timeout_s = self._settings.timeout_s
+        async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s) as outcomes:
+            async for outcome in outcomes:
+                errors[[*waited][outcome.index]] = outcome.error
+        raise_first(errors)
+
+    async def _files(self, sources: Sequence[str | bytes], client: EncoderClient) -> list[bytes]:
+        if self._loader is None:
+            self._loader = ImageLoader(
+                Destinations(get_mm().allowed_media_domains),
+                max_bytes=client.description.max_image_bytes,
+                timeout_s=self._settings.submit_timeout_s,
+            )
+        loaded = iter(await self._loader.load_all([_url(each) for each in sources if isinstance(each, str)]))
+        return [each if isinstance(each, bytes) else next(loaded) for each in sources]
+
+    async def _open(self) -> EncoderClient:
+        """Connect. Raises `ModelMismatchError` for a service whose rows are not those of this engine's model."""
+        client = await connect(self._settings, wait=False)
+        try:
+            await asyncio.to_thread(check_description, self._settings, self._engine, client.description)
+        except ValueError as error:
+            await client.close()
+            raise ModelMismatchError(str(error)) from error
+        return client
+
+
+def _url(source: str) -> str:
+    """Return what a caller sends as a URL. SGLang takes base64 without one too; a path is never read."""
+    return source if ":" in source[:16] else f"data:image;base64,{source}"
+
+
+def _artifact(answer: Submitted, file: bytes) -> QwenVLImagePreprocessArtifact:
+    """Return an image as SGLang's own preprocessing would, but for its pixels: in their place travels the file.
+
+    SGLang's prefix cache knows the image by the address of its rows.
+    """
+    return QwenVLImagePreprocessArtifact(
+        content_digest=answer.digest.hex(),
+        artifact_key=answer.address.hex(),
+        feature_hash=int.from_bytes(answer.address[:8], "big"),
+        feature=file_as_feature(file),
+        model_specific_data=ImageName.of_answer(answer).as_data(),
+    )

@@ -1,0 +1,145 @@
+"""Fetches the rows of the images in a prefill chunk. It never raises: an exception in a forward ends the engine."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from time import monotonic
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+from torch.distributed import ReduceOp, all_reduce
+
+from encoder_contract.errors import DeadlineError, UnavailableError, UnknownImageError
+from prefill_client.blocking import BlockingClient
+from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.sglang.counts import count
+from prefill_client.sglang.image_name import ImageName, file_of
+from prefill_client.sglang.settings import Settings
+from prefill_client.transport import BY_DEFAULT, INLINE
+from prefill_client.transport.rows import element_type
+
+_log = logging.getLogger("sglang.encoder_service")
+
+# How long a chunk does not ask a service that failed the chunk before it: each would hold the engine up.
+PAUSE_S = 10.0
+
+
+class ChunkRows:
+    """The rows of one rank. `fetch` is called in its forward, by one thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client: BlockingClient | None = None
+        self._not_before_s = 0.0
+
+    def fetch(self, images: Sequence[tuple[ImageName, Any]], like: Tensor) -> list[Tensor | None]:
+        """Return the rows [tokens, width] of each image, on the device and of the type of `like`; None for failures.
+
+        An image is given with SGLang's item of it, which has its file.
+        """
+        rows: dict[int, Tensor] = {}
+        if monotonic() >= self._not_before_s:
+            try:
+                self._fill(rows, images, like)
+            except Exception as error:  # noqa: BLE001 - the engine would end
+                _log.warning("rows of a prefill chunk did not arrive: %r", error)
+                self._not_before_s = monotonic() + PAUSE_S
+        return [rows.get(index) for index in range(len(images))]
+
+    def _fill(self, rows: dict[int, Tensor], images: Sequence[tuple[ImageName, Any]], like: Tensor) -> None:
+        deadline_s = monotonic() + self._settings.fetch_timeout_s
+        client = self._connected()
+        names = {index: name for index, (name, _) in enumerate(images)}
+        lost = self._fetch(client, names, rows, like, deadline_s)
+        if lost:  # evicted since their request was let in
+            _log.info("%d images are encoded again", len(lost))
+            again = [name.image(file_of(item)) for name, item in (images[index] for index in lost)]
+            client.submit(again, timeout_s=_left_s(deadline_s))
+            self._fetch(client, lost, rows, like, deadline_s)
+
+    def _fetch(
+        self,
+        client: BlockingClient,
+        names: Mapping[int, ImageName],
+        rows: dict[int, Tensor],
+        like: Tensor,
+        deadline_s: float,
+    ) -> dict[int, ImageName]:
+        """Fill in the rows of these images; return those that the service does not know.
+
+        Raises `EncoderError` if the service does not answer.
+        """
+        lost = {}
+        with client.fetch(
+            [RowRequest(name.digest, submitted_to=name.endpoint) for name in names.values()],
+            grace_ms=0,
+            transports=BY_DEFAULT if self._settings.shared_memory else [INLINE],
+            timeout_s=_left_s(deadline_s),
+        ) as outcomes:
+            for outcome in outcomes:
+                index = [*names][outcome.index]
+                if isinstance(outcome.error, UnknownImageError):
+                    lost[index] = names[index]
+                elif isinstance(outcome.error, UnavailableError | DeadlineError):
+                    raise outcome.error
+                elif (wrong := _wrong(outcome, names[index])) is not None:
+                    _log.warning("rows of an image are not used: %s", wrong)
+                else:
+                    rows[index] = outcomes.read([outcome], lambda lent: _copied(lent[0], like))
+                    _count(outcome)
+        return lost
+
+    def _connected(self) -> BlockingClient:
+        if self._client is None:
+            settings = self._settings
+            self._client = BlockingClient.connect(
+                settings.endpoints,
+                model_fingerprint=settings.demanded_fingerprint,
+                tenant_salt=settings.tenant_salt.encode(),
+                credentials=settings.credentials,
+                timeout_s=settings.fetch_timeout_s,
+                wait=False,
+            )
+        return self._client
+
+
+def agreed(here: Sequence[bool]) -> list[bool]:
+    """Return, for each image, whether all ranks of this forward have it: the layers of a tower work across ranks."""
+    group = get_parallel().attn_tp_group
+    if group.world_size == 1:
+        return list(here)
+    flags = torch.tensor(here, dtype=torch.int32)
+    all_reduce(flags, ReduceOp.MIN, group=group.cpu_group)
+    return [bool(flag) for flag in flags]
+
+
+def counts_here() -> bool:
+    """Return whether this rank counts for all: each has the same rows."""
+    return bool(get_parallel().attn_tp_rank == 0)
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(deadline_s - monotonic(), 0.001)
+
+
+def _wrong(outcome: FetchedRows, name: ImageName) -> str | None:
+    """Return why rows cannot be used. The address tells apart models, processors, types and tenants."""
+    if outcome.error is not None:
+        return outcome.error.message
+    if outcome.address != name.address:
+        return "the service has another model now"
+    if outcome.shape[0] != name.tokens:
+        return f"{outcome.shape[0]} rows, and the prompt has {name.tokens} tokens for them"
+    return None
+
+
+def _copied(lent: FetchedRows, like: Tensor) -> Tensor:
+    return lent.tensor().to(like.device, like.dtype, copy=True)
+
+
+def _count(outcome: FetchedRows) -> None:
+    if counts_here():
+        count("images", outcome.source)
+        count("row_bytes", outcome.transport, prod(outcome.shape) * element_type(outcome.dtype).itemsize)

@@ -1,0 +1,38 @@
+"""The settings, which SGLang has no flag for: JSON in one environment variable."""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from prefill_client.engine.settings import ServiceSettings
+
+VARIABLE = "ENCODER_SERVICE_CONFIG"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(ServiceSettings):
+    """The keys of all engines, and those of SGLang alone."""
+
+    given_in: ClassVar[str] = VARIABLE
+
+    start_timeout_s: float = 60.0
+    """How long SGLang waits at its start for the service, while its weights load; then it starts without."""
+    timeout_s: float = 60.0
+    """How long the images of a request may take to be encoded; then SGLang's own tower encodes them."""
+    fetch_timeout_s: float = 5.0
+    """How long a prefill chunk, and with it the engine, may wait for its rows; then SGLang's own tower encodes."""
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Read the variable; raises `ValueError` naming what is wrong."""
+        text = os.environ.get(VARIABLE, "")
+        try:
+            given = json.loads(text or "{}")
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE} is not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise ValueError(
+                f'{VARIABLE} must be a JSON object, such as {{"endpoints": "unix:/tmp/encoder/socket"}}'
+            )
+        return cls.read(given)

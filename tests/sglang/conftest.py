@@ -1,0 +1,150 @@
+"""Fixtures: a checkpoint that SGLang loads, a real server for it, real engines with the server and without."""
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageOps
+
+from prefill_client import BlockingClient, RowRequest
+from prefill_client.sglang.settings import VARIABLE
+from prefill_client.sglang.start import MODELS, PROCESSORS
+from testing.answers import Answer, Part
+from testing.checkpoints import write_checkpoint
+from testing.photos import encoded, photo
+from testing.sglang_engine import SglangEngine, serving
+from tests.vllm.restartable import Restartable
+
+HERE = Path(__file__).parent
+ENVIRONMENT = Path(os.environ.get("SGLANG_ENVIRONMENT", HERE.parents[1] / ".venv-sglang"))
+"""What `make test-sglang` makes: beside the oldest release, `newest` has the newest, and `wheels` those between."""
+HANG_S = 900
+"""What a test may take before it counts as hanging: engines start within it, on a machine that does much else."""
+SMALL = {
+    "qwen3_vl": {"size": {"longest_edge": 65536, "shortest_edge": 1024}},
+    "qwen2_5_vl": {"min_pixels": 784, "max_pixels": 65536},
+}
+VIDEO = {"qwen3_vl": "Qwen3VLVideoProcessor", "qwen2_5_vl": "Qwen2VLVideoProcessor"}
+TOLERANCE = 1e-5  # of a log-probability
+Own = Callable[[Sequence[Part]], Answer]
+"""Returns the answer of SGLang's own tower to a prompt."""
+TURNED, TRANSPARENT = photo(300, 150, 6, orientation=6), photo(200, 220, 7, "PNG", mode="RGBA")
+
+
+def opened(file: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(file))
+
+
+ON_WHITE = Image.new("RGB", opened(TRANSPARENT).size, "white")
+ON_WHITE.paste(opened(TRANSPARENT), mask=opened(TRANSPARENT).getchannel("A"))
+
+
+def prompts(seed: int) -> dict[str, list[Part]]:
+    """Prompts about images that no other seed has."""
+    return {
+        "one png": [photo(128, 128, seed, "PNG"), "What is this?"],
+        "one jpeg": ["x ", photo(333, 222, seed + 1), "What is this?"],
+        "text between": [
+            *("A: ", photo(256, 192, seed + 2, "PNG"), " and B: ", photo(320, 320, seed + 3), " differ how?"),
+        ],
+        "the same twice": [photo(256, 256, seed + 4), "and", photo(256, 256, seed + 4), "same?"],
+        "sixteen": [
+            part for number in range(16) for part in (f"{number}: ", photo(240, 250, seed + 5 + number))
+        ],
+    }
+
+
+PROMPTS = {
+    "text alone": ["Say something about nothing."],
+    "upright": [encoded(ImageOps.exif_transpose(opened(TURNED)), "PNG"), "?"],
+    "on white": [encoded(ON_WHITE, "PNG"), "?"],
+    **prompts(0),
+}
+AT_ONCE = prompts(1000)
+CHUNKS: list[Part] = [
+    part for number in range(16) for part in (f"{number}: ", photo(240, 250, 2000 + number))
+]
+LONG: list[Part] = [part for number in range(48) for part in (f"{number}: ", photo(240, 250, 3000 + number))]
+"""Images have at most 64 tokens, so several are in a chunk of 96, and some across two."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give those of this folder their time; the limit in pyproject.toml is for tests that start no engine."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(HANG_S))
+
+
+def checkpoint_of(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a tiny checkpoint; SGLang reads settings for videos, too, before it serves."""
+    write_checkpoint(folder, family, preprocessor=SMALL[family], seed=seed)
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    videos = {**images, "video_processor_type": VIDEO[family]}
+    del videos["image_processor_type"]
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    return folder
+
+
+def variables(endpoint: str, **settings: object) -> dict[str, str]:
+    """The environment of an engine that is to use the service."""
+    return {
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSORS,
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": MODELS,
+        VARIABLE: json.dumps({"endpoints": endpoint, **settings}),
+    }
+
+
+def images_in(parts: Iterable[Part]) -> set[bytes]:
+    return {part for part in parts if isinstance(part, bytes)}
+
+
+def let_it_encode(service: Restartable, parts: Iterable[Part]) -> dict[bytes, int]:
+    """Have the service encode images that the engine does not know: its cache forgets none when it is told to.
+
+    Returns the number of tokens of each.
+    """
+    images = [*images_in(parts)]
+    with BlockingClient.connect(service.endpoint) as client:
+        answers = client.submit(images)
+        with client.fetch([RowRequest(answer.digest, row_end=1) for answer in answers]) as outcomes:
+            assert all(outcome.error is None for outcome in outcomes)
+    return {image: answer.tokens for image, answer in zip(images, answers, strict=True)}
+
+
+def assert_equal(ours: Answer, own: Answer) -> None:
+    assert ours.reason == own.reason == "length"
+    assert ours.distance(own) <= TOLERANCE
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-VL."""
+    return checkpoint_of("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+@pytest.fixture(scope="session")
+def own(checkpoint: Path) -> Own:
+    """The answers of an SGLang as it is, by its own tower."""
+    with serving(checkpoint) as engine:
+        asked = [*PROMPTS.values(), *AT_ONCE.values(), LONG]
+        answers = {tuple(parts): engine.ask(parts) for parts in asked}
+    return lambda parts: answers[tuple(parts)]
+
+
+@pytest.fixture(scope="session")
+def service(checkpoint: Path) -> Iterator[Restartable]:
+    """A server of that checkpoint; a test that stops it starts it again."""
+    service = Restartable(checkpoint)
+    service.start()
+    yield service
+    service.kill()
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[SglangEngine]:
+    """An engine that takes its images from the service."""
+    with serving(checkpoint, environment=variables(service.endpoint)) as engine:
+        yield engine

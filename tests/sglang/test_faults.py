@@ -1,0 +1,133 @@
+"""Damaged images, a service that dies, one of another model: a request fails alone, and the engine goes on."""
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import httpx
+import pytest
+
+from testing.answers import Answer, data_url
+from testing.photos import photo
+from testing.sglang_engine import SglangEngine
+from tests.sglang.conftest import LONG, PROMPTS, Own, assert_equal, checkpoint_of, let_it_encode
+from tests.sglang.counters import by_own_tower, fetched, fetches, server_of
+from tests.vllm.restartable import Restartable
+
+GOOD = photo(128, 128, 61)
+JPEG = photo(640, 480, 62)
+REFUSED = {
+    "no image": (data_url(b"\x89PNG, and no image at all"), "image 1: "),
+    "cut short": (data_url(JPEG[: len(JPEG) // 2]), "image 1: "),
+    "no base64": ("data:image/png;base64,=!=", "image 1: the data URL is not base64"),
+    "a host that is not allowed": ("http://169.254.169.254/latest", "image 1: images from 169.254.169.254"),
+    "a file of this machine": ("/etc/hostname", "image 1: "),
+    "a URL of a file": ("file:///etc/hostname", "image 1: an image URL must be a data:, http: or https: URL"),
+}
+PATIENCE_S = 300.0
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_wrong_image_is_400_with_our_text_and_the_next_request_is_served(
+    engine: SglangEngine, own: Own, kind: str
+) -> None:
+    url, told = REFUSED[kind]
+    response = engine.generate(["x ", GOOD, "y ", b"the second image"], image_data=[data_url(GOOD), url])
+    assert response.status_code == 400
+    assert told in response.text
+    assert_equal(engine.ask(PROMPTS["one png"]), own(PROMPTS["one png"]))
+
+
+def test_a_chat_with_a_wrong_image_is_400_with_our_text(engine: SglangEngine) -> None:
+    content = [{"type": "image_url", "image_url": {"url": data_url(JPEG[: len(JPEG) // 2])}}]
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+    response = httpx.post(f"{engine.url}/v1/chat/completions", json=asked, timeout=600)
+    assert response.status_code == 400
+    assert "image 0: " in response.text
+
+
+def test_a_caller_who_hangs_up_while_the_service_encodes_harms_nobody(
+    engine: SglangEngine, service: Restartable, own: Own
+) -> None:
+    service.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{engine.url}/generate",
+                json={"text": "<image>", "image_data": [data_url(photo(300, 200, 63))]},
+                timeout=2,
+            )
+    finally:
+        service.signal(signal.SIGCONT)
+    assert_equal(engine.ask(PROMPTS["one jpeg"]), own(PROMPTS["one jpeg"]))
+
+
+def until_served(engine: SglangEngine) -> None:
+    """Ask about new images, until the rows of one come from the service."""
+    deadline = time.monotonic() + PATIENCE_S
+    for seed in count(int(time.monotonic())):
+        before = fetched(engine)
+        engine.ask(["is it back? ", photo(100, 100, seed)], tokens=1)
+        if fetched(engine) > before:
+            return
+        assert time.monotonic() < deadline, engine.log.read_text()
+        time.sleep(0.5)
+
+
+def test_without_the_service_the_own_tower_encodes_until_it_is_back(
+    engine: SglangEngine, service: Restartable, own: Own
+) -> None:
+    service.kill()
+    engine.forget()
+    before = fetched(engine), by_own_tower(engine)
+    assert_equal(engine.ask(PROMPTS["text between"]), own(PROMPTS["text between"]))
+    assert (fetched(engine), by_own_tower(engine)) == (before[0], before[1] + 2)
+    service.start()
+    until_served(engine)
+
+
+def asked_as_the_service_dies(engine: SglangEngine, service: Restartable) -> Answer:
+    """Ask a long prompt, and kill the service after its first chunk."""
+    let_it_encode(service, LONG)
+    server = server_of(service)
+    after = len(server.lines)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(engine.ask, LONG)
+        deadline = time.monotonic() + PATIENCE_S
+        while not fetches(server, after):
+            assert time.monotonic() < deadline, engine.log.read_text()
+            time.sleep(0.001)
+        server.kill()
+        return answer.result()
+
+
+def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
+    engine: SglangEngine, service: Restartable, own: Own
+) -> None:
+    before = fetched(engine), by_own_tower(engine, "rows")
+    assert_equal(asked_as_the_service_dies(engine, service), own(LONG))
+    assert fetched(engine) > before[0], "the first chunk came from the service"
+    assert by_own_tower(engine, "rows") > before[1]
+    assert engine.process.poll() is None
+    service.start()
+    until_served(engine)
+
+
+def test_a_service_of_another_model_is_not_asked(
+    engine: SglangEngine, service: Restartable, own: Own, tmp_path: Path
+) -> None:
+    service.kill()
+    other = Restartable(checkpoint_of("qwen3_vl", tmp_path, seed=1))
+    other.endpoint = service.endpoint
+    other.start()
+    try:
+        engine.forget()
+        for name in ("one png", "text between"):
+            assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
+        assert server_of(other).encodes() == 0
+    finally:
+        other.kill()
+    service.start()
+    until_served(engine)

@@ -1,0 +1,99 @@
+"""Every name of SGLang that we touch, in every release that pyproject admits: what a release moved is named here."""
+
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import sglang
+
+from prefill_client.sglang.release import check_release
+from testing.source_names import Names, Read, missing_names
+from tests.sglang.conftest import ENVIRONMENT
+
+QWEN = "multimodal/processors/qwen_vl.py"
+BASE = "multimodal/processors/base_processor.py"
+BATCH = "managers/schedule_batch.py"
+NAMES: list[Names] = [
+    (QWEN, "QwenVLImageProcessor", "", "models process_mm_data_async compose_image_artifacts"),
+    (QWEN, "QwenVLImageProcessor", "process_mm_data_async", "image_data input_text request_obj args kwargs"),
+    (QWEN, "QwenVLImageProcessor", "compose_image_artifacts", "input_text artifacts"),
+    (
+        QWEN, "QwenVLImagePreprocessArtifact", "",
+        "content_digest artifact_key feature_hash feature model_specific_data",
+    ),
+    (BASE, "BaseMultimodalProcessor", "__init__", "hf_config server_args _processor"),
+    (BATCH, "MultimodalDataItem", "", "modality feature offsets model_specific_data set_hash"),
+    (BATCH, "", "", "Modality"),
+    ("models/qwen2_5_vl.py", "Qwen2_5_VLForConditionalGeneration", "__init__", "config"),
+    ("models/qwen2_5_vl.py", "Qwen2_5_VLForConditionalGeneration", "get_image_feature", "items"),
+    ("models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "__init__", "config"),
+    ("models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "get_image_feature", "items"),
+    ("models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "", "visual"),
+    ("models/qwen3_vl_moe.py", "", "", "Qwen3VLMoeForConditionalGeneration"),
+    ("models/qwen3_5.py", "", "", "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration"),
+    ("configs/model_config.py", "ModelConfig", "from_server_args", "server_args"),
+    ("runtime_context.py", "", "", "get_disagg get_mm get_model get_parallel"),
+    ("environ.py", "Envs", "", "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE SGLANG_EXTERNAL_MODEL_PACKAGE"),
+    ("utils/common.py", "ImageData", "", "url"),
+    ("utils/common.py", "smart_to_rgb", "", ""),
+    ("arg_groups/fields/mm.py", "Mm", "", "allowed_media_domains mm_process_config"),
+    ("arg_groups/fields/model.py", "Model", "", "model_path revision trust_remote_code load_format download_dir"),
+    ("arg_groups/fields/disagg.py", "Disagg", "", "language_only"),
+    ("distributed/parallel_state.py", "GroupCoordinator", "", "cpu_group world_size"),
+]  # fmt: skip
+# Said by a file in other ways than a definition.
+TEXTS = [
+    # A model may return the rows of each image by itself.
+    ("managers/mm_schedule.py", "if isinstance(all_miss_embedding, list):"),
+    ("managers/multimodal_processor.py", "package = importlib.import_module(package_name)"),
+    ("models/registry.py", "package = importlib.import_module(package_name)"),
+    ("runtime_context.py", '"attn_tp_rank"'),
+    ("runtime_context.py", '"attn_tp_group"'),
+]
+
+
+def releases() -> dict[str, Read]:
+    """Return, by name, how to read a file of each release."""
+    installed = Path(sglang.__file__).parent
+    found: dict[str, Read] = {
+        folder.name: lambda path, folder=folder: (folder / "sglang/srt" / path).read_text()
+        for folder in (installed.parent, ENVIRONMENT / "newest")
+        if folder.exists()
+    }
+    for wheel in sorted((ENVIRONMENT / "wheels").glob("*.whl")):
+        archive = zipfile.ZipFile(wheel)
+        found[wheel.name.split("-")[1]] = lambda path, archive=archive: archive.read(
+            f"sglang/srt/{path}"
+        ).decode()
+    return found
+
+
+RELEASES = releases()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_has_every_name_that_we_touch(release: str) -> None:
+    assert not missing_names(RELEASES[release], NAMES)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_says_what_we_read(release: str) -> None:
+    read = RELEASES[release]
+    assert not [f"{path}: {text}" for path, text in TEXTS if text not in read(path)]
+
+
+def test_the_releases_that_pyproject_admits_are_read() -> None:
+    if not ENVIRONMENT.exists():
+        pytest.skip("make test-sglang installs them")
+    assert {*RELEASES} >= {"site-packages", "newest", "0.5.22"}
+    for release in (version("sglang"), "0.5.22", "0.5.23"):
+        check_release(release)
+
+
+@pytest.mark.parametrize("release", ["0.5.20", "0.5.24", "0.6.0", "1.0"])
+def test_other_releases_are_refused_in_one_sentence(release: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=rf"SGLang >=0\.5\.21,<0\.5\.24, and this is {release}: install one"
+    ):
+        check_release(release)

@@ -20,8 +20,10 @@ log = logging.getLogger(__name__)
 WATCH_AGAIN_S = 1.0
 # How long the other servers of a fleet may take to connect after the first, before images pass them by.
 OTHERS_S = 0.25
-# How long to wait for a connection once the first server has answered: asking a third one is quicker.
+# How long a call waits for a connection once the first server has answered: asking a third one is quicker.
 CONNECT_AGAIN_S = 2.0
+# How long an attempt to connect then goes on, for later calls: a server without processor time needs more than 2 s.
+ATTEMPT_S = 20.0
 # How often names are resolved again, for fleets that grow and shrink behind a headless Service.
 RESOLVE_EVERY_S = 5.0
 # How long a retired connection stays open for the calls it carries: longer than they take. Put calls are begun again
@@ -52,6 +54,7 @@ class Pool:
         self.description: Description
         """What the first server said about itself; all servers of a pool have its model. Set by `open`."""
         self._timeout_s = connect_timeout_s
+        self._attempt_s = connect_timeout_s
         self._wait = wait
         self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -82,6 +85,7 @@ class Pool:
             if first is None:
                 raise errors[0] if errors else self._nobody()
             self._timeout_s, self._wait = min(self._timeout_s, CONNECT_AGAIN_S), False
+            self._attempt_s = ATTEMPT_S
             await self._pass_by_the_late(attempts)
             self.description = first.description
         finally:
@@ -124,7 +128,7 @@ class Pool:
                 self.router.mark_down(endpoint)
 
     async def connection(self, endpoint: str) -> Connection:
-        """Return the connection to `endpoint`, made on first use; concurrent callers share one attempt.
+        """Return the connection to `endpoint`, made on first use; callers share one attempt, which may outlast them.
 
         Raises `UnavailableError` if there is none in time or the pool is closed, and `ModelMismatchError`.
         """
@@ -191,7 +195,7 @@ class Pool:
             self._watch_all()
 
     async def _connect(self, endpoint: str) -> Connection:
-        connection = await Connection.open(endpoint, self._channels, self._timeout_s, wait=self._wait)
+        connection = await Connection.open(endpoint, self._channels, self._attempt_s, wait=self._wait)
         found = {
             "model": connection.description.model_fingerprint,
             "processor": connection.description.processor_fingerprint,

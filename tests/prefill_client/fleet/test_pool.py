@@ -17,10 +17,12 @@ from encoder_service.engine.model import Model
 from prefill_client import EncoderClient
 from prefill_client.fleet import pool
 from prefill_client.fleet.put_session import PutSession
+from testing.photos import photo
 from tests.closed_port import closed_port
 from tests.processes import running
 from tests.put_calls import PRODUCER, fetch_put, new_image, request_of, rows_for
 from tests.servers import server_of
+from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 STORES = {"store_only": "yes", "accept_put": "yes"}
@@ -50,6 +52,27 @@ async def test_a_restarted_server_shares_its_memory_again(config: Config, model:
             return await transports(client, session) == ("shm", "shm")
 
         await soon(both_ways)
+
+
+async def test_a_server_that_is_slow_to_connect_is_connected_to_all_the_same(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connecting takes longer than a call waits for it: later calls go on with the attempt of earlier ones."""
+    monkeypatch.setattr(pool, "CONNECT_AGAIN_S", 0.2)
+    proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
+    try:
+        async with await EncoderClient.connect(f"127.0.0.1:{proxy.port}") as client:
+            proxy.cut()
+            proxy.mend()
+            proxy.delay(0.15)  # each way
+
+            async def submitted() -> bool:
+                (answer,) = await client.submit([photo(64, 96, 60)])
+                return answer.error is None
+
+            await soon(submitted)
+    finally:
+        await proxy.stop()
 
 
 async def test_a_call_keeps_its_connection_when_later_calls_get_a_new_one(

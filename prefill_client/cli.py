@@ -1,4 +1,4 @@
-"""The command line of the prefill side: `prefill-client encode`, `timeline` and `serve`.
+"""The command line of the prefill side: `prefill-client encode`, `timeline`, `serve` and `sglang-gateway`.
 
 `timeline` and `serve` are the reference service's; the functions that need `prefill_reference` import it.
 """
@@ -17,6 +17,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.settings import require_folder
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient, FetchedRows, RowRequest, Submitted
+from prefill_client.sglang_gateway.config import GatewayConfig
 from prefill_client.transport import BY_DEFAULT, INLINE
 
 CONNECT_S = 10.0  # a server that is up answers within this time, even from far away
@@ -69,8 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "variables.",
     )
     _add_service_flags(serve)
+    gateway = commands.add_parser(
+        "sglang-gateway",
+        help="run the gateway: SGLang's encoder protocol in front, the encoder service behind",
+        description="Serve an unmodified SGLang that runs with --language-only. Every flag is also an environment "
+        "variable (named at the end of its help). Flags override variables.",
+    )
+    GatewayConfig.add_flags(gateway)
     given = parser.parse_args(arguments)
-    if given.command == "serve":
+    if given.command in ("serve", "sglang-gateway"):
         return _serve(vars(given))
     return _draw(given) if given.command == "timeline" else _encode_files(given)
 
@@ -93,21 +101,14 @@ def _draw(given: argparse.Namespace) -> int:
 
 
 def _serve(given: dict[str, object]) -> int:
-    from prefill_reference.config import ServiceConfig
-
-    given.pop("command")
+    if given.pop("command") == "serve":
+        run, extra = _serve_reference, "reference"
+    else:
+        run, extra = _serve_sglang, "sglang"
     try:
-        config = ServiceConfig.read(given, os.environ)
-        require_folder("model", config.model)
-        from prefill_client.http_server import bound
-
-        with bound(config.listen) as listener:
-            # torch and transformers take seconds to import: first the flags must be good and the port free.
-            from prefill_reference.server import serve
-
-            asyncio.run(serve(config, listener))
+        run(given)
     except ImportError as error:
-        print(f"prefill-client: {error}; pip install 'encoder-service[reference]'", file=sys.stderr)
+        print(f"prefill-client: {error}; pip install 'encoder-service[{extra}]'", file=sys.stderr)
         return BAD_USAGE
     except EncoderError as error:
         print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)
@@ -116,6 +117,27 @@ def _serve(given: dict[str, object]) -> int:
         print(f"prefill-client: {error}", file=sys.stderr)
         return BAD_USAGE
     return 0
+
+
+def _serve_reference(given: dict[str, object]) -> None:
+    from prefill_reference.config import ServiceConfig
+
+    config = ServiceConfig.read(given, os.environ)
+    require_folder("model", config.model)
+    from prefill_client.http_server import bound
+
+    with bound(config.listen) as listener:
+        # torch and transformers take seconds to import: first the flags must be good and the port free.
+        from prefill_reference.server import serve
+
+        asyncio.run(serve(config, listener))
+
+
+def _serve_sglang(given: dict[str, object]) -> None:
+    config = GatewayConfig.read(given, os.environ)
+    from prefill_client.sglang_gateway.server import serve
+
+    asyncio.run(serve(config))
 
 
 def _encode_files(given: argparse.Namespace) -> int:

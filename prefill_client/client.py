@@ -81,6 +81,11 @@ class EncoderClient:
             return self
         return type(self)(self._pool, client_id=self._client_id, tenant_salt=tenant_salt)
 
+    @property
+    def any_serves(self) -> bool:
+        """Whether at least one server is not known to be away, by its health check or by calls."""
+        return self._pool.router.any_serves
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -59,6 +59,11 @@ class Router:
         """All known endpoints, up or down."""
         return tuple(self._endpoints)
 
+    @property
+    def any_serves(self) -> bool:
+        """Whether at least one endpoint is not known to be away, by its health check or by calls."""
+        return any(known.said_to_serve for known in self._endpoints.values())
+
     def set_endpoints(self, endpoints: Iterable[str]) -> None:
         """Replace the endpoints, after a new DNS answer. Those that stay keep their load and state."""
         before = self._endpoints

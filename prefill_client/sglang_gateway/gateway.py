@@ -1,0 +1,274 @@
+"""The gateway: each part of a request becomes images of the encoder service, and their rows a message to SGLang."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from time import monotonic
+
+import numpy as np
+from cachetools import TTLCache
+from numpy.typing import NDArray
+
+from encoder_contract.errors import DeadlineError, EncoderError
+from encoder_contract.geometry import Grid
+from prefill_client import (
+    Description,
+    EncoderClient,
+    FetchedRows,
+    FetchStream,
+    RowRequest,
+    Submitted,
+    read,
+)
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.sglang_gateway.delivery import Delivery
+from prefill_client.sglang_gateway.frames import embedding_frame
+from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
+from prefill_client.transport.rows import element_type
+
+log = logging.getLogger(__name__)
+
+# How long after a failed attempt the service is asked again.
+RETRY_S = 0.25
+# How long the ranks of SGLang may take to name where they receive a part, after its rows are ready.
+RANKS_S = 30.0
+# Images of one part whose rows are fetched at a time; the others are being encoded.
+_FETCHES_OF_A_PART = 16
+# Parts whose ranks have named receivers, and for how long they are remembered when no /encode comes.
+_MAX_PLACES, _PLACE_S = 65536, 600.0
+# Tokens that no context of a served model has room for: 1,010,000 is the longest.
+TOO_MANY_TOKENS = 1 << 20
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the ranks of one SGLang server receive a part; `complete` once all have said so."""
+
+    addresses: list[Address] = field(default_factory=list)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class PartRows:
+    """The rows of a part: [rows, width], C-contiguous, of torch's type `dtype`, and the grid of each image."""
+
+    grids: list[Grid]
+    array: NDArray[np.generic]
+    dtype: str
+
+
+class Gateway:
+    """Serves parts. Belongs to one event loop. `part_s` is what the images of a part may take, retries included."""
+
+    def __init__(
+        self,
+        client: EncoderClient,
+        loader: ImageLoader,
+        delivery: Delivery,
+        metrics: Metrics,
+        *,
+        allowed: AllowedReceivers,
+        max_images: int,
+        part_s: float,
+    ) -> None:
+        self._client = client
+        self._loader = loader
+        self._delivery = delivery
+        self._metrics = metrics
+        self._allowed = allowed
+        self._max_images = max_images
+        self._part_s = part_s
+        self._places: TTLCache[str, _Place] = TTLCache(_MAX_PLACES, _PLACE_S)
+        self._warned = False
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a replica of the service can be reached."""
+        return self._client.any_serves
+
+    def add_receiver(self, req_id: str, count: int, address: Address) -> None:
+        """Note where one of `count` ranks receives a part (zmq_to_scheduler). Raises `ForbiddenError`."""
+        self._allowed.check(address)
+        self._warn_of_scheduler()
+        place = self._places.setdefault(req_id, _Place())
+        place.addresses.append(address)
+        if len(place.addresses) >= count:
+            place.complete.set()
+
+    async def encode(self, part: Part) -> None:
+        """Send the rows of a part to SGLang; returns when they are sent. Cancelling withdraws its images.
+
+        Raises the error of the first image that failed, and of a receiver that is not allowed or cannot be reached.
+        With zmq_to_scheduler an image's error would end SGLang: it is logged, and SGLang gets rows that it refuses.
+        """
+        began = monotonic()
+        for address in part.receivers or ():
+            self._allowed.check(address)
+        async with AsyncExitStack() as held:
+            outcome = "served"
+            try:
+                rows = await self._rows(part, held)
+            except EncoderError as error:
+                if part.receivers is not None:
+                    raise
+                log.error("part %s: SGLang gets rows that it refuses: %s", part.req_id, error.message)
+                rows, outcome = stand_in(part, self._client.description), "stand_in"
+            await self._deliver(part, rows)
+        self._metrics.served(outcome, rows.array.nbytes, monotonic() - began)
+        log.info(
+            "part %s: %s, %d images, %d rows, %.1f ms",
+            part.req_id,
+            outcome,
+            len(part.items),
+            len(rows.array),
+            1000 * (monotonic() - began),
+        )
+
+    async def _rows(self, part: Part, held: AsyncExitStack) -> PartRows:
+        """Return the rows of a part, valid until `held` is closed. What a retry can cure is retried until `part_s`."""
+        deadline = monotonic() + self._part_s
+        last: EncoderError = DeadlineError(f"the images were not encoded within {self._part_s:g} s")
+        try:
+            async with asyncio.timeout(self._part_s):
+                files = await self._loader.load_all(part.image_urls(self._max_images))
+                while True:
+                    try:
+                        async with AsyncExitStack() as attempt:
+                            rows = await self._attempt(part, files, deadline, attempt)
+                            held.push_async_exit(attempt.pop_all())
+                            return rows
+                    except EncoderError as error:
+                        if not error.retryable:
+                            raise
+                        last = error
+                    self._metrics.retries.inc()
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            raise last from None
+
+    async def _attempt(
+        self, part: Part, files: Sequence[bytes], deadline: float, held: AsyncExitStack
+    ) -> PartRows:
+        left_s = max(deadline - monotonic(), 0.001)
+        # Kept: a caller who hangs up withdraws the images, and a server that goes away does not lose them.
+        kept = await self._client.keep(files, request_id=part.req_id, timeout_s=left_s, again_s=left_s)
+        await held.enter_async_context(kept)
+        for index, answer in enumerate(kept.answers):
+            if answer.error is not None:
+                raise _of_image(index, answer.error)
+        if len(files) == 1:
+            rows = await self._in_place(part, kept.answers[0], left_s, held)
+        else:
+            rows = await self._together(part, kept.answers, left_s)
+        return PartRows([answer.grid for answer in kept.answers if answer.grid], *rows)
+
+    async def _in_place(
+        self, part: Part, image: Submitted, left_s: float, held: AsyncExitStack
+    ) -> tuple[NDArray[np.generic], str]:
+        """Return the rows of an image where they lie, held there until `held` is closed, and their type."""
+        stream = await held.enter_async_context(self._fetch(part, image, left_s))
+        fetched = await self._outcome(stream)
+        # Entered last and left first: the rows are checked again before the call that holds them ends.
+        lent = await asyncio.to_thread(held.enter_context, fetched.in_place())
+        return lent.array, lent.dtype
+
+    async def _together(
+        self, part: Part, images: Sequence[Submitted], left_s: float
+    ) -> tuple[NDArray[np.generic], str]:
+        """Return the rows of several images as one block, as SGLang takes them, and their type.
+
+        Each image has a call of its own, which ends when its rows are copied: a large part must not pin more than the
+        service lets a caller pin.
+        """
+        dtype = self._client.description.dtype
+        ends = np.cumsum([image.tokens for image in images])
+        together = np.empty((ends[-1], self._client.description.width), element_type(dtype))
+        turns = asyncio.Semaphore(_FETCHES_OF_A_PART)
+
+        async def copy(index: int, image: Submitted) -> None:
+            window = together[ends[index] - image.tokens : ends[index]]
+            async with turns, self._fetch(part, image, left_s) as stream:
+                fetched = await self._outcome(stream, index)
+                await read([fetched], lambda rows: np.copyto(window, rows[0].array))
+
+        copying = [asyncio.create_task(copy(index, image)) for index, image in enumerate(images)]
+        try:
+            await asyncio.gather(*copying)
+        finally:
+            for each in copying:
+                each.cancel()
+            await asyncio.gather(*copying, return_exceptions=True)
+        return together, dtype
+
+    def _fetch(self, part: Part, image: Submitted, left_s: float) -> FetchStream:
+        request = RowRequest(image.digest, submitted_to=image.endpoint)
+        return self._client.fetch([request], request_id=part.req_id, timeout_s=left_s, kept=True)
+
+    async def _outcome(self, stream: FetchStream, index: int = 0) -> FetchedRows:
+        fetched = await anext(aiter(stream))
+        if fetched.error is not None:
+            raise _of_image(index, fetched.error)
+        self._metrics.images.labels(fetched.source).inc()
+        return fetched
+
+    async def _deliver(self, part: Part, rows: PartRows) -> None:
+        receivers = part.receivers if part.receivers is not None else await self._ranks(part.req_id)
+        height, width = rows.array.shape
+        frame = embedding_frame(
+            part.req_id,
+            part.num_parts,
+            part.part_idx,
+            grids=rows.grids,
+            shape=(height, width),
+            dtype=rows.dtype,
+            modality=part.modality,
+        )
+        await self._delivery.deliver(receivers, frame, rows.array)
+
+    async def _ranks(self, req_id: str) -> list[Address]:
+        """Return where the ranks receive a part, once all have named it. Raises `DeadlineError`."""
+        self._warn_of_scheduler()
+        place = self._places.setdefault(req_id, _Place())
+        try:
+            async with asyncio.timeout(RANKS_S):
+                await place.complete.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"no scheduler of SGLang said within {RANKS_S:g} s where it receives {req_id}"
+            ) from None
+        finally:
+            self._places.pop(req_id, None)
+        return place.addresses
+
+    def _warn_of_scheduler(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "SGLang uses the back end zmq_to_scheduler: a caller who hangs up while images are encoded ends an "
+                "SGLang up to 0.5.23, whatever its encoder does. Start it with "
+                "--encoder-transfer-backend zmq_to_tokenizer (docs/sglang.md)"
+            )
+
+
+def stand_in(part: Part, description: Description) -> PartRows:
+    """Return rows for a part that failed, for a scheduler of SGLang, which an error would end.
+
+    A request of one part gets more tokens than any context has: SGLang answers it with 400. Its rows have one element
+    each, as nothing computes with them. With several parts, rows must fit those of the others: the images are blank.
+    """
+    merge = description.geometry.merge_size
+    count = len(part.items)
+    grids = [Grid(1, merge, merge)] * count
+    if part.num_parts > 1:
+        blank = np.zeros((count, description.width), element_type(description.dtype))
+        return PartRows(grids, blank, description.dtype)
+    side = merge * int(TOO_MANY_TOKENS**0.5)
+    grids[0] = Grid(1, side, side)
+    return PartRows(grids, np.zeros((TOO_MANY_TOKENS + count - 1, 1), np.uint8), "uint8")
+
+
+def _of_image(index: int, error: EncoderError) -> EncoderError:
+    return type(error)(f"image {index}: {error.message}", retry_after_ms=error.retry_after_ms)

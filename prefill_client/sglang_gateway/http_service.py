@@ -1,0 +1,109 @@
+"""The HTTP edge of the gateway: the calls that SGLang makes to an encoder."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from encoder_contract.errors import EncoderError, ImageLimitError, InvalidRequestError, Status
+from prefill_client.http_server import CallerLeftError, unless_left
+from prefill_client.sglang_gateway.gateway import Gateway
+from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.parts import Address, Part, read_object, req_id_of
+
+log = logging.getLogger(__name__)
+
+ENCODE, RECEIVER, HEALTH, METRICS = "/encode", "/scheduler_receive_url", "/health", "/metrics"
+# A body that names a receiver is short.
+_MAX_RECEIVER_BYTES = 64 << 10
+# The HTTP status of each gRPC status; any other is a 503: SGLang answers its own caller with 503 anyway.
+_HTTP_STATUS = {Status.INVALID_ARGUMENT: 400, Status.PERMISSION_DENIED: 403}
+
+
+class HttpService:
+    """The routes. Every route also has a path below `/v0`, `/v1` and on: to SGLang, each is an encoder of its own."""
+
+    def __init__(self, gateway: Gateway, metrics: Metrics, *, max_parts: int, max_body_bytes: int) -> None:
+        self._gateway = gateway
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._places = asyncio.Semaphore(max_parts)
+        # JSON of megabytes holds the interpreter: one body at a time, so that health is answered between two.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="json")
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        routes = [Route(METRICS, self.exposition)]
+        for prefix in ("", "/v{number:int}"):
+            routes += [
+                Route(prefix + ENCODE, self.encode, methods=["POST"]),
+                Route(prefix + RECEIVER, self.receiver, methods=["POST"]),
+                Route(prefix + HEALTH, self.health),
+            ]
+        return Starlette(routes=routes)
+
+    async def health(self, _: Request) -> Response:
+        """Answer 200, or 503 while no replica of the service can be reached."""
+        return Response(status_code=200 if self._gateway.is_healthy else 503)
+
+    async def exposition(self, _: Request) -> Response:
+        """Give the metrics to Prometheus."""
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def receiver(self, request: Request) -> Response:
+        """Note where a rank of SGLang receives a part."""
+        try:
+            said = read_object(await _body(request, _MAX_RECEIVER_BYTES))
+            count, address = said.get("receive_count"), said.get("receive_url")
+            if type(count) is not int or count < 1 or not isinstance(address, str):
+                raise InvalidRequestError("receive_count must be a number above 0, and receive_url host:port")
+            self._gateway.add_receiver(req_id_of(said), count, Address.parse(address))
+        except EncoderError as error:
+            log.error("a receiver was refused: %s", error.message)
+            return _refusal(error)
+        return JSONResponse(None)
+
+    async def encode(self, request: Request) -> Response:
+        """Serve a part. Parts beyond `max_parts` wait unread: their bodies stay at the sender."""
+        outcome = "failed"
+        try:
+            with self._metrics.parts_now.track_inprogress():
+                async with self._places:
+                    part = await self._part(request)
+                    await unless_left(request, self._gateway.encode(part))
+                    outcome = ""
+            return JSONResponse(None)
+        except EncoderError as error:
+            refusal = _refusal(error)
+            outcome = "refused" if refusal.status_code < 500 else "failed"
+            log.warning("a part was %s: %s", outcome, error.message)
+            return refusal
+        except (CallerLeftError, ClientDisconnect):
+            outcome = "left"
+            return Response(status_code=499)
+        finally:
+            if outcome:
+                self._metrics.parts.labels(outcome).inc()
+
+    async def _part(self, request: Request) -> Part:
+        body = await _body(request, self._max_body_bytes)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, Part.parse, body)
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > max_bytes:
+            raise ImageLimitError(f"the request has more than {max_bytes} bytes (--max-body-bytes)")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _refusal(error: EncoderError) -> Response:
+    return JSONResponse({"message": error.message}, _HTTP_STATUS.get(error.status, 503))

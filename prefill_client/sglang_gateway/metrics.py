@@ -1,0 +1,51 @@
+"""The metrics of the gateway, all declared here."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
+
+
+class Metrics:
+    """One registry and what is counted in it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.parts = Counter(
+            "sglang_gateway_parts",
+            "Parts of SGLang's requests, by outcome.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.parts_now = Gauge(
+            "sglang_gateway_parts_now",
+            "Parts that are being served or wait for a place.",
+            registry=self.registry,
+        )
+        self.images = Counter(
+            "sglang_gateway_images",
+            "Images whose rows were fetched, by where the service found them.",
+            ["source"],
+            registry=self.registry,
+        )
+        self.row_bytes = Counter(
+            "sglang_gateway_row_bytes", "Bytes of rows sent to SGLang, once a part.", registry=self.registry
+        )
+        self.seconds = Histogram(
+            "sglang_gateway_part_seconds",
+            "Seconds from having read a part to having sent its rows.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "sglang_gateway_retries",
+            "Attempts at a part that failed and were made again.",
+            registry=self.registry,
+        )
+        for outcome in ("served", "stand_in", "refused", "failed", "left"):
+            self.parts.labels(outcome)
+
+    def served(self, outcome: str, row_bytes: int, seconds: float) -> None:
+        """Count a part whose rows were sent."""
+        self.parts.labels(outcome).inc()
+        self.row_bytes.inc(row_bytes)
+        self.seconds.observe(seconds)

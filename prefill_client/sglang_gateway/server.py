@@ -1,0 +1,86 @@
+"""The gateway as a process: constructs and wires its components, and serves."""
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from encoder_contract.version import __version__
+from prefill_client import EncoderClient
+from prefill_client.http_server import HttpServer, bound
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.sglang_gateway.config import GatewayConfig
+from prefill_client.sglang_gateway.delivery import Delivery
+from prefill_client.sglang_gateway.frames import SUPPORTED
+from prefill_client.sglang_gateway.gateway import Gateway
+from prefill_client.sglang_gateway.http_service import HttpService
+from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.model_check import check_model
+from prefill_client.sglang_gateway.registration import Registration
+
+DRAIN_S = 30  # what running parts are given after SIGTERM
+
+
+async def serve(config: GatewayConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then let running parts end.
+
+    Raises `EncoderError` when the service cannot be reached, `ModelMismatchError` when its model is not the language
+    server's, `OSError` and `ValueError` when that model's folder cannot be used, `ConfigError` when the port is
+    unavailable.
+    """
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s")
+    with bound(config.listen) as listener:
+        client = await EncoderClient.connect(
+            config.endpoints,
+            client_id="sglang-gateway",
+            tenant_salt=config.tenant_salt.encode(),
+            credentials=config.credentials,
+            timeout_s=config.start_s,
+        )
+        async with client:
+            if config.language_model:
+                await asyncio.to_thread(check_model, Path(config.language_model), client.description)
+            await _serve(config, client, listener)
+
+
+async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.socket) -> None:
+    delivery, metrics = Delivery(), Metrics()
+    loader = ImageLoader(
+        config.image_destinations, max_bytes=config.max_image_bytes, timeout_s=config.image_s
+    )
+    gateway = Gateway(
+        client,
+        loader,
+        delivery,
+        metrics,
+        allowed=config.allowed_receivers,
+        max_images=config.max_images,
+        part_s=config.part_s,
+    )
+    service = HttpService(gateway, metrics, max_parts=config.max_parts, max_body_bytes=config.max_body_bytes)
+    listening = f"{config.listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
+    registration = Registration(config.bootstrap_servers, _urls(config, listening))
+    server = HttpServer(
+        uvicorn.Config(
+            service.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
+        ),
+        banner=f"prefill-client {__version__}, gateway for SGLang {SUPPORTED[0]} to {SUPPORTED[-1]}\n"
+        f"  encoder    {config.encoder}: {client.description.model_name}, {client.description.dtype}\n"
+        f"  receivers  {config.receivers}, ports {config.receiver_ports}\n"
+        f"  images     sent with the request{', ' + config.image_hosts if config.image_hosts else ''}\n"
+        f"  listening  {listening}",
+        before_stop=registration.end,
+    )
+    registering = asyncio.create_task(registration.keep(), name="register")
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        registering.cancel()
+        delivery.close()
+
+
+def _urls(config: GatewayConfig, listening: str) -> list[str]:
+    base = config.register_as.removesuffix("/") or f"http://{listening}"
+    return [f"{base}/v{number}" for number in range(config.virtual_encoders)] or [base]

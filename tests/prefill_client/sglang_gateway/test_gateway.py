@@ -1,0 +1,255 @@
+"""The gateway between a real server and the sockets of SGLang's receivers."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+
+import httpx2
+import numpy as np
+import pytest
+
+from encoder_service.app import Server
+from prefill_client import EncoderClient, RowRequest, content_digest
+from prefill_client.sglang_gateway import delivery
+from prefill_client.sglang_gateway.frames import Modality
+from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
+from prefill_client.sglang_gateway.parts import AllowedReceivers
+from testing.photos import data_url, photo
+from tests.gate import Gate
+from tests.image_host import image_host
+from tests.operator_view import fetches_wait_for, numbers
+from tests.sglang_gateways import RunningGateway, gateway_for
+from tests.sglang_messages import Message, body_of
+from tests.sglang_receiver import LanguageServer
+from tests.waiting import soon
+
+FIRST, SECOND, THIRD = photo(300, 220, 1), photo(256, 400, 2, orientation=6), photo(640, 480, 3)
+
+
+@pytest.fixture
+async def gateway(client: EncoderClient) -> AsyncIterator[RunningGateway]:
+    async with gateway_for(client) as running:
+        yield running
+
+
+@pytest.fixture
+async def sglang(gateway: RunningGateway) -> AsyncIterator[LanguageServer]:
+    async with LanguageServer(gateway.url, ranks=2) as running:
+        yield running
+
+
+async def rows_of(client: EncoderClient, *images: bytes) -> list[np.ndarray]:
+    """Fetch the rows of images that were encoded, past the gateway."""
+    rows: dict[int, np.ndarray] = {}
+    async with client.fetch([RowRequest(content_digest(image)) for image in images]) as stream:
+        async for outcome in stream:
+            assert outcome.error is None
+            rows[outcome.index] = outcome.array
+    return [rows[index] for index in range(len(images))]
+
+
+def grids_of(client: EncoderClient, *sizes: tuple[int, int]) -> list[list[int]]:
+    return [list(client.description.geometry.grid(*size)) for size in sizes]
+
+
+def assert_holds(message: Message, rows: np.ndarray, grids: list[list[int]]) -> None:
+    assert message.said.grid_dim == grids
+    assert message.rows.dtype == rows.dtype
+    np.testing.assert_array_equal(message.rows, rows)
+
+
+async def test_each_image_is_a_part_and_its_rows_are_those_of_the_service(
+    gateway: RunningGateway, sglang: LanguageServer, client: EncoderClient
+) -> None:
+    answer = await sglang.to_tokenizer([data_url(FIRST)], [data_url(SECOND)], [data_url(THIRD)])
+    rows = await rows_of(client, FIRST, SECOND, THIRD)
+    grids = grids_of(client, (300, 220), (400, 256), (640, 480))  # upright
+    for message, expected, grid in zip(answer.parts, rows, grids, strict=True):
+        assert_holds(message, expected, [grid])
+    assert gateway.count("parts_total", outcome="served") == 3
+    assert gateway.count("images_total", source="encoded") == 3
+    assert gateway.count("row_bytes_total") == sum(each.nbytes for each in rows)
+
+
+async def test_rows_of_one_image_go_from_the_servers_memory_into_every_ranks_socket(
+    gateway: RunningGateway, sglang: LanguageServer, client: EncoderClient
+) -> None:
+    answer = await sglang.to_scheduler([data_url(THIRD)])
+    (rows,) = await rows_of(client, THIRD)
+    for (message,) in answer.messages:
+        assert_holds(message, rows, grids_of(client, (640, 480)))
+    ((receivers, given),) = gateway.delivery.given  # read once for both ranks
+    assert len(receivers) == 2
+    assert not given.flags.writeable, "the mapping of the server's memory is read-only, a copy is not"
+
+
+async def test_several_images_a_part_and_the_same_image_twice_keep_their_order(
+    sglang: LanguageServer, client: EncoderClient, server: Server
+) -> None:
+    bare = base64.b64encode(SECOND).decode()
+    answer = await sglang.to_tokenizer([data_url(FIRST), bare, data_url(FIRST)], [{"url": data_url(FIRST)}])
+    first, second = await rows_of(client, FIRST, SECOND)
+    grids = grids_of(client, (300, 220), (400, 256), (300, 220))
+    assert_holds(answer.parts[0], np.concatenate([first, second, first]), grids)
+    assert_holds(answer.parts[1], first, grids[:1])
+    assert (await numbers(server)).total("encoded_images_total", outcome="kept") == 2
+
+
+async def test_a_part_of_64_images_is_served(sglang: LanguageServer, client: EncoderClient) -> None:
+    images = [photo(96, 64, seed) for seed in range(64)]
+    (message,) = (await sglang.to_tokenizer([data_url(image) for image in images])).parts
+    assert_holds(message, np.concatenate(await rows_of(client, *images)), grids_of(client, *[(96, 64)] * 64))
+
+
+async def test_ranks_may_name_their_sockets_before_and_after_the_part(
+    gateway: RunningGateway, client: EncoderClient
+) -> None:
+    async with LanguageServer(gateway.url) as sglang:
+        socket, port = sglang._bound()
+        for number, first in enumerate(("scheduler_receive_url", "encode")):
+            body = body_of([data_url(FIRST)], rid=f"request-{number}")
+            receiver = {"req_id": body["req_id"], "receive_count": 1, "receive_url": f"127.0.0.1:{port}"}
+            calls = {"encode": body, "scheduler_receive_url": receiver}
+            begun = asyncio.create_task(sglang._http.post(f"{gateway.url}/{first}", json=calls.pop(first)))
+            done, _ = await asyncio.wait([begun], timeout=1)
+            assert bool(done) == (first != "encode"), "a part waits for its receivers"
+            ((then, body),) = calls.items()
+            answers = [await sglang._http.post(f"{gateway.url}/{then}", json=body), await begun]
+            assert [each.status_code for each in answers] == [200, 200]
+            message = Message.of(await socket.recv_multipart())
+            assert_holds(message, (await rows_of(client, FIRST))[0], grids_of(client, (300, 220)))
+
+
+async def test_an_image_that_cannot_be_read_fails_its_request_alone(
+    gateway: RunningGateway, sglang: LanguageServer
+) -> None:
+    ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST), data_url(b"no image")])).refusals
+    assert (status, message.startswith("image 1: ")) == (400, True), message
+    for item, expected in (
+        ("file:///etc/passwd", 403),
+        ("/etc/passwd", 400),
+        ("http://127.0.0.1/a.jpg", 403),
+        ({"url": data_url(FIRST), "preprocess_kwargs": {}}, 400),
+    ):
+        ((status, _),) = (await sglang.to_tokenizer([item])).refusals
+        assert status == expected, item
+    assert gateway.count("parts_total", outcome="refused") == 5
+    assert gateway.count("parts_total", outcome="served") == 0
+    assert len((await sglang.to_tokenizer([data_url(FIRST)])).parts) == 1
+
+
+async def test_a_scheduler_gets_rows_that_it_refuses_instead_of_an_error(
+    gateway: RunningGateway, sglang: LanguageServer, client: EncoderClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = await sglang.to_scheduler([data_url(FIRST), data_url(b"no image")])
+    merge = client.description.geometry.merge_size
+    for (message,) in answer.messages:
+        tokens = [t * h * w // merge**2 for t, h, w in message.said.grid_dim]
+        assert tokens == [TOO_MANY_TOKENS, 1]
+        assert message.rows.shape == (sum(tokens), 1)
+    assert "image 1: " in caplog.text
+    assert "zmq_to_tokenizer" in caplog.text
+    assert gateway.count("parts_total", outcome="stand_in") == 1
+
+
+async def test_of_several_parts_for_a_scheduler_one_that_fails_is_blank_and_fits_the_others(
+    sglang: LanguageServer, client: EncoderClient
+) -> None:
+    good, blank = (await sglang.to_scheduler([data_url(FIRST)], ["file:///etc/passwd"] * 2)).parts
+    assert_holds(good, (await rows_of(client, FIRST))[0], grids_of(client, (300, 220)))
+    merge = client.description.geometry.merge_size
+    assert_holds(blank, np.zeros_like(good.rows[:2]), [[1, merge, merge]] * 2)
+
+
+async def test_other_modalities_are_refused_by_both_back_ends(sglang: LanguageServer) -> None:
+    ((status, told),) = (await sglang.to_tokenizer(["video"], modality="VIDEO")).refusals
+    assert (status, "VIDEO is not served" in told) == (400, True)
+    (message,) = (await sglang.to_scheduler(["video"], modality="VIDEO")).parts
+    assert message.said.modality == Modality.VIDEO
+
+
+async def test_images_by_url_are_loaded_from_hosts_that_are_allowed(client: EncoderClient) -> None:
+    async with image_host() as host, gateway_for(client, image_hosts=[host.name]) as gateway:
+        host.body = FIRST
+        async with LanguageServer(gateway.url) as sglang:
+            (message,) = (await sglang.to_tokenizer([f"http://{host.name}/a.jpg"])).parts
+            assert_holds(message, (await rows_of(client, FIRST))[0], grids_of(client, (300, 220)))
+            ((status, _),) = (await sglang.to_tokenizer(["http://localhost:1/a.jpg"])).refusals
+            assert status == 403
+
+
+async def test_rows_are_sent_only_where_the_operator_allows(client: EncoderClient, server: Server) -> None:
+    elsewhere = AllowedReceivers(["10.0.0.0/8"], "1024-65535")
+    async with gateway_for(client, allowed=elsewhere) as gateway, LanguageServer(gateway.url) as sglang:
+        ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
+        assert (status, "--receivers" in message) == (403, True)
+        named = {"req_id": "r", "receive_count": 1, "receive_url": "127.0.0.1:4000"}
+        refused = await sglang._http.post(f"{gateway.url}/scheduler_receive_url", json=named)
+        assert (refused.status_code, "--receivers" in refused.json()["message"]) == (403, True)
+    assert (await numbers(server)).total("encoded_images_total") == 0
+
+
+async def test_a_caller_who_hangs_up_withdraws_the_images(
+    gateway: RunningGateway, server: Server, gate: Gate
+) -> None:
+    async with httpx2.AsyncClient() as http:
+        with gate.closed():
+            # One may be with the decoder already; the others wait behind it.
+            body = body_of([data_url(photo(200, 160, seed)) for seed in range(12)], port=40000)
+            posting = asyncio.create_task(http.post(f"{gateway.url}/encode", json=body, timeout=100))
+            await fetches_wait_for(server, 12)
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
+            await soon(lambda: gateway.count("parts_total", outcome="left") == 1)
+            await fetches_wait_for(server, 0)
+    assert gateway.count("parts_now") == 0
+    assert gateway.delivery.given == []
+
+
+async def test_nothing_stays_pinned_once_rows_were_sent_or_could_not_be(
+    gateway: RunningGateway,
+    sglang: LanguageServer,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "CONNECT_S", 0.2)
+    await sglang.to_tokenizer([data_url(THIRD)])
+    async with httpx2.AsyncClient() as http:
+        socket, port = sglang._bound()
+        socket.close()
+        answer = await http.post(
+            f"{gateway.url}/encode", json=body_of([data_url(THIRD)], port=port), timeout=100
+        )
+    assert (answer.status_code, "accepts no rows" in answer.json()["message"]) == (503, True)
+
+    async def unpinned() -> bool:
+        return (await numbers(server)).total("store_pinned_bytes") == 0
+
+    await soon(unpinned)
+
+
+async def test_parts_over_the_bound_wait_and_are_served_in_their_turn(
+    client: EncoderClient, server: Server, gate: Gate
+) -> None:
+    async with gateway_for(client, max_parts=2) as gateway, LanguageServer(gateway.url) as sglang:
+        with gate.closed():
+            asking = asyncio.create_task(
+                sglang.to_tokenizer(*[[data_url(photo(96, 96, seed))] for seed in range(5)])
+            )
+            await soon(lambda: gateway.count("parts_now") == 5)
+            await fetches_wait_for(server, 2)
+        assert len((await asking).parts) == 5
+
+
+async def test_a_body_over_the_limit_is_refused(client: EncoderClient) -> None:
+    async with gateway_for(client, max_body_bytes=1000) as gateway, LanguageServer(gateway.url) as sglang:
+        ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
+        assert (status, "--max-body-bytes" in message) == (400, True)
+
+
+async def test_metrics_are_exposed(gateway: RunningGateway, sglang: LanguageServer) -> None:
+    await sglang.to_tokenizer([data_url(FIRST)])
+    async with httpx2.AsyncClient() as http:
+        text = (await http.get(f"{gateway.url}/metrics")).text
+    assert 'sglang_gateway_parts_total{outcome="served"} 1.0' in text
+    assert "sglang_gateway_part_seconds_count 1.0" in text

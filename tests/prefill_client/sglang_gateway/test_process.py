@@ -1,0 +1,178 @@
+"""The gateway as a process, with a service that comes, goes and fills up."""
+
+import asyncio
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from testing.photos import data_url, photo
+from testing.server_process import ServerProcess
+from tests.processes import run, running
+from tests.sglang_gateway_process import GatewayProcess, running_gateway
+from tests.sglang_messages import body_of
+from tests.sglang_receiver import LanguageServer
+from tests.small_store import STORE_GIB
+from tests.waiting import START_S, soon
+
+# SGLang's own limit on a health check.
+HEALTH_S = 2.0
+FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2)
+
+
+async def has_health(gateway: GatewayProcess, status: int) -> bool:
+    async with httpx2.AsyncClient(timeout=100) as http:
+        return (await http.get(f"{gateway.url}/v0/health")).status_code == status
+
+
+@asynccontextmanager
+async def bootstrap_server() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]:
+    """Run what an SGLang runs for encoders that register; gives its URL and the calls made, `(method path, url)`."""
+    calls: list[tuple[str, str]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().partition("content-length:")[2].split()[0])
+        said = json.loads(await reader.readexactly(length))
+        calls.append((" ".join(head.split()[:2]), said["url"]))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nOK")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", calls
+
+
+async def test_a_gateway_serves_registers_and_ends_in_order(checkpoint: Path) -> None:
+    async with bootstrap_server() as (bootstrap, calls):
+        with running(checkpoint) as server:
+            settings = {
+                "register_at": bootstrap,
+                "register_as": "http://gateway:30001/",
+                "virtual_encoders": 2,
+                "language_model": checkpoint,
+            }
+            with running_gateway(server.endpoint, **settings) as gateway:
+                expected = [("POST /register_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
+                await soon(lambda: calls[:2] == expected)
+                async with LanguageServer(gateway.url, ranks=2) as sglang:
+                    assert len((await sglang.to_tokenizer([data_url(FIRST)], [data_url(SECOND)])).parts) == 2
+                    assert len((await sglang.to_scheduler([data_url(FIRST)])).messages) == 2
+                assert server.encodes() == 2
+                assert await asyncio.to_thread(gateway.terminate) == 0
+                gone = [("DELETE /unregister_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
+                assert calls[-2:] == gone
+                log = gateway.log.read_text()
+    assert "served, 1 images" in log
+    assert "Traceback" not in log
+
+
+async def test_health_is_answered_in_time_beside_parts_of_megabytes(checkpoint: Path) -> None:
+    # Bytes behind the end of a JPEG cost what a larger photo costs on its way, and nothing at the encoder.
+    image = data_url(photo(1600, 1200, 9) + bytes(2 << 20))
+    with (
+        running(checkpoint) as server,
+        running_gateway(server.endpoint) as gateway,
+        socket.create_server(("127.0.0.1", 0)) as receiver,  # it accepts, and never reads
+    ):
+        port = receiver.getsockname()[1]
+        bodies = [json.dumps(body_of([image] * 8, port=port)).encode() for _ in range(8)]
+        async with httpx2.AsyncClient(timeout=START_S) as http:
+            sending = [
+                asyncio.create_task(http.post(f"{gateway.url}/encode", content=body)) for body in bodies
+            ]
+            took_s = await asyncio.to_thread(health_until, gateway, lambda: gateway.count("images") >= 64)
+            for each in sending:
+                each.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+    assert max(took_s) < HEALTH_S
+
+
+def health_until(gateway: GatewayProcess, holds: Callable[[], bool]) -> list[float]:
+    """Return how long checks of health took, one after the other, until it holds."""
+    took_s = []
+    while not holds():
+        began = time.monotonic()
+        with urllib.request.urlopen(f"{gateway.url}/v3/health", timeout=START_S) as answer:
+            assert answer.status == 200
+        took_s.append(time.monotonic() - began)
+    return took_s
+
+
+async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path: Path) -> None:
+    at = {"listen": f"unix:{tmp_path / 'socket'}", "store_host_gib": STORE_GIB}
+    first = ServerProcess(checkpoint, **at)
+    first.wait_until_it_listens()
+    try:
+        with running_gateway(at["listen"]) as gateway:
+            async with LanguageServer(gateway.url) as sglang:
+                assert len((await sglang.to_tokenizer([data_url(FIRST)])).parts) == 1
+                first.kill()
+                await soon(lambda: has_health(gateway, 503))
+                asking = asyncio.create_task(sglang.to_tokenizer([data_url(FIRST)], [data_url(SECOND)]))
+                second = ServerProcess(checkpoint, **at)
+                try:
+                    await asyncio.to_thread(second.wait_until_it_listens)
+                    assert len((await asking).parts) == 2
+                    assert second.encodes() == 2
+                    await soon(lambda: has_health(gateway, 200))
+                finally:
+                    second.kill()
+    finally:
+        first.kill()
+
+
+async def test_a_service_that_stays_away_is_one_clear_503(checkpoint: Path) -> None:
+    with running(checkpoint) as server, running_gateway(server.endpoint, part_s=3) as gateway:
+        server.kill()
+        async with LanguageServer(gateway.url) as sglang:
+            ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
+            assert (status, server.endpoint in message) == (503, True), message
+            (stand_in,) = (await sglang.to_scheduler([data_url(FIRST)])).parts
+            assert stand_in.said.dtype == "uint8"
+
+
+def test_a_gateway_of_another_model_is_refused_at_start(
+    kept_checkpoint: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in checkpoint.iterdir():
+        (other / file.name).symlink_to(file)
+    settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").unlink()
+    (other / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}))
+    seeded = kept_checkpoint(seed=5)
+    with running(checkpoint) as server:
+        for folder, what in ((other, "image processor: "), (seeded, "vision weights: ")):
+            done = run(
+                "prefill-client", "sglang-gateway", "--encoder", server.endpoint, "--listen", "127.0.0.1:0",
+                "--language-model", folder,
+            )  # fmt: skip
+            assert (done.returncode, what in done.stderr) == (1, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (("--receivers", "nowhere"), "--receivers"),
+        (("--receiver-ports", "9-1"), "--receiver-ports"),
+        (("--image-hosts", "http://x"), "--image-hosts"),
+        (("--language-model", "/no/such/folder"), "--language-model"),
+        (("--listen", "unix:/tmp/x"), "--listen"),
+        (("--encoder", ","), "--encoder"),
+        (("--start-s", "0.2", "--encoder", "127.0.0.1:1"), "127.0.0.1:1"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(setting: tuple[str, ...], said: str) -> None:
+    done = run("prefill-client", "sglang-gateway", "--listen", "127.0.0.1:0", *setting)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,77 @@
+"""A gateway for SGLang in this process, as long as a test needs it."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import uvicorn
+from numpy.typing import NDArray
+
+from prefill_client import EncoderClient
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.sglang_gateway.delivery import Delivery
+from prefill_client.sglang_gateway.gateway import Gateway
+from prefill_client.sglang_gateway.http_service import HttpService
+from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.parts import Address, AllowedReceivers
+
+LOOPBACK = AllowedReceivers(["127.0.0.1"], "1024-65535")
+
+
+class NotedDelivery(Delivery):
+    """Delivers, and notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[list[Address], NDArray[np.generic]]] = []
+
+    async def deliver(self, receivers: Sequence[Address], frame: bytes, rows: NDArray[np.generic]) -> None:
+        self.given.append((list(receivers), rows))
+        await super().deliver(receivers, frame, rows)
+
+
+@dataclass
+class RunningGateway:
+    """A gateway that answers at `url`."""
+
+    url: str
+    gateway: Gateway
+    metrics: Metrics
+    delivery: NotedDelivery = field(default_factory=NotedDelivery)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"sglang_gateway_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def gateway_for(
+    client: EncoderClient,
+    *,
+    image_hosts: Sequence[str] = (),
+    max_parts: int = 64,
+    max_body_bytes: int = 64 << 20,
+    **settings: Any,
+) -> AsyncIterator[RunningGateway]:
+    """Run a gateway over a client."""
+    delivery, metrics = NotedDelivery(), Metrics()
+    loader = ImageLoader(Destinations(image_hosts), max_bytes=8 << 20, timeout_s=30)
+    given = {"allowed": LOOPBACK, "max_images": 70, "part_s": 100.0, **settings}
+    gateway = Gateway(client, loader, delivery, metrics, **given)
+    service = HttpService(gateway, metrics, max_parts=max_parts, max_body_bytes=max_body_bytes)
+    server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            yield RunningGateway(url, gateway, metrics, delivery)
+        finally:
+            server.should_exit = True
+            await running
+            delivery.close()

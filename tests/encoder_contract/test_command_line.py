@@ -30,7 +30,7 @@ def test_an_endpoint_is_taken_apart(text: str, parsed: tuple[str, int, str]) -> 
         *("http://host:1", "host:1/path", "user@host:1", "unix:", "unix:/" + "x" * 107),
     ],
 )
-def test_an_invalid_endpoint_is_told_the_format(text: str) -> None:
+def test_an_invalid_endpoint_is_refused_with_the_format(text: str) -> None:
     with pytest.raises(ValueError, match="unix:/path"):
         Endpoint.parse(text)
 

@@ -133,5 +133,5 @@ def test_no_image_of_any_variant_has_more_tokens_than_the_bound(
     "grid",
     [(1, 0, 0), (1, 3, 20), (1, 20, 3), (2, 20, 20), (0, 20, 20), (1, 2**32 - 2, 2**32 - 2), (1, 512, 512)],
 )
-def test_a_grid_that_no_image_has_is_told(grid):
+def test_an_impossible_grid_is_recognised(grid):
     assert not QWEN3_VL.has(Grid(*grid))

@@ -183,7 +183,7 @@ def test_a_file_that_may_have_a_rare_format_is_left_to_the_server(image):
     assert format_of(image) is None
 
 
-def test_a_format_is_told_by_the_first_bytes():
+def test_the_first_bytes_decide_the_format():
     assert [format_of(photo(8, 8, 1, kind)) for kind in FORMATS] == [*FORMATS]
     with pytest.raises(InvalidImageError, match="empty"):
         format_of(b"")

@@ -60,7 +60,7 @@ def test_the_segment_of_another_user_is_none(store, monkeypatch):
         ("127.0.0.1.example.com:50051", False),
     ],
 )
-def test_only_a_server_of_this_host_is_told_what_a_file_holds(store, endpoint, told):
+def test_only_a_server_of_this_host_gets_bytes_of_a_file(store, endpoint, told):
     assert segment_proof(endpoint, str(store.segment.path)) == (store.segment.segment_id if told else b"")
 
 

@@ -100,7 +100,7 @@ def test_a_value_that_cannot_be_meant_is_refused_before_torch_is_imported(
 
 
 @pytest.mark.parametrize("option", ["foo=1", "socket_timeout=soon"])
-async def test_an_option_of_the_index_that_redis_does_not_know_is_told(
+async def test_an_unknown_option_of_the_index_url_is_reported(
     config: Config, model: Model, option: str
 ) -> None:
     with pytest.raises(ConfigError, match="--index: an option of the URL"):
@@ -135,7 +135,7 @@ def test_a_misspelt_environment_name_is_met_with_the_right_one(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("setting", ["--listen", "--metrics-listen"])
-def test_a_taken_port_is_told_before_the_model_is_read(tmp_path: Path, taken: str, setting: str) -> None:
+def test_a_taken_port_is_reported_before_reading_the_model(tmp_path: Path, taken: str, setting: str) -> None:
     other = "--metrics-listen" if setting == "--listen" else "--listen"
     said = refused(
         *("encoder-service", "serve", "--model", tmp_path, setting, taken, other, "127.0.0.1:0"), code=2
@@ -152,7 +152,7 @@ def test_a_socket_file_of_a_running_server_is_not_replaced(checkpoint: Path, tmp
         assert "the address is taken" in said
 
 
-def test_a_refused_connection_is_told_in_a_line(free: str, tmp_path: Path) -> None:
+def test_a_refused_connection_is_reported_in_one_line(free: str, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     for command in (
         ("prefill-client", "encode", tmp_path / "photo.jpg", "--server", free),
@@ -161,7 +161,7 @@ def test_a_refused_connection_is_told_in_a_line(free: str, tmp_path: Path) -> No
         assert f"{free}: no server answers (Connection refused)" in refused(*command, code=1)
 
 
-def test_a_port_of_another_kind_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_port_of_another_kind_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     encode = ("prefill-client", "encode", tmp_path / "photo.jpg", "--server")
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:

@@ -62,7 +62,7 @@ async def test_a_server_reports_its_sandbox_and_ends_its_decoders(checkpoint: Pa
         assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], gone
 
 
-async def test_decoding_stays_in_the_server_where_it_is_told_to(checkpoint: Path) -> None:
+async def test_decoding_stays_in_the_server_on_request(checkpoint: Path) -> None:
     with running(checkpoint, decoder_process="no", decode_threads=1) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             assert await outcomes(client, [photo(64, 48, 1), photo(64, 48, 2, "PNG")]) == [None, None]

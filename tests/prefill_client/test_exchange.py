@@ -111,9 +111,7 @@ async def test_a_lost_image_of_an_earlier_response_says_what_to_do(server: Serve
 
 
 @pytest.mark.parametrize("lost", [True, False])
-async def test_an_error_of_vllm_is_told_unless_the_images_are_at_no_server(
-    server: Server, lost: bool
-) -> None:
+async def test_an_error_of_vllm_is_passed_on_unless_images_are_lost(server: Server, lost: bool) -> None:
     caller = Caller()
 
     async with (

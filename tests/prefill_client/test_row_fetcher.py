@@ -54,7 +54,7 @@ async def outcome(fetcher: RowFetcher) -> Outcome:
     return told
 
 
-async def test_rows_lie_where_they_are_wanted_once_their_outcome_is_told(
+async def test_rows_are_in_their_extents_when_the_outcome_arrives(
     client: EncoderClient, fetcher: RowFetcher, memory: HostMemory
 ) -> None:
     (image,) = await client.submit([photo(64, 96, 1)])

@@ -361,7 +361,7 @@ def test_hang_ups_do_not_harm_the_engine(http: HttpEngine) -> None:
     assert ask(http, PROMPTS[0])
 
 
-def test_without_the_service_a_request_is_told_so_and_with_it_again_served(
+def test_requests_are_refused_without_the_service_and_served_with_it(
     checkpoint: Path, right: list[list[dict[str, float]]]
 ) -> None:
     with (

@@ -47,7 +47,7 @@ def submit(engine: Engine, files: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_killed_and_started_anew_at_any_step(engine: Engine, server: Restartable, steps: int) -> None:
+def test_the_service_may_restart_at_any_step(engine: Engine, server: Restartable, steps: int) -> None:
     files = images(4000 + steps)
     parts = ["x", *files]
     right = engine.ask(parts, own=True)

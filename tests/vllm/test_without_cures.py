@@ -190,7 +190,7 @@ def test_rows_asked_for_only_once_are_missed_after_a_preemption(
         engine.run(request_id, steps=PATIENCE_STEPS)
 
 
-def test_a_request_whose_end_is_not_noted_holds_its_rows_for_ever(
+def test_without_its_end_noted_a_request_holds_its_rows_forever(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.scheduler.ec_connector, "request_finished", lambda *_, **__: (False, None))

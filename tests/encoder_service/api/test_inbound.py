@@ -59,7 +59,7 @@ async def test_a_compressed_message_is_refused_and_never_expanded(
     await raw.close()
 
 
-async def test_a_gzip_client_hears_that_compression_is_off(server: Server) -> None:
+async def test_a_gzip_client_is_refused_with_the_reason(server: Server) -> None:
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await EncoderServiceStub(channel).Describe(

@@ -70,7 +70,7 @@ async def test_callers_without_a_tenant_are_unauthenticated_in_every_call(
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
 
 
-async def test_a_client_without_a_token_hears_that_at_once(guard: Server) -> None:
+async def test_a_client_without_a_token_is_refused_at_once(guard: Server) -> None:
     with pytest.raises(UnauthenticatedError):
         await EncoderClient.connect(guard.endpoint, timeout_s=20)
 

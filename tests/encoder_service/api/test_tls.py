@@ -205,7 +205,7 @@ def test_on_this_host_no_protection_is_asked_for(config: Config, address: str) -
     assert replace(config, listen=address).listen == address
 
 
-async def test_a_client_that_is_told_nothing_hears_why_within_its_time(serving: Serving, ca: str) -> None:
+async def test_a_client_without_an_answer_gets_a_reason_by_its_deadline(serving: Serving, ca: str) -> None:
     async with serving() as server:
         told: list[str] = []
 

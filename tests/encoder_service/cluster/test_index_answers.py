@@ -13,7 +13,7 @@ from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 
-async def test_redis_that_is_flushed_is_told_again_without_anybody_being_alone(
+async def test_replicas_publish_again_after_redis_is_flushed(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     patient_s = 20.0  # what a busy machine adds is no outage

@@ -53,7 +53,7 @@ async def slowest_empty_answer(replica: Watched) -> float:
     return slowest
 
 
-async def test_redis_killed_and_back_empty_is_told_again_what_each_replica_holds(
+async def test_replicas_publish_again_after_redis_restarts_empty(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")

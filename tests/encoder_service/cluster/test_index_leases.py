@@ -137,7 +137,7 @@ async def test_a_dead_replica_vanishes_from_locate_and_acquire(join: Join) -> No
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
 
 
-async def test_a_waiter_is_told_where_an_address_was_published(join: Join) -> None:
+async def test_a_waiter_learns_where_an_address_was_published(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     addresses = new_addresses(8)
     await a.acquire(addresses)

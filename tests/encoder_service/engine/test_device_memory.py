@@ -219,7 +219,7 @@ def test_as_many_threads_decode_as_suit_the_device_or_as_were_asked_for(config: 
 
 
 @pytest.mark.gpu
-def test_the_state_of_a_gpus_memory_is_told() -> None:
+def test_the_state_of_gpu_memory_is_reported() -> None:
     device = Device("cuda")
     before = device.memory()
     kept = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")

@@ -198,7 +198,7 @@ async def test_sleeping_stages_leave_the_loop_its_turn_to_answer(model: Model) -
         assert job.stage_ms
 
 
-async def test_images_whose_callers_left_while_their_batch_failed_are_begun_anew(model: Model) -> None:
+async def test_images_withdrawn_during_a_failed_batch_can_start_again(model: Model) -> None:
     gate = Gate(model)
     failing, fail = threading.Event(), threading.Event()
 

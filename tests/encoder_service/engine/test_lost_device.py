@@ -95,7 +95,7 @@ async def ending(stage: str, checkpoint: Path, tmp_path: Path, *more: str) -> As
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_callers_hear_unavailable_health_says_so_and_the_process_ends(
+async def test_a_lost_device_ends_calls_health_and_the_process(
     stage: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     async with ending(stage, checkpoint, tmp_path) as endpoint:

@@ -305,7 +305,7 @@ def test_an_invalid_decoder_answer_is_rejected() -> None:
             parsed(reply)
 
 
-def test_every_reason_of_a_death_is_told_to_the_caller_in_its_own_way(pool: DecoderPool) -> None:
+def test_every_reason_of_a_decoder_death_has_its_own_error(pool: DecoderPool) -> None:
     errors = {reason: pool._error(reason, "decoding this JPEG", "1 s", 1) for reason in DEATHS}
     temporary = {reason for reason, error in errors.items() if error.retryable}
     assert temporary == {"killed", "stuck"}

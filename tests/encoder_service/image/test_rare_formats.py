@@ -220,7 +220,7 @@ def test_every_format_is_one_that_this_pillow_reads() -> None:
     assert set(RARE_FORMATS) <= set(Image.ID)
 
 
-async def test_a_client_hears_the_grid_of_a_rare_image_from_the_server(
+async def test_the_server_answers_with_the_grid_of_a_rare_image(
     server: Server, client: EncoderClient
 ) -> None:
     geometry = client.description.geometry

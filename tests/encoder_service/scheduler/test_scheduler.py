@@ -91,7 +91,7 @@ def test_withdrawing_the_demand_makes_the_work_speculative_again():
 # Ageing
 
 
-def test_a_request_identifier_used_for_ever_does_not_stay_the_oldest():
+def test_a_reused_request_identifier_does_not_stay_the_oldest():
     scheduler = make()
     want(scheduler, "x0", "for-ever")
     rival = want(scheduler, "rival", "rival", patches=2 * PATCHES)

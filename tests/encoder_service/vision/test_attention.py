@@ -181,7 +181,7 @@ def test_several_segments_cannot_be_fixed():
         Segments((4, 8), torch.tensor([0, 4, 12], dtype=torch.int32), 8, fixed=True)
 
 
-def test_no_pick_of_auto_for_packs_plans_for_every_length():
+def test_auto_never_picks_a_planning_backend_for_packed_segments():
     assert PACKED == ("flash3", "varlen", "flash2", "sdpa")
     assert "cudnn" in BACKENDS
 

@@ -54,7 +54,7 @@ async def test_a_restarted_server_shares_its_memory_again(config: Config, model:
         await soon(both_ways)
 
 
-async def test_a_server_that_is_slow_to_connect_is_connected_to_all_the_same(
+async def test_a_server_that_connects_slowly_is_still_used(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connecting takes longer than a call waits for it: later calls go on with the attempt of earlier ones."""
@@ -95,7 +95,7 @@ async def test_a_call_keeps_its_connection_when_later_calls_get_a_new_one(
         stream.close()
 
 
-async def test_a_server_that_was_killed_and_started_anew_shares_its_memory_again(config: Config) -> None:
+async def test_a_killed_and_restarted_server_shares_its_memory_again(config: Config) -> None:
     with running(config.model, **STORES) as first:
         async with await EncoderClient.connect(first.endpoint) as client, client.put(PRODUCER) as session:
             assert await transports(client, session) == ("shm", "shm")

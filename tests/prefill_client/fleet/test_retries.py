@@ -90,7 +90,7 @@ async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(
         await refusing.stop(0)
 
 
-def test_whose_time_runs_out_over_refusals_is_told_of_the_refusal() -> None:
+def test_a_deadline_during_refusals_ends_with_the_refusal() -> None:
     tried = attempts()
     refusal = OverloadedError("full", retry_after_ms=10)
     tried.pause_s(refusal, can_resubmit=False)

@@ -112,7 +112,7 @@ DRIPPING = {
 
 
 @pytest.mark.parametrize("what", DRIPPING)
-async def test_a_host_that_drips_has_its_time_for_everything_together(what: str) -> None:
+async def test_a_slow_host_has_one_time_limit_for_everything(what: str) -> None:
     with dripping_host(DRIPPING[what]) as host:
         loader = ImageLoader(Destinations([host]), max_bytes=1 << 20, timeout_s=0.5)
         with pytest.raises(ImageHostError):

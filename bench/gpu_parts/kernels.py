@@ -48,7 +48,9 @@ class Case:
 
 def cases() -> list[Case]:
     """Every kernel as the published tower calls it."""
-    norm = dict.fromkeys(("residual", "delta", "weight", "bias", "out"), "*bf16") | {"eps": "fp32"}
+    norm = dict.fromkeys(("residual", "delta", "weight", "bias", "out", "scales"), "*bf16") | {"eps": "fp32"}
+    eighth = {"out": "*fp8e4nv", "scales": "*fp32"}
+    range_of_fp8 = {"tiny": TINY, "largest": FP8_MAX}
     rotation = {
         "packed": "*bf16",
         "coordinates": "*i32",
@@ -60,27 +62,43 @@ def cases() -> list[Case]:
     block = {"block": pointwise_triton.BLOCK}
     return [
         Case(
-            f"sum and {kind} of {width}",
+            f"sum and {kind} of {width}{' in FP8' if quantise else ''}",
             pointwise_triton.add_norm_kernel,
-            norm,
-            {"width": width, "columns": triton.next_power_of_2(width), "add": True, "rms": kind == "RMSNorm"},
+            norm | (eighth if quantise else {}),
+            {
+                "width": width,
+                "columns": triton.next_power_of_2(width),
+                "add": True,
+                "rms": kind == "RMSNorm",
+                "quantise": quantise,
+                **range_of_fp8,
+            },
             warps=8 if width > 2048 else 4,
         )
-        for kind, width in (("LayerNorm", EMBED), ("LayerNorm", MERGED), ("RMSNorm", 1280))
+        for kind, width, quantise in (
+            ("LayerNorm", EMBED, False),
+            ("LayerNorm", EMBED, True),
+            ("LayerNorm", MERGED, False),
+            ("RMSNorm", 1280, False),
+            ("RMSNorm", 1280, True),
+        )
     ] + [
         Case("rotation", pointwise_triton.rotate_kernel, rotation, pairs | block),
         Case("GELU", pointwise_triton.gelu_erf_kernel, {"values": "*bf16", "count": "i32"}, block),
-        Case(
-            f"FP8 of {INTERMEDIATE}",
-            pointwise_triton.quantise_kernel,
-            {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"},
-            {
-                "width": INTERMEDIATE,
-                "columns": triton.next_power_of_2(INTERMEDIATE),
-                "tiny": TINY,
-                "largest": FP8_MAX,
-            },
-            warps=8,
+        *(
+            Case(
+                f"{'GELU and ' if gelu else ''}FP8 of {INTERMEDIATE}",
+                pointwise_triton.quantise_kernel,
+                {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"},
+                {
+                    "width": INTERMEDIATE,
+                    "columns": triton.next_power_of_2(INTERMEDIATE),
+                    "gelu": gelu,
+                    **range_of_fp8,
+                },
+                warps=8,
+            )
+            for gelu in (False, True)
         ),
         *resizes(),
     ]

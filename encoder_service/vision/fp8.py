@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from encoder_contract.tower_spec import full_blocks
 from encoder_service.vision.layers import Linear
-from encoder_service.vision.pointwise import Pointwise
+from encoder_service.vision.pointwise import Norm, Pointwise, Quantised
 
 # The sides of a product that the matrix units take in FP8.
 FP8_MULTIPLE = 16
@@ -24,14 +24,25 @@ class Fp8Linear(Linear):
         super().__init__(0, 0, bias=False)
         values, scales = pointwise.quantised(product.weight)
         self.bias = product.bias
+        self._dtype = product.weight.dtype
         self._pointwise = pointwise
         self._scales = scales[None]
         # On the CPU in the type that they are multiplied in; on CUDA column by column, as the matrix units read it.
         self._values = values.t() if values.is_cuda else values.float().t()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, inputs] → [rows, outputs], in the type of `x`."""
-        values, scales = self._pointwise.quantised(x)
+    def norm_for(
+        self, pointwise: Pointwise, residual: Tensor, delta: Tensor | None, norm: Norm
+    ) -> Tensor | Quantised:
+        """See `Linear`: quantised while the row is at hand."""
+        return pointwise.add_norm_quantised(residual, delta, norm)
+
+    def gelu_tanh_for(self, product: Linear, x: Tensor | Quantised) -> Tensor | Quantised:
+        """See `Linear`: quantised in the pass of the GELU."""
+        return self._pointwise.gelu_tanh_quantised(product(x))
+
+    def forward(self, x: Tensor | Quantised) -> Tensor:
+        """[rows, inputs] → [rows, outputs], in the type of the weights before they were quantised."""
+        values, scales = x if isinstance(x, Quantised) else self._pointwise.quantised(x)
         if values.is_cuda:
             return torch._scaled_mm(
                 values,
@@ -39,13 +50,13 @@ class Fp8Linear(Linear):
                 scale_a=scales[:, None],
                 scale_b=self._scales,
                 bias=self.bias,
-                out_dtype=x.dtype,
+                out_dtype=self._dtype,
                 use_fast_accum=True,
             )
         product = (values.float() @ self._values) * scales[:, None] * self._scales
-        return (product if self.bias is None else product + self.bias.float()).to(x.dtype)
+        return (product if self.bias is None else product + self.bias.float()).to(self._dtype)
 
-    def gelu_tanh(self, x: Tensor) -> Tensor:
+    def gelu_tanh(self, x: Tensor | Quantised) -> Tensor:
         """The product's GELU in its tanh form, in a pass of its own."""
         return functional.gelu(self(x), approximate="tanh")
 

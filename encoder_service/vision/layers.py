@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import TowerSpec
-from encoder_service.vision.pointwise import Norm, Pointwise
+from encoder_service.vision.pointwise import Norm, Pointwise, Quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,19 @@ class Linear(nn.Module):
             return self._packed_product(x, "none", "")
         return functional.linear(x, self.weight, self.bias)
 
-    def gelu_tanh(self, x: Tensor) -> Tensor:
+    def norm_for(
+        self, pointwise: Pointwise, residual: Tensor, delta: Tensor | None, norm: Norm
+    ) -> Tensor | Quantised:
+        """Add `delta` to `residual` in place and return the norm of the sum, as this product takes it."""
+        return pointwise.add_norm(residual, delta, norm)
+
+    def gelu_tanh_for(self, product: "Linear", x: Tensor | Quantised) -> Tensor | Quantised:
+        """The GELU of another product of `x` in its tanh form, as this product takes it."""
+        return product.gelu_tanh(x)
+
+    def gelu_tanh(self, x: Tensor | Quantised) -> Tensor:
         """The product's GELU in its tanh form."""
+        assert isinstance(x, Tensor)
         if self._packed is not None:
             return self._packed_product(x, "gelu", "tanh")
         if x.is_cuda and x.dtype is not torch.float32 and self.bias is not None:
@@ -167,18 +178,19 @@ class Residual:
     def __len__(self) -> int:
         return len(self._tiles)
 
-    def add(self, number: int, product: Linear, x: Tensor) -> None:
+    def add(self, number: int, product: Linear, x: Tensor | Quantised) -> None:
         """Add the product of `x` to a tile whose norm was taken since it was last added to."""
         assert self._pending[number] is None
         if product.adds:
+            assert isinstance(x, Tensor)
             self._tiles[number] = product.plus(self._tiles[number], x)
         else:
             self._pending[number] = product(x)
 
-    def normed(self, number: int, norm: Norm) -> Tensor:
-        """Return the norm of a tile."""
+    def normed(self, number: int, norm: Norm, product: Linear) -> Tensor | Quantised:
+        """Return the norm of a tile, as `product` takes it."""
         delta, self._pending[number] = self._pending[number], None
-        return self._pointwise.add_norm(self._tiles[number], delta, norm)
+        return product.norm_for(self._pointwise, self._tiles[number], delta, norm)
 
     def whole(self) -> Tensor:
         """Return the stream [patches, embed]."""
@@ -311,13 +323,13 @@ class SelfAttention(nn.Module):
         shape = (3, self._heads, self._head_size)
         packed, rotate = layout.projected, layout.pointwise.rotate
         if packed is None:
-            whole: Tensor = self.qkv(hidden.normed(0, norm)).view(-1, *shape)
+            whole: Tensor = self.qkv(hidden.normed(0, norm, self.qkv)).view(-1, *shape)
             turned = whole[:, :2]
             rotate(turned, layout.rotations, turned)
             return whole
         tiles = zip(layout.cut(layout.rotations), layout.cut(packed), strict=True)
         for number, (rotations, out) in enumerate(tiles):
-            projected = self.qkv(hidden.normed(number, norm)).view(-1, *shape)
+            projected = self.qkv(hidden.normed(number, norm, self.qkv)).view(-1, *shape)
             rotate(projected[:, :2], rotations, out[:, :2])
             out[:, 2] = projected[:, 2]
         return packed

@@ -1,6 +1,6 @@
 """What lies between the products: norms with the residual sum before them, rotation, GELU; in plain torch."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,13 @@ class Norm(nn.Module):
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class Quantised(NamedTuple):
+    """Rows in 8-bit floating point: `values` [rows, width] of `FP8`, and the scale of each row, float32 [rows]."""
+
+    values: Tensor
+    scales: Tensor
+
+
 class Pointwise(Protocol):
     """An implementation: all give what `PlainPointwise` does, but for one rounding in the last place."""
 
@@ -56,11 +63,19 @@ class Pointwise(Protocol):
         """The GELU of `x`, which is used up."""
         ...
 
-    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `x` [rows, width] as `FP8` values and the scale of each row, float32 [rows].
+    def quantised(self, x: Tensor) -> Quantised:
+        """Return `x` [rows, width] in 8-bit floating point.
 
         The largest value of a row becomes `FP8_MAX`; the others are rounded to the nearest, ties to even.
         """
+        ...
+
+    def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
+        """Return what `quantised` makes of `add_norm`, with the sum in `residual` all the same."""
+        ...
+
+    def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
+        """Return what `quantised` makes of the GELU of `x` in its tanh form; `x` is used up."""
         ...
 
 
@@ -94,11 +109,19 @@ class PlainPointwise:
         """See `Pointwise`."""
         return functional.gelu(x)
 
-    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantised(self, x: Tensor) -> Quantised:
         """See `Pointwise`."""
         scales = x.abs().amax(dim=1).float().clamp_min(TINY) / FP8_MAX
         values = (x.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX)
-        return values.to(FP8), scales
+        return Quantised(values.to(FP8), scales)
+
+    def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
+        """See `Pointwise`: in two passes."""
+        return self.quantised(self.add_norm(residual, delta, norm))
+
+    def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
+        """See `Pointwise`: in two passes."""
+        return self.quantised(functional.gelu(x, approximate="tanh"))
 
 
 def rotary_frequencies(spec: TowerSpec) -> Tensor:

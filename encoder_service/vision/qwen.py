@@ -63,9 +63,9 @@ class Mlp(nn.Module):
 
     def add_to(self, hidden: Residual, number: int, norm: Norm) -> None:
         """Add to a tile of the stream the MLP of its norm."""
-        x = hidden.normed(number, norm)
+        x = hidden.normed(number, norm, self.linear_fc1)  # the gate's product takes it in the same form
         if self.gate_proj is None:
-            inside = self.linear_fc1.gelu_tanh(x)
+            inside = self.linear_fc2.gelu_tanh_for(self.linear_fc1, x)
         else:
             inside = functional.silu(self.gate_proj(x)).mul_(self.linear_fc1(x))
         hidden.add(number, self.linear_fc2, inside)

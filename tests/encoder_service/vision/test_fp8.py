@@ -97,6 +97,44 @@ def test_quantised_rows_do_not_depend_on_their_neighbours_to_the_bit(folders):
         assert torch.equal(rows, tower.encode([image], [grid])[0])
 
 
+@pytest.mark.parametrize(("model_type", "alone"), [("qwen3_vl", 1), ("qwen2_5_vl", 2)])
+def test_norms_and_gelus_are_quantised_in_one_pass_with_the_same_rows(
+    folders, model_type, alone, monkeypatch
+):
+    """By itself is quantised what attention gives, and what a gated MLP has inside."""
+    tower, calls = load(folders[model_type]), []
+
+    class Counting(PlainPointwise):
+        def quantised(self, x):
+            calls.append("alone")
+            return super().quantised(x)
+
+        def add_norm_quantised(self, *given):
+            calls.append("norm")
+            return PlainPointwise().add_norm_quantised(*given)
+
+        def gelu_tanh_quantised(self, x):
+            calls.append("gelu")
+            return PlainPointwise().gelu_tanh_quantised(x)
+
+    patches = random_patches(GRIDS[:1], tower.spec.patch_values)
+    rows = tower.encode(patches, GRIDS[:1])[0]
+    tower._pointwise = Counting()
+    for part in tower._module.modules():
+        if isinstance(part, Fp8Linear):
+            part._pointwise = tower._pointwise
+    assert torch.equal(tower.encode(patches, GRIDS[:1])[0], rows)
+    blocks = DEPTH - full_blocks(DEPTH)
+    assert [calls.count(kind) for kind in ("alone", "norm", "gelu")] == [
+        alone * blocks,
+        2 * blocks,
+        (2 - alone) * blocks,
+    ]
+    for name in ("norm_for", "gelu_tanh_for"):  # as products in full precision take them
+        monkeypatch.setattr(Fp8Linear, name, getattr(Linear, name))
+    assert torch.equal(tower.encode(patches, GRIDS[:1])[0], rows)
+
+
 def test_another_element_type_than_bfloat16_is_refused(folders):
     with pytest.raises(ValueError, match="precision fp8 is for bfloat16"):
         load(folders["qwen3_vl"], dtype="float32")

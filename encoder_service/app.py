@@ -65,7 +65,6 @@ LOST_DEVICE = 70  # exit code: the orchestrator starts a fresh process
 ABORT_S = 10.0  # beyond `drain_s`: a thread may wait without end for a device that is lost
 # Images decoded ahead of the ViT, besides the bound in patches, within which there may be a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
-MIN_BATCH_AHEAD = 16384  # patches: 25 MB
 
 
 class Server:
@@ -188,7 +187,7 @@ class Server:
                 host_bytes=int(config.store_host_gib * GIB),
                 device_bytes=int(config.store_device_gib * GIB),
                 device=self._model.device.name,
-                width=self._model.tower.spec.width,
+                width=self._model.tower.width,
                 dtype=self._model.tower.dtype,
                 segment_dir=str(config.store_segment_dir),
                 on_evict=self._on_evict,
@@ -198,12 +197,10 @@ class Server:
             raise ConfigError(str(error)) from error
 
     def _build_jobs(self) -> JobQueue:
-        # One batch that waits while the next is filled; but never so few that small images cannot pass large ones.
-        max_ahead = 2 * max(self._model.tower.batch_patches, MIN_BATCH_AHEAD)
         return JobQueue(
             Scheduler(
                 self.budgets.queue,
-                max_ahead_patches=max_ahead,
+                max_ahead_patches=self._model.tower.ahead_patches,
                 max_ahead_images=MAX_AHEAD_IMAGES,
                 large_pixels=DECODE_PIXELS,
             ),
@@ -237,7 +234,7 @@ class Server:
             source_ttl_s=int(config.source_ttl_s),
             max_source_bytes=config.max_shared_bytes,
         )
-        rows = RowType(tower.spec.width, tower.dtype, recipe.dtype, self._model.processor.geometry)
+        rows = RowType(tower.width, tower.dtype, recipe.dtype, self._model.tower.geometry)
         peers = Peers(
             recipe.model,
             recipe.processor,
@@ -260,7 +257,7 @@ class Server:
     def _build_images(self) -> Images:
         config = self._config
         validator = Validator(
-            self._model.processor.geometry,
+            self._model.tower.geometry,
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             formats=config.accepted_formats,
@@ -279,11 +276,11 @@ class Server:
 
     def _build_service(self) -> EncoderService:
         config, model = self._config, self._model
-        width = model.tower.spec.width
+        width = model.tower.width
         info = ServerInfo(
             description=self._description,
             recipe=model.recipe,
-            geometry=model.processor.geometry,
+            geometry=model.tower.geometry,
             rows=RowFormat(width, model.recipe.dtype, width * model.tower.dtype.itemsize),
             transports=Transports(self.store),
             accepts_put=config.accept_put == "yes",

@@ -16,11 +16,11 @@ from typing import Any
 from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
 from encoder_contract.credentials import Credentials
 from encoder_contract.endpoint import Endpoint
-from encoder_contract.processor import read_processor
 from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
+from encoder_service.families.choice import check_model
 from encoder_service.logs import set_up_logging
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
@@ -171,7 +171,7 @@ def _serve(given: dict[str, object]) -> int:
     config.peer_certificates()
     config.fleet_key()
     read_tenants(config)
-    read_processor(config.model)
+    check_model(config.model)
     # torch takes seconds to import: not before the flags are known to be good.
     from encoder_service.app import LOST_DEVICE, Server
     from encoder_service.engine.model import load_model

@@ -31,8 +31,8 @@ class Image:
     """An image file with what its bytes say: the content digest, and from the header the grid and token count.
 
     `data` is the file. `digest` has 32 bytes (BLAKE3). `tokens` is the number of its rows and of its prompt tokens.
-    Only the server reads the header of a file in a rare format (TIFF, AVIF, ...): `grid` is None and `tokens` 0, and
-    the answer to its Submit has both.
+    Only the server reads the header of a file in a rare format (TIFF, AVIF, ...), and for some models only the server
+    counts rows (`Description.geometry`): `grid` is None and `tokens` 0, and the answer to its Submit has both.
     """
 
     data: bytes = field(repr=False)
@@ -249,19 +249,21 @@ class FetchedRows:
             yield replace(self, rows=rows)
 
 
-def read_images(files: Sequence[bytes | Image], geometry: Geometry) -> list[Image | EncoderError]:
+def read_images(files: Sequence[bytes | Image], geometry: Geometry | None) -> list[Image | EncoderError]:
     """Hash the files and read their headers. Return an `Image` for each, or the error of a file that is no image.
 
-    An `Image` is returned as it is. A 300 KB photo takes about 0.2 ms: on an event loop, call this in a worker thread.
+    `geometry` is `Description.geometry`. An `Image` is returned as it is. A 300 KB photo takes about 0.2 ms: on an
+    event loop, call this in a worker thread.
     """
     return [file if isinstance(file, Image) else _read(file, geometry) for file in files]
 
 
-def _read(data: bytes, geometry: Geometry) -> Image | EncoderError:
+def _read(data: bytes, geometry: Geometry | None) -> Image | EncoderError:
     try:
-        if format_of(data) is None:
+        size = read_header(data).upright if format_of(data) is not None else None
+        if geometry is None or size is None:
             return Image(data, content_digest(data), None, 0)
-        grid = geometry.grid(*read_header(data).upright)
+        grid = geometry.grid(*size)
     except EncoderError as error:
         return error
     return Image(data, content_digest(data), grid, geometry.tokens(grid))

@@ -87,7 +87,8 @@ class Chat:
         prefixes: PrefixCache | None = None,
     ) -> None:
         """Raises `ModelMismatchError` if encoder and language model merge different numbers of patches into a row."""
-        theirs, ours = client.description.geometry.merge_size, engine.language_model.merge_size
+        geometry, ours = client.description.geometry, engine.language_model.merge_size
+        theirs = geometry.merge_size if geometry else 1
         if theirs != ours:
             raise ModelMismatchError(f"the encoder merges {theirs} patches a side, the model {ours}")
         self.client = client

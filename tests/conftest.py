@@ -107,6 +107,12 @@ def kept_checkpoint(pytestconfig: pytest.Config) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def kept_family(pytestconfig: pytest.Config) -> Callable[..., Path]:
+    """Return a function that gives the folder `write_family_checkpoint` fills, as `kept_checkpoint` does."""
+    return partial(checkpoint_cache.kept_family, pytestconfig.cache.mkdir("checkpoints"))
+
+
+@pytest.fixture(scope="session")
 def checkpoint(kept_checkpoint: Callable[..., Path]) -> Path:
     """A small Qwen3-VL checkpoint folder with seeded weights, which a test must not change."""
     return kept_checkpoint()

@@ -38,7 +38,7 @@ class Bench:
     def submit(self, image: bytes, claim: Claim) -> Job:
         """Queue an image."""
         header = read_header(image)
-        grid = self.model.processor.geometry.grid(*header.upright)
+        grid = self.model.tower.geometry.grid(*header.upright)
         key = self.model.recipe.key(content_digest(image))
         job = self.jobs.submit(key, Source(key.source_key, image, header), grid, claim)
         assert job is not None, "it is held already"
@@ -93,7 +93,7 @@ async def running(
     if decode is not None:
         model = replace(model, decoder=cast(Decoder, Changed(model.decoder, decode=decode)))
     options = {"host_bytes": 32 << 20, **store}
-    kept = Store(width=model.tower.spec.width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
+    kept = Store(width=model.tower.width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
     limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
     ended: dict[bytes, Pin | EncoderError] = {}
     jobs = JobQueue(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from encoder_contract.errors import ModelMismatchError
 from encoder_contract.fleet_key import FleetKey
-from encoder_contract.geometry import Geometry
+from encoder_contract.geometry import GridRule
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
 from encoder_service.api import messages
@@ -25,7 +25,7 @@ class ServerInfo:
 
     description: pb.DescribeResponse
     recipe: Recipe
-    geometry: Geometry
+    geometry: GridRule
     rows: RowFormat
     transports: Transports
     accepts_put: bool
@@ -47,23 +47,18 @@ class ServerInfo:
 
 def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) -> pb.DescribeResponse:
     """Return the Describe response."""
-    spec, geometry = model.tower.spec, model.processor.geometry
+    tower = model.tower
     return pb.DescribeResponse(
         version=__version__,
-        model_type=spec.model_type,
+        model_type=tower.model_type,
         model_name=config.model.resolve().name,
         model_fingerprint=model.recipe.model,
         processor_fingerprint=model.recipe.processor,
         dtype=model.recipe.dtype,
-        width=spec.width,
-        hidden=spec.hidden,
-        deepstack_levels=spec.levels,
-        geometry=pb.Geometry(
-            patch_size=geometry.patch_size,
-            merge_size=geometry.merge_size,
-            min_pixels=geometry.min_pixels,
-            max_pixels=geometry.max_pixels,
-        ),
+        width=tower.width,
+        hidden=tower.hidden,
+        deepstack_levels=tower.levels,
+        geometry=messages.geometry_message(tower.geometry),
         limits=pb.Limits(
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
@@ -77,17 +72,16 @@ def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) ->
 
 def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
     """Return the settings in effect, as text for people."""
-    spec, geometry = model.tower.spec, model.processor.geometry
+    tower = model.tower
     return {
-        "model": f"{config.model} ({spec.model_type}, {model.recipe.model.hex()[:12]})",
+        "model": f"{config.model} ({tower.model_type}, {model.recipe.model.hex()[:12]})",
         "fingerprint": model.recipe.model.hex(),
         "device": "none: stores only"
         if config.stores_only
-        else f"{model.device.name}, {model.recipe.dtype}, attention {model.tower.attention}",
+        else f"{model.device.name}, {model.recipe.dtype}, attention {tower.attention}",
         "decoder": model.decoder.name,
-        "rows": f"{spec.width} wide ({spec.hidden} x {1 + spec.levels})",
-        "geometry": f"patch {geometry.patch_size}, merge {geometry.merge_size}, "
-        f"{geometry.min_pixels} to {geometry.max_pixels} pixels",
+        "rows": f"{tower.width} wide ({tower.hidden} x {1 + tower.levels})",
+        "geometry": str(tower.geometry),
         "limits": f"{config.max_image_bytes >> 20} MiB and {config.max_image_pixels / 1e6:g} megapixels an image, "
         f"{config.max_queued_images} images queued",
         "store": f"{config.store_host_gib:g} GiB host, {config.store_device_gib:g} GiB device, "

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.errors import EncoderError, InvalidRequestError, Status
 from encoder_contract.framing import parse_rows
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import Geometry, Grid, GridRule
 from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.images import LookupResult, PutImage
@@ -138,6 +138,18 @@ def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -
 def put_image(by: Producer, salt: bytes, name: pb.PutName) -> PutImage:
     """Return an image that a caller of Put names. Raises `InvalidRequestError`."""
     return PutImage(name.index, put_image_key(by, name, salt), Grid(name.grid.t, name.grid.h, name.grid.w))
+
+
+def geometry_message(rule: GridRule) -> pb.Geometry | None:
+    """Return the message of a geometry; None for a rule that only the server can compute."""
+    if not isinstance(rule, Geometry):
+        return None
+    return pb.Geometry(
+        patch_size=rule.patch_size,
+        merge_size=rule.merge_size,
+        min_pixels=rule.min_pixels,
+        max_pixels=rule.max_pixels,
+    )
 
 
 def grid_message(grid: tuple[int, int, int]) -> pb.Grid:

@@ -17,7 +17,7 @@ from encoder_contract.certificates import Certificates
 from encoder_contract.errors import ForbiddenError, InternalError, UnavailableError, from_status
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.framing import checksum, parse_fetch_response
-from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.keys import ImageKey
 
@@ -49,7 +49,7 @@ class RowType:
     width: int
     dtype: torch.dtype
     dtype_name: str
-    geometry: Geometry
+    geometry: GridRule
 
     @property
     def row_bytes(self) -> int:

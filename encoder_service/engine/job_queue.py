@@ -15,7 +15,6 @@ from time import monotonic
 
 import torch
 from cachetools import FIFOCache
-from torch import Tensor
 
 from encoder_contract.errors import (
     AbandonedError,
@@ -27,6 +26,7 @@ from encoder_contract.errors import (
 )
 from encoder_contract.geometry import Grid
 from encoder_service.engine.device import Device
+from encoder_service.families.model import Inputs
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
@@ -56,7 +56,7 @@ class Job:
     grid: Grid
     task: Task
     queued_at: float
-    patches: Tensor | None = None
+    patches: Inputs | None = None
     patches_ready: "torch.cuda.Event | None" = None
     stage_ms: dict[str, float] = field(default_factory=dict)
     stage_began_s: dict[str, float] = field(default_factory=dict)  # on time.monotonic's clock
@@ -260,7 +260,7 @@ class JobQueue:
             self._scheduler.put_apart(job.task, monotonic())
             self._turn.notify_all()
 
-    def prepared(self, jobs: Sequence[tuple[Job, Tensor]], ready: "torch.cuda.Event | None") -> None:
+    def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
         """Report that the patches of these jobs are ready, on CUDA once `ready` passes."""
         with self._turn:
             for job, patches in jobs:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint folder: vision tower, processor settings, decoder, resize; and plans the device's memory.
+"""Loads a checkpoint folder: its vision model and a decoder; and plans the device's memory.
 
 `MemoryPlan` divides the memory of a GPU at start, before the device tier of the store takes its share.
 """
@@ -9,19 +9,19 @@ from typing import Self
 
 import torch
 
-from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint, read_config
-from encoder_contract.processor import ProcessorSettings, read_processor
-from encoder_contract.tower_spec import TowerSpec
+from encoder_contract.checkpoint import read_config
+from encoder_contract.processor import read_processor
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.families.choice import check_model, load_family
+from encoder_service.families.model import LoadOptions, VisionModel
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import DECODE_PIXELS, Decoder, FileDecoder, PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
 from encoder_service.image.pillow import missing
-from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL, Resize
-from encoder_service.image.resize_choice import make_resize
+from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
 from encoder_service.keys import Recipe
-from encoder_service.vision import NoTower, Tower, load_tower
+from encoder_service.vision import NoTower
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,9 @@ BATCHES_UNDER_WAY = 3
 class Model:
     """What is loaded from the checkpoint folder."""
 
-    tower: Tower
-    processor: ProcessorSettings
+    tower: VisionModel
     recipe: Recipe
     decoder: Decoder
-    resize: Resize
     device: Device
 
 
@@ -48,7 +46,7 @@ def load_model(config: Config) -> Model:
 
     A server that only stores needs neither weights nor a device: of its folder only the configuration is read.
     """
-    processor = read_processor(config.model)
+    check_model(config.model)
     device = "cpu" if config.stores_only else _device(config.device)
     if lacking := missing(config.accepted_formats):
         raise ConfigError(
@@ -56,15 +54,11 @@ def load_model(config: Config) -> Model:
         )
     decoder = _decoder(config, device)
     try:
-        dtype = _dtype(config)
-        tower = _tower(config, device, dtype, processor)
-        resize = make_resize(processor.geometry, torch.device(device))
+        tower = _tower(config, device, _dtype(config))
         decoder.start()
-        fingerprint = _fingerprint(config)
     except (OSError, ValueError, DecoderStartError) as error:
         raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
-    recipe = Recipe(fingerprint, processor.fingerprint, dtype)
-    return Model(tower, processor, recipe, decoder, resize, Device(device))
+    return Model(tower, tower.recipe, decoder, Device(device))
 
 
 def decode_threads(config: Config, device: Device) -> int:
@@ -110,26 +104,20 @@ def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
         return None
 
 
-def _tower(config: Config, device: str, dtype: str, processor: ProcessorSettings) -> Tower:
+def _tower(config: Config, device: str, dtype: str) -> VisionModel:
     if config.stores_only:
-        return NoTower(config.model, dtype=dtype, processor=processor)
-    return load_tower(
-        config.model,
+        processor, fingerprint = read_processor(config.model), bytes.fromhex(config.model_fingerprint)
+        return NoTower(config.model, dtype=dtype, processor=processor, fingerprint=fingerprint)
+    options = LoadOptions(
         device=device,
         dtype=dtype,
-        processor=processor,
         attention=config.attention,
         batch_patches=config.batch_patches,
         batch_invariant=config.batch_invariant == "yes",
         graphs=config.cuda_graphs == "yes",
         precision=config.tower_precision,
     )
-
-
-def _fingerprint(config: Config) -> bytes:
-    if not config.stores_only:
-        return model_fingerprint(config.model, config.tower_precision)
-    return bytes.fromhex(config.model_fingerprint) or configuration_fingerprint(config.model)
+    return load_family(config.model, options)
 
 
 def _dtype(config: Config) -> str:
@@ -175,18 +163,16 @@ class MemoryPlan:
     @classmethod
     def of(cls, model: Model, memory: DeviceMemory, config: Config) -> Self:
         """Plan for a model that is loaded, on a device whose memory is in this state."""
-        geometry, tower = model.processor.geometry, model.tower
-        patches = max(tower.batch_patches, geometry.max_pixels // geometry.patch_size**2)
         # A batch, single images and one that is larger than those may be are decoded at the same time.
         larger = config.max_image_pixels if config.max_image_pixels > DECODE_PIXELS else 0
         pixels = 2 * DECODE_PIXELS + larger
         return cls(
             total=memory.total,
             loaded=memory.total - memory.free,
-            forward=patches * activation_values(tower.spec) * tower.dtype.itemsize,
-            under_way=BATCHES_UNDER_WAY * patches * batch_bytes(tower.spec, tower.dtype),
+            forward=model.tower.forward_bytes,
+            under_way=BATCHES_UNDER_WAY * model.tower.batch_bytes,
             decode=pixels * RESIZED_BYTES_PER_PIXEL + model.decoder.device_bytes,
-            tables=tower.table_bytes,
+            tables=model.tower.table_bytes,
             store=int(config.store_device_gib * GIB),
         )
 
@@ -228,18 +214,3 @@ class MemoryPlan:
             "tables": self.tables,
             "store": self.store,
         }
-
-
-def activation_values(spec: TowerSpec) -> int:
-    """Return the most values per patch that a forward holds at a time, as an upper bound.
-
-    The residual, its norm, packed query, key and value, what attention makes of them, the MLP's inside (twice when it
-    is gated), the rows of every level, and a merger's input and inside.
-    """
-    inside = (spec.mlp_products - 1) * spec.intermediate
-    return 7 * spec.embed + inside + spec.width // spec.merge_unit + 2 * spec.embed
-
-
-def batch_bytes(spec: TowerSpec, dtype: torch.dtype) -> int:
-    """Return the bytes per patch that a batch takes outside of its forward: its patches before, its rows after."""
-    return spec.patch_values + -(-spec.width * dtype.itemsize // spec.merge_unit)

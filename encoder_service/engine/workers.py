@@ -22,12 +22,11 @@ from encoder_service.engine.device import CudaStream
 from encoder_service.engine.job_queue import LOST, Job, JobQueue
 from encoder_service.engine.model import Model
 from encoder_service.engine.watchdog import DECODE_S, Watchdog
+from encoder_service.families.model import tensors_of
 from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
-from encoder_service.image.resize import to_patches
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Task
 from encoder_service.store import Pin, Store
-from encoder_service.vision import flops
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,6 @@ class Prepare:
         """`max_pixels`, of sources, bound a batch, and what is decoded one by one."""
         self._jobs = jobs
         self._decoder = model.decoder
-        self._resize = model.resize
         self._tower = model.tower
         self._device = model.device
         self._metrics = metrics
@@ -182,7 +180,7 @@ class Prepare:
             return
         began = monotonic()
         try:
-            patches = to_patches([p for _, p in good], [job.grid for job, _ in good], self._resize)
+            patches = self._tower.inputs([p for _, p in good], [job.grid for job, _ in good])
             for grid in {job.grid for job, _ in good}:
                 self._tower.prepare(grid)
         except Exception as error:
@@ -230,8 +228,8 @@ class CopyOut:
     ) -> None:
         self._jobs = jobs
         self._watchdog = watchdog
-        self._tokens = model.processor.geometry.tokens
-        self._spec = model.tower.spec
+        self._tokens = model.tower.geometry.tokens
+        self._tower = model.tower
         self._device = model.device
         self._store = store
         self._metrics = metrics
@@ -265,7 +263,7 @@ class CopyOut:
             return
         stream.receive(batch.end, batch.rows)
         self._jobs.encoded(batch.tasks, seconds)
-        self._metrics.batch(grids, seconds, sum(flops(self._spec, grid) for grid in grids))
+        self._metrics.batch(grids, seconds, sum(self._tower.flops(grid) for grid in grids))
         for job, rows, is_finite in zip(batch.jobs, batch.rows, batch.finite.tolist(), strict=True):
             began = monotonic()
             job.stage("vit", batch.began_at, batch.began_at + seconds)
@@ -350,7 +348,7 @@ class Vit:
         self._jobs = jobs
         self._watchdog = watchdog
         self._tower = model.tower
-        self._tokens = model.processor.geometry.tokens
+        self._tokens = model.tower.geometry.tokens
         self._device = model.device
         self._store = store
         self._metrics = metrics
@@ -403,7 +401,7 @@ class Vit:
         patches = [job.patches for job in jobs if job.patches is not None]
         assert len(patches) == len(jobs)
         for job, image_patches in zip(jobs, patches, strict=True):
-            stream.receive(job.patches_ready, [image_patches])
+            stream.receive(job.patches_ready, tensors_of(image_patches))
         began, begin = monotonic(), stream.mark()
         grids = [job.grid for job in jobs]
         try:

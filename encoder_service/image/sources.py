@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError, EncoderError, InvalidRequestError
-from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.header import (
     FORMATS,
     RARE_FORMATS,
@@ -93,7 +93,7 @@ class Validator:
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: GridRule,
         *,
         max_image_bytes: int,
         max_image_pixels: int,
@@ -131,6 +131,8 @@ class Validator:
             max_image_bytes=self._max_image_bytes,
             max_image_pixels=self._max_image_pixels,
         )
+        if not self.geometry.at_once(*header.upright):
+            await self._threads.run(caller, partial(self.geometry.grid, *header.upright))
         return Source(key.source_key, data, header)
 
     def _check(self, key: ImageKey, data: bytes) -> Header | None:

@@ -1,4 +1,6 @@
-"""Floating-point operations of one image in a vision tower."""
+"""Floating-point operations of one image in a vision tower, and the memory that a forward takes."""
+
+import torch
 
 from encoder_contract.geometry import Grid
 from encoder_contract.tower_spec import TowerSpec
@@ -16,6 +18,21 @@ def flops(spec: TowerSpec, grid: Grid) -> int:
     merged = spec.embed * spec.merge_unit
     mergers = 2 * rows * merged * (merged + spec.hidden) * (1 + spec.levels)
     return embed + spec.depth * products + mergers + _attention(spec, grid)
+
+
+def activation_values(spec: TowerSpec) -> int:
+    """Return the most values per patch that a forward holds at a time, as an upper bound.
+
+    The residual, its norm, packed query, key and value, what attention makes of them, the MLP's inside (twice when it
+    is gated), the rows of every level, and a merger's input and inside.
+    """
+    inside = (spec.mlp_products - 1) * spec.intermediate
+    return 7 * spec.embed + inside + spec.width // spec.merge_unit + 2 * spec.embed
+
+
+def batch_bytes(spec: TowerSpec, dtype: torch.dtype) -> int:
+    """Return the bytes per patch that a batch takes outside of its forward: its patches before, its rows after."""
+    return spec.patch_values + -(-spec.width * dtype.itemsize // spec.merge_unit)
 
 
 def _attention(spec: TowerSpec, grid: Grid) -> int:

@@ -13,10 +13,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from encoder_contract.checkpoint import StoredTensor, read_spec, vision_tensors
+from encoder_contract.checkpoint import (
+    StoredTensor,
+    configuration_fingerprint,
+    model_fingerprint,
+    read_spec,
+    vision_tensors,
+)
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import Precision, TowerSpec
+from encoder_service.image.resize_choice import make_resize
+from encoder_service.keys import Recipe
 from encoder_service.vision.attention import make_attention
 from encoder_service.vision.fp8 import FP8_MULTIPLE, multiplies_fp8, quantise_blocks
 from encoder_service.vision.graphs import PATCH_BUDGETS
@@ -74,6 +82,9 @@ def load_tower(
         batch_patches=batch_patches or BATCH_PATCHES[where.type],
         graph_patches=batch_patches or PATCH_BUDGETS[-1],
         image_by_image=batch_invariant and where.type == "cuda",
+        geometry=processor.geometry,
+        resize=make_resize(processor.geometry, where),
+        recipe=Recipe(model_fingerprint(folder, precision), processor.fingerprint, dtype),
     )
     _warm_up(tower, graphs and attend.graphs)
     logger.info(
@@ -208,8 +219,10 @@ def _dtype(name: str) -> torch.dtype:
 class NoTower(Tower):
     """Has the width and element type of a tower's rows, no weights, and encodes nothing."""
 
-    def __init__(self, folder: str | Path, *, dtype: str, processor: ProcessorSettings) -> None:
-        """Read config.json of a checkpoint folder.
+    def __init__(
+        self, folder: str | Path, *, dtype: str, processor: ProcessorSettings, fingerprint: bytes = b""
+    ) -> None:
+        """Read config.json of a checkpoint folder; `fingerprint` is the model's, else that of its configuration.
 
         Raises `ValueError` or `FileNotFoundError` naming what is unsupported or missing.
         """
@@ -220,6 +233,9 @@ class NoTower(Tower):
         self.device = torch.device("cpu")
         self.dtype = DTYPES[dtype]
         self.batch_patches = 0
+        self.geometry = processor.geometry
+        model = fingerprint or configuration_fingerprint(Path(folder))
+        self.recipe = Recipe(model, processor.fingerprint, dtype)
 
     @property
     def attention(self) -> str:

@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.tower_spec import TowerSpec
+from encoder_service.image.resize import Resize, to_patches
+from encoder_service.keys import Recipe
+from encoder_service.vision.flops import activation_values, batch_bytes, flops
 from encoder_service.vision.graphs import CudaCapture, Graphs, budgets
 from encoder_service.vision.layers import Attention, Layout, Segments, moved
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
@@ -21,6 +24,9 @@ from encoder_service.vision.qwen import TowerModule
 # A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): at most 170 MB on the
 # CPU, eighteen different 720p grids; 1.7 GB on a GPU, where a grid that is not here costs more than its forward.
 MAX_TABLE_PATCHES = {"cpu": 65536, "cuda": 655360}
+
+
+MIN_BATCH_AHEAD = 16384  # patches: 25 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +192,14 @@ class Tower:
         batch_patches: int,
         graph_patches: int,
         image_by_image: bool,
+        geometry: Geometry,
+        resize: Resize,
+        recipe: Recipe,
     ) -> None:
         self.spec = module.spec
+        self.geometry = geometry
+        self.recipe = recipe
+        self._resize = resize
         self.device = device
         self.dtype = dtype
         self.batch_patches = batch_patches
@@ -200,9 +212,56 @@ class Tower:
         self._graphs: Graphs | None = None
 
     @property
+    def model_type(self) -> str:
+        """See `VisionModel`."""
+        return self.spec.model_type
+
+    @property
+    def hidden(self) -> int:
+        """Width of the language model."""
+        return self.spec.hidden
+
+    @property
+    def levels(self) -> int:
+        """DeepStack levels in a row beside its main part."""
+        return self.spec.levels
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return self.spec.width
+
+    @property
     def attention(self) -> str:
         """The name of the attention backend."""
         return self._attention.name
+
+    @property
+    def ahead_patches(self) -> int:
+        """One batch that waits while the next is filled; but never so few that small images cannot pass large ones."""
+        return 2 * max(self.batch_patches, MIN_BATCH_AHEAD)
+
+    @property
+    def forward_bytes(self) -> int:
+        """The most bytes that a forward takes beside the weights: of a batch, or of the largest image."""
+        return self._largest_patches * activation_values(self.spec) * self.dtype.itemsize
+
+    @property
+    def batch_bytes(self) -> int:
+        """The most bytes that a batch takes outside of its forward."""
+        return self._largest_patches * batch_bytes(self.spec, self.dtype)
+
+    @property
+    def _largest_patches(self) -> int:
+        return max(self.batch_patches, self.geometry.max_pixels // self.geometry.patch_size**2)
+
+    def flops(self, grid: Grid) -> int:
+        """Floating-point operations of an image of this grid."""
+        return flops(self.spec, grid)
+
+    def inputs(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """Cut decoded images, uint8 [H, W, 3], into the patches that `encode` takes; see `to_patches`."""
+        return to_patches(pixels, grids, self._resize)
 
     def encode(
         self,

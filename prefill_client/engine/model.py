@@ -87,6 +87,9 @@ def differences(engine: EngineModel, description: Description) -> Iterator[Diffe
     yield "hidden size", hidden, description.hidden
     yield "DeepStack levels", levels, description.deepstack_levels
     yield "row width", hidden * (1 + levels), description.width
+    if geometry is None:
+        yield "geometry", "that of its image processor", "none: only the service counts this model's rows"
+        return
     yield "patch size", vision.patch_size, geometry.patch_size
     yield "merge size", vision.spatial_merge_size, geometry.merge_size
     processor = engine.image_processor()

@@ -259,6 +259,7 @@ def stand_in(part: Part, description: Description) -> PartRows:
     A request of one part gets more tokens than any context has: SGLang answers it with 400. Its rows have one element
     each, as nothing computes with them. With several parts, rows must fit those of the others: the images are blank.
     """
+    assert description.geometry is not None  # `check_model` refuses a service without
     merge = description.geometry.merge_size
     count = len(part.items)
     grids = [Grid(1, merge, merge)] * count

@@ -28,7 +28,7 @@ def _compared(folder: Path, description: Description) -> Iterator[tuple[str, obj
     processor = ProcessorSettings.from_folder(folder)
     yield "model_type", read_config(folder)["model_type"], description.model_type
     for name in ("patch_size", "merge_size", "min_pixels", "max_pixels"):
-        yield name, getattr(processor.geometry, name), getattr(description.geometry, name)
+        yield name, getattr(processor.geometry, name), getattr(description.geometry, name, None)
     yield "image processor", processor.fingerprint.hex(), description.processor_fingerprint.hex()
     # A service that only stores has no weights: its fingerprint is that of its configuration.
     theirs = description.model_fingerprint

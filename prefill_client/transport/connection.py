@@ -39,7 +39,8 @@ class Description:
 
     A row has `width` elements of type `dtype`: `hidden` for the language model's input, and as many again for each of
     `deepstack_levels`. `geometry` gives an image's grid and tokens from its size, so that the client lays out prompts
-    without asking. Limits are in bytes, pixels, images and milliseconds.
+    without asking; where only the server can count rows it is None, and the answer to an image's Submit has both.
+    Limits are in bytes, pixels, images and milliseconds.
     """
 
     version: str
@@ -51,7 +52,7 @@ class Description:
     width: int
     hidden: int
     deepstack_levels: int
-    geometry: Geometry
+    geometry: Geometry | None
     max_image_bytes: int
     max_image_pixels: int
     max_images_per_call: int
@@ -62,7 +63,7 @@ class Description:
     @classmethod
     def from_message(cls, message: pb.DescribeResponse) -> Self:
         """Return the description in a `DescribeResponse`."""
-        geometry = message.geometry
+        said = message.geometry if message.HasField("geometry") else None
         return cls(
             version=message.version,
             model_type=message.model_type,
@@ -73,9 +74,7 @@ class Description:
             width=message.width,
             hidden=message.hidden,
             deepstack_levels=message.deepstack_levels,
-            geometry=Geometry(
-                geometry.patch_size, geometry.merge_size, geometry.min_pixels, geometry.max_pixels
-            ),
+            geometry=said and Geometry(said.patch_size, said.merge_size, said.min_pixels, said.max_pixels),
             max_image_bytes=message.limits.max_image_bytes,
             max_image_pixels=message.limits.max_image_pixels,
             max_images_per_call=message.limits.max_images_per_call,

@@ -202,7 +202,8 @@ class StoreSession:
         if self._client is None:
             self._client = await connect(self._settings, wait=False)
             theirs = self._client.description
-            kind = RowKind(theirs.width, theirs.dtype, theirs.geometry.merge_size)
+            merge_size = theirs.geometry.merge_size if theirs.geometry else 1
+            kind = RowKind(theirs.width, theirs.dtype, merge_size)
             if kind != self._rows:
                 await self._client.close()
                 self._client = None

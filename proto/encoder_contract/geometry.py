@@ -8,7 +8,7 @@ sizes.
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 
@@ -27,6 +27,38 @@ class Grid(NamedTuple):
     def patches(self) -> int:
         """How many patches the vision tower sees."""
         return self.t * self.h * self.w
+
+
+class GridRule(Protocol):
+    """From an image's size to its grid and its rows: a `Geometry`, or what only a server can compute.
+
+    A model without patches of its own has grids (1, rows, 1).
+    """
+
+    @property
+    def max_tokens(self) -> int:
+        """The most rows that an image of any variant can have."""
+        ...
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Return the grid of an upright image of this size, pixels; raises `InvalidImageError`, `ImageLimitError`."""
+        ...
+
+    def at_once(self, width: int, height: int) -> bool:
+        """Whether `grid` answers this size in microseconds: else it belongs on a thread."""
+        ...
+
+    def tokens(self, grid: Grid) -> int:
+        """Return the rows of an image with this grid."""
+        ...
+
+    def has(self, grid: Grid) -> bool:
+        """Whether an image of some size and variant may have this grid."""
+        ...
+
+    def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> "GridRule":
+        """Return the rule of a variant; zero means the model's own. Raises `ImageLimitError` for one that is none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +83,11 @@ class Geometry:
             raise ValueError(
                 f"need 1 <= min_pixels <= max_pixels, got {self.min_pixels} and {self.max_pixels}"
             )
+
+    def __str__(self) -> str:
+        return (
+            f"patch {self.patch_size}, merge {self.merge_size}, {self.min_pixels} to {self.max_pixels} pixels"
+        )
 
     @property
     def factor(self) -> int:
@@ -83,6 +120,10 @@ class Geometry:
         """Return the grid of an upright image of `width` × `height` pixels; raises what `resized` raises."""
         new_width, new_height = self.resized(width, height)
         return Grid(1, new_height // self.patch_size, new_width // self.patch_size)
+
+    def at_once(self, width: int, height: int) -> bool:  # noqa: ARG002 - see `GridRule`
+        """Whether `grid` answers in microseconds: always."""
+        return True
 
     def tokens(self, grid: Grid) -> int:
         """Return the rows of an image's embedding, which are the tokens it takes in the prompt."""

@@ -30,6 +30,12 @@ FOREIGN = {
     *("ec_connector_module_path", "encoder_cache_manager_cls"),
     *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"),
     *("maxUnavailable", "maxSurge", "MovedError", "run_chunk", "tokens_in_kv_cache"),
+    *(
+        "plain_vl",
+        "PlainModel",
+        "load_file",
+        "kernel_size",
+    ),  # of the plug-in that a page shows, which a test runs
 }
 
 

@@ -111,7 +111,7 @@ async def test_an_unknown_option_of_the_index_url_is_reported(
     ("files", "says"),
     [
         ({}, "is not a Hugging Face checkpoint folder"),
-        ({"config.json": '{"model_type": "llama"}'}, "qwen3_vl"),
+        ({"config.json": '{"model_type": "llama"}'}, "model_type 'llama' has no vision part"),
         ({"config.json": "{"}, "config.json"),
     ],
 )

@@ -42,7 +42,7 @@ async def test_images_calls_bytes_and_stages_are_counted_where_they_happen(serve
         assert count == {"hash": 3, "upload": 3, "decode": 3}.get(stage, 2), stage
     assert now.total("queue_wait_seconds_count") == 3
     assert now.total("batch_images_sum") == 2
-    grids = [server._model.processor.geometry.grid(*size) for size in ((320, 200), (200, 331))]
+    grids = [server._model.tower.geometry.grid(*size) for size in ((320, 200), (200, 331))]
     assert now.total("batch_patches_sum") == sum(grid.patches for grid in grids)
     assert now.total("device_busy_seconds_total") == pytest.approx(
         now.total("stage_seconds_sum", stage="vit") / now.total("batch_images_sum") * 2, rel=0.6

@@ -14,7 +14,6 @@ from encoder_contract.errors import (
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.engine.model import Model
-from encoder_service.image.resize import to_patches
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import BY_DEFAULT
 from testing.decoding import decode_files
@@ -31,8 +30,8 @@ def expected_rows(model: Model, image: bytes) -> torch.Tensor:
     """The rows as the rooms make them, called directly."""
     (pixels,) = decode_files(model.decoder, [image])
     assert isinstance(pixels, torch.Tensor)
-    grid = model.processor.geometry.grid(pixels.shape[1], pixels.shape[0])
-    (patches,) = to_patches([pixels], [grid], model.resize)
+    grid = model.tower.geometry.grid(pixels.shape[1], pixels.shape[0])
+    (patches,) = model.tower.inputs([pixels], [grid])
     return model.tower.encode([patches], [grid])[0]
 
 
@@ -40,8 +39,8 @@ async def test_describe_tells_model_geometry_and_limits(client: EncoderClient, m
     description = client.description
     assert description.model_type == "qwen3_vl"
     assert description.model_fingerprint == model.recipe.model
-    assert description.geometry == model.processor.geometry
-    assert (description.width, description.hidden) == (model.tower.spec.width, model.tower.spec.hidden)
+    assert description.geometry == model.tower.geometry
+    assert (description.width, description.hidden) == (model.tower.width, model.tower.hidden)
     assert description.max_image_bytes == 32 << 20
 
 

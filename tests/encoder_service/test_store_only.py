@@ -45,8 +45,8 @@ async def test_a_store_only_server_serves_put_rows_and_refuses_images(folder: Pa
         assert any("stores only" in line for line in server.lines)
         async with await EncoderClient.connect(server.endpoint) as client:
             ours = client.description
-            assert (ours.width, ours.dtype) == (model.tower.spec.width, model.recipe.dtype)
-            assert ours.geometry == model.processor.geometry
+            assert (ours.width, ours.dtype) == (model.tower.width, model.recipe.dtype)
+            assert ours.geometry == model.tower.geometry
             assert ours.processor_fingerprint == model.recipe.processor
             assert ours.model_fingerprint != model.recipe.model, "it has no weights to tell"
             image, rows = new_image(), rows_for(client, 1)

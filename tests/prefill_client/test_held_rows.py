@@ -36,7 +36,7 @@ SIDE, ROOM, OTHERS = 256, 7, 8
 @pytest.fixture
 async def small(config: Config, model: Model) -> AsyncIterator[Server]:
     """A server whose store is as good as full."""
-    rows_bytes = (SIDE // 32) ** 2 * model.tower.spec.width * 4
+    rows_bytes = (SIDE // 32) ** 2 * model.tower.width * 4
     async with server_of(config, model, store_host_gib=ROOM * rows_bytes / (1 << 30)) as server:
         yield server
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,6 +11,7 @@ from encoder_contract.errors import InternalError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.vision import Tower
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, HostMemory
 from prefill_client.vllm.settings import Settings
@@ -39,7 +40,7 @@ async def first(told: Callable[[], Iterable[Any]]) -> Any:
 
 
 async def test_a_failed_save_frees_its_lease(config: Config, model: Model) -> None:
-    kind = RowKind(model.tower.spec.width, model.recipe.dtype, model.processor.geometry.merge_size)
+    kind = RowKind(model.tower.width, model.recipe.dtype, cast(Tower, model.tower).geometry.merge_size)
     rows_bytes = TOKENS * kind.width * element_type(kind.dtype).itemsize
     memory = HostMemory(1 << 20)
     async with server_of(config, model, accept_put="yes") as server:

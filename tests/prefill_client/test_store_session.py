@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from encoder_contract.errors import DeadlineError, EncoderError, UnavailableErro
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.vision import Tower
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm import shared_store
 from prefill_client.vllm.host_memory import HostMemory
@@ -40,7 +41,7 @@ def an_image(value: int) -> dict[str, Field]:
 @pytest.fixture
 def kind(model: Model) -> RowKind:
     """The rows of the server of these tests."""
-    return RowKind(model.tower.spec.width, model.recipe.dtype, model.processor.geometry.merge_size)
+    return RowKind(model.tower.width, model.recipe.dtype, cast(Tower, model.tower).geometry.merge_size)
 
 
 def session(endpoint: str, kind: RowKind, **settings: Any) -> tuple[StoreSession, HostMemory]:

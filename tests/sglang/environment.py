@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tests.vllm.environment import add_torchvision_operators
+from testing.torchvision_operators import add_torchvision_operators
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 

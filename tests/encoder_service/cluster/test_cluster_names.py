@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from encoder_contract.errors import Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.vision import Tower
 from prefill_client import EncoderClient, read_images
 from testing.photos import photo
 from tests.calls import named, naming, raw_submit, stub
 from tests.cluster_replica import Replica, Start, starting
+from tests.engines import Changed
 from tests.waiting import soon
 
 numbers = itertools.count(70_000)
@@ -106,8 +109,8 @@ async def test_an_impossible_grid_fails_only_its_image(start: Start, grid: pb.Gr
 
 
 async def test_a_peers_thinnest_image_is_accepted(config: Config, model: Model, redis_url: str) -> None:
-    small = replace(model.processor.geometry, min_pixels=1 << 16, max_pixels=1 << 16)
-    thin = replace(model, processor=replace(model.processor, geometry=small))
+    small = replace(cast(Tower, model.tower).geometry, min_pixels=1 << 16, max_pixels=1 << 16)
+    thin = replace(model, tower=cast(Tower, Changed(model.tower, geometry=small)))
     async with starting(config, thin, redis_url) as start:
         a, b = await start(), await start()
         (image,) = await a.client.submit([new_photo(2000, 10)])

@@ -22,13 +22,13 @@ from encoder_service.engine.model import (
     BATCHES_UNDER_WAY,
     MemoryPlan,
     Model,
-    activation_values,
     decode_threads,
 )
 from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
-from encoder_service.vision import load_tower
+from encoder_service.vision import Tower, load_tower
+from encoder_service.vision.flops import activation_values
 from encoder_service.vision.tower import MAX_TABLE_PATCHES
 from testing.photos import photo
 from tests.engines import Changed, Gate, demanded, running
@@ -56,7 +56,7 @@ async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
 ) -> None:
     """Every batch of more than two images fails, and one image always."""
     gate, device = Gate(model), SmallDevice()
-    hungry = model.processor.geometry.grid(384, 256)
+    hungry = model.tower.geometry.grid(384, 256)
     sizes: list[int] = []
 
     def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
@@ -199,7 +199,7 @@ async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
 def test_the_plan_matches_the_estimate_for_the_largest_forward(model: Model) -> None:
     """An image of 65 536 patches through Qwen3-VL's tower in bfloat16: about 2 GB."""
     real = replace(
-        model.tower.spec,
+        cast(Tower, model.tower).spec,
         embed=1152,
         intermediate=4304,
         heads=16,

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, Limits, State
 from encoder_service.store import Pin
+from encoder_service.vision import Tower
 from encoder_service.vision.tower import GridTables
 from testing.photos import photo
 from tests.engines import Bench, Gate, demanded, running
@@ -24,7 +26,7 @@ STAGES = 4  # threads that wait for images: one for batches to decode, two for s
 
 
 async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:
-    culprit = model.processor.geometry.grid(384, 256)
+    culprit = model.tower.geometry.grid(384, 256)
 
     def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
         if culprit in grids:
@@ -57,7 +59,7 @@ async def test_a_fetch_promotes_images_over_speculative_ones(model: Model) -> No
         (await waiting).release()
         (await promoted).release()
         await gate.reached(5)
-    of = model.processor.geometry.grid
+    of = model.tower.geometry.grid
     order = [grids[0] for grids in gate.batches]
     assert order[0] == of(256, 256)
     wanted = {order.index(of(416, 256)), order.index(of(256, 352))}
@@ -85,7 +87,7 @@ async def test_the_job_is_dropped_when_its_last_waiter_cancels(
         (await second).release()
         (await blocker).release()
     encoded = [grid for grids in gate.batches for grid in grids]
-    assert model.processor.geometry.grid(320, 256) not in encoded
+    assert model.tower.geometry.grid(320, 256) not in encoded
 
 
 async def fill(bench: Bench) -> list[Pin]:
@@ -274,13 +276,13 @@ async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making: list[str] = []
-    make = model.tower._tables._make
+    make = cast(Tower, model.tower)._tables._make
 
     def note(grid: Grid) -> GridTables:
         making.append(threading.current_thread().name)
         return make(grid)
 
-    monkeypatch.setattr(model.tower._tables, "_make", note)
+    monkeypatch.setattr(cast(Tower, model.tower)._tables, "_make", note)
     encoding: set[str] = set()
 
     def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:

@@ -37,9 +37,9 @@ async def test_an_image_too_large_for_the_store_fits_in_a_smaller_variant(
     model: Model,
 ) -> None:
     file = photo(640, 640, 7)
-    geometry, recipe = model.processor.geometry, model.recipe
+    geometry, recipe = model.tower.geometry, model.recipe
     small = geometry.variant(max_pixels=256 * 256)
-    row_bytes = model.tower.spec.width * model.tower.dtype.itemsize
+    row_bytes = model.tower.width * model.tower.dtype.itemsize
     tokens = geometry.tokens(geometry.grid(640, 640))
     async with running(model, host_bytes=max(tokens * row_bytes // 2, 1 << 16)) as bench:
         with pytest.raises(ImageLimitError, match="--store-host-gib"):

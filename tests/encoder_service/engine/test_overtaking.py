@@ -9,7 +9,6 @@ from torch import Tensor, uint8
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
-from encoder_service.image.resize import to_patches
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
 from testing.decoding import decode_files
@@ -49,8 +48,8 @@ def rows_alone(model: Model, file: bytes) -> bytes:
     """What the tower makes of an image when nothing else is there."""
     [pixels] = decode_files(model.decoder, [file])
     assert isinstance(pixels, Tensor)
-    grid = model.processor.geometry.grid(pixels.shape[1], pixels.shape[0])
-    [rows] = model.tower.encode(to_patches([pixels], [grid], model.resize), [grid])
+    grid = model.tower.geometry.grid(pixels.shape[1], pixels.shape[0])
+    [rows] = model.tower.encode(model.tower.inputs([pixels], [grid]), [grid])
     return bytes(rows.contiguous().view(uint8).numpy())
 
 
@@ -68,7 +67,7 @@ async def test_small_images_overtake_a_large_one_by_less_than_its_work(
         tower.go_on.set()
         pins = await asyncio.gather(*waiting)
         await soon(lambda: not len(bench.jobs))
-    assert tower.done.index(model.processor.geometry.grid(640, 640)) == 3
+    assert tower.done.index(model.tower.geometry.grid(640, 640)) == 3
     assert tower.done[-1] == guess.grid
     for file, pin in zip([LARGE, *SMALL], pins, strict=True):
         assert bytes(pin.rows()[0]) == rows_alone(model, file)
@@ -76,9 +75,9 @@ async def test_small_images_overtake_a_large_one_by_less_than_its_work(
 
 
 async def test_an_image_for_which_the_store_has_no_room_now_overtakes_nothing(model: Model) -> None:
-    tower, row_bytes = Held(model), model.tower.spec.width * model.tower.dtype.itemsize
-    of_large, of_small = (model.processor.geometry.grid(side, side) for side in (640, 288))
-    tokens = model.processor.geometry.tokens
+    tower, row_bytes = Held(model), model.tower.width * model.tower.dtype.itemsize
+    of_large, of_small = (model.tower.geometry.grid(side, side) for side in (640, 288))
+    tokens = model.tower.geometry.tokens
     room = (tokens(of_large) + tokens(of_small) // 2) * row_bytes
     async with running(model, tower.encode, batch_patches=1024, host_bytes=room) as bench:
         large = asyncio.create_task(bench.rows(LARGE, demanded("large")))

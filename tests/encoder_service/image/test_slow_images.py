@@ -88,7 +88,7 @@ async def test_single_decodes_are_bounded_in_pixels_beside_one_larger_image(
 async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    culprit = model.processor.geometry.grid(384, 256)
+    culprit = model.tower.geometry.grid(384, 256)
     sizes: list[int] = []
 
     def cut(pixels: Sequence[Tensor], grids: Sequence[Grid], resize: Resize) -> list[Tensor]:

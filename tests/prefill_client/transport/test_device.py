@@ -27,7 +27,7 @@ ROOM = 12  # images of 256x256 for which the device tier has room
 @pytest.fixture
 async def device(config: Config, model: Model) -> AsyncIterator[Server]:
     """A server with a device tier; a memory file stands in for a GPU's memory."""
-    rows_bytes = (256 // 32) ** 2 * model.tower.spec.width * model.tower.dtype.itemsize
+    rows_bytes = (256 // 32) ** 2 * model.tower.width * model.tower.dtype.itemsize
     async with server_of(config, model, store_device_gib=ROOM * rows_bytes / (1 << 30)) as server:
         yield server
 

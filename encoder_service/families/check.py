@@ -1,0 +1,233 @@
+"""The parity kit: `python -m encoder_service.families.check FOLDER` compares a model's tower with `transformers`.
+
+It loads the checkpoint twice, as the server does and as a whole in `transformers`, in float32 on the CPU, and checks:
+
+- rows equal those that reach the language model;
+- the rows counted from sizes alone are those that images of these sizes have;
+- an image's rows have the same bits beside other images;
+- a second load has the same fingerprints and bits.
+"""
+
+import argparse
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import interpolate
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from encoder_contract.errors import EncoderError
+from encoder_contract.settings import ConfigError
+from encoder_service.families.choice import check_model, load_family
+from encoder_service.families.model import LoadOptions, VisionModel, one_line
+
+MAX_ERROR = 1e-5  # of a row: the norm of the difference over the norm of the true row
+SIZES = ((640, 480), (300, 900), (448, 448), (97, 161), (1280, 720))  # whose rows are compared
+SIDES = (56, 1400)  # of the images that are counted, pixels
+ROUNDS = 5  # of timing; the fastest counts
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was checked, what was found, and whether that is right; None: it could not be checked."""
+
+    check: str
+    found: str
+    is_right: bool | None
+
+
+class WholeModel:
+    """A checkpoint in `transformers`, with its language model: the truth."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load it in float32, with the image processor that the server uses: that of torchvision."""
+        transformers.utils.logging.disable_progress_bar()
+        self._model = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        ).eval()
+        self._processor = transformers.AutoProcessor.from_pretrained(
+            folder, backend="torchvision", local_files_only=True
+        )
+        config = self._model.config
+        self._placeholder = getattr(config, "image_token_id", None) or config.image_token_index
+        self._core = getattr(self._model, "model", self._model)
+
+    def inputs(self, pixels: Tensor) -> Mapping[str, Any]:
+        """Return what the model takes of a prompt that is one image, uint8 [H, W, 3]."""
+        image = pixels.permute(2, 0, 1)
+        made = self._processor(images=[image], text=[self._processor.image_token], return_tensors="pt")
+        return {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in made.items()
+            if name != "labels"
+        }
+
+    @torch.inference_mode()
+    def rows(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return what reaches the language model in the image's places: [rows, width]."""
+        seen: dict[str, Any] = {}
+
+        def note(_module: Any, _args: Any, named: dict[str, Any]) -> None:
+            seen.update(named)
+            raise _Reached
+
+        hook = self._model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self._model(**inputs)
+        except _Reached:
+            pass
+        finally:
+            hook.remove()
+        places = inputs["input_ids"][0] == self._placeholder
+        levels = seen.get("deepstack_visual_embeds") or ()
+        return torch.cat([seen["inputs_embeds"][0, places], *levels], dim=1)
+
+    @torch.inference_mode()
+    def features(self, inputs: Mapping[str, Any]) -> None:
+        """Run the vision part alone, for its time."""
+        parameters = inspect.signature(self._core.get_image_features).parameters
+        takes = {name: value for name, value in inputs.items() if name in parameters}
+        self._core.get_image_features(**takes, return_dict=True)
+
+
+class _Reached(Exception):  # noqa: N818 - no error: the forward is stopped where all is known
+    """The forward has reached the language model."""
+
+
+def check(folder: Path, *, counted: int = 50) -> Iterator[Finding]:
+    """Yield the findings on a checkpoint folder; `counted` sizes are counted and encoded.
+
+    Raises `ConfigError`, `ValueError` or `OSError` for a folder that cannot be served.
+    """
+    check_model(folder)
+    options = LoadOptions(device="cpu", dtype="float32")
+    model = load_family(folder, options)
+    pixels = [_picture(*size, seed) for seed, size in enumerate(SIZES)]
+    alone = [_rows(model, image) for image in pixels]
+    if model.model_type in CONFIG_MAPPING:
+        truth = WholeModel(folder)
+        yield _errors(alone, [truth.rows(truth.inputs(image)) for image in pixels])
+    else:
+        yield Finding("rows against transformers", "transformers has no such model", None)
+    yield _counts(model, _sizes(counted))
+    yield _neighbours(model, pixels, alone)
+    again = load_family(folder, options)
+    same = again.recipe == model.recipe and _equal_bits(_rows(again, pixels[0]), alone[0])
+    yield Finding("a second load", "equal fingerprints and bits" if same else "differs", same)
+
+
+def seconds(folder: Path) -> tuple[float, float]:
+    """Return the CPU time of the tower for the first of `SIZES` from its inputs, and that of `transformers`."""
+    model, truth = load_family(folder, LoadOptions(device="cpu", dtype="float32")), WholeModel(folder)
+    width, height = SIZES[0]
+    image, grid = _picture(width, height, 0), model.geometry.grid(width, height)
+    [ours], theirs = model.inputs([image], [grid]), truth.inputs(image)
+    runs: tuple[Callable[[], object], ...] = (
+        lambda: model.encode([ours], [grid]),
+        lambda: truth.features(theirs),
+    )
+    best = [float("inf")] * len(runs)
+    for _ in range(ROUNDS):
+        for number, run in enumerate(runs):
+            began = time.process_time()
+            run()
+            best[number] = min(best[number], time.process_time() - began)
+    return best[0], best[1]
+
+
+def _rows(model: VisionModel, pixels: Tensor) -> Tensor:
+    grid = model.geometry.grid(pixels.shape[1], pixels.shape[0])
+    [rows] = model.encode(model.inputs([pixels], [grid]), [grid])
+    return rows
+
+
+def _errors(rows: Sequence[Tensor], truth: Sequence[Tensor]) -> Finding:
+    name = "rows against transformers"
+    for ours, theirs in zip(rows, truth, strict=True):
+        if ours.shape != theirs.shape:
+            return Finding(name, f"{tuple(ours.shape)} instead of {tuple(theirs.shape)}", is_right=False)
+    pairs = zip(torch.cat(list(rows)).double(), torch.cat(list(truth)).double(), strict=True)
+    worst = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    return Finding(name, f"{len(rows)} images, largest error {worst:.1e}", worst <= MAX_ERROR)
+
+
+def _counts(model: VisionModel, sizes: Sequence[tuple[int, int]]) -> Finding:
+    wrong = [size for size in sizes if _promised(model, size) != _made(model, size)]
+    first = f", first {wrong[0][0]}x{wrong[0][1]}" if wrong else ""
+    return Finding("rows counted from sizes", f"{len(sizes)} sizes, {len(wrong)} wrong{first}", not wrong)
+
+
+def _promised(model: VisionModel, size: tuple[int, int]) -> int | None:
+    try:
+        return model.geometry.tokens(model.geometry.grid(*size))
+    except EncoderError:
+        return None
+
+
+def _made(model: VisionModel, size: tuple[int, int]) -> int | None:
+    """Return how many rows an image of this size has; None if it is refused."""
+    try:
+        return len(_rows(model, _picture(*size, seed=0)))
+    except (EncoderError, ValueError):
+        return None
+
+
+def _neighbours(model: VisionModel, pixels: Sequence[Tensor], alone: Sequence[Tensor]) -> Finding:
+    grids = [model.geometry.grid(image.shape[1], image.shape[0]) for image in pixels]
+    together = model.encode(model.inputs(pixels, grids), grids)
+    same = all(_equal_bits(one, other) for one, other in zip(together, alone, strict=True))
+    found = "equal bits" if same else "other bits"
+    return Finding("rows beside other images", f"{len(pixels)} images in one call, {found}", same)
+
+
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _sizes(count: int) -> list[tuple[int, int]]:
+    """Return seeded (width, height), as many small sides as large ones."""
+    low, high = torch.tensor(SIDES).log()
+    sides = torch.rand(count, 2, generator=torch.Generator().manual_seed(0)) * (high - low) + low
+    return [(int(width), int(height)) for width, height in sides.exp()]
+
+
+def _picture(width: int, height: int, seed: int) -> Tensor:
+    """Return a seeded picture without sharp edges, uint8 [height, width, 3]."""
+    small = torch.randint(0, 256, (1, 3, 8, 8), generator=torch.Generator().manual_seed(seed))
+    large = interpolate(small.float(), size=(height, width), mode="bicubic")
+    return large.round().clamp(0, 255).byte()[0].permute(1, 2, 0).contiguous()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the findings; return 1 if one is wrong, 2 if the folder cannot be served."""
+    parser = argparse.ArgumentParser(prog="python -m encoder_service.families.check", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", type=Path, help="a Hugging Face checkpoint folder")
+    parser.add_argument(
+        "--sizes", type=int, default=50, help="how many sizes are counted (default %(default)s)"
+    )
+    given = parser.parse_args(arguments)
+    right = True
+    try:
+        for finding in check(given.folder, counted=given.sizes):
+            right = right and finding.is_right is not False
+            verdict = {True: "ok", False: "WRONG", None: "-"}[finding.is_right]
+            print(f"{finding.check:<26} {finding.found:<48} {verdict}", flush=True)
+    except ConfigError as error:
+        print(one_line(error), file=sys.stderr)
+        return 2
+    except Exception as error:  # noqa: BLE001 - whatever transformers raises on a folder
+        print(f"{given.folder}: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

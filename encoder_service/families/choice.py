@@ -1,0 +1,100 @@
+"""Which family serves a checkpoint: an installed plug-in, one of the server's own towers, or `transformers`'.
+
+Does not import torch by itself: `check_model` runs before that is worth its seconds.
+"""
+
+import logging
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from encoder_contract.checkpoint import read_config
+from encoder_contract.processor import read_processor
+from encoder_contract.settings import ConfigError, flag, require_folder
+from encoder_contract.tower_spec import FAMILIES
+
+if TYPE_CHECKING:
+    from encoder_service.families.model import Load, LoadOptions, VisionModel
+
+log = logging.getLogger(__name__)
+
+GROUP = "encoder_service.families"
+OWN_TYPES = frozenset(model_type for family in FAMILIES for model_type in family.model_types)
+NEEDED = ("transformers", "torchvision")
+
+
+def check_model(folder: Path) -> None:
+    """Raise `ConfigError` if the model in `folder` cannot be served, as far as its configuration tells."""
+    require_folder("model", folder)
+    try:
+        model_type = _model_type(folder)
+        if _plug_in(model_type) is not None:
+            return
+        if model_type not in OWN_TYPES:
+            _check_generic(folder, model_type)
+            return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag('model')} {folder}: {error}") from error
+    read_processor(folder)
+
+
+def load_family(folder: Path, options: "LoadOptions") -> "VisionModel":
+    """Load the vision model of a checkpoint folder.
+
+    Raises `ValueError` or `OSError` naming what is missing or not supported.
+    """
+    from encoder_service.families.model import OneByOne
+
+    model_type = _model_type(folder)
+    model = _load(model_type)(folder, options)
+    if isinstance(model, OneByOne):
+        model.warm_up()
+    return model
+
+
+def _load(model_type: str) -> "Load":
+    if (plug_in := _plug_in(model_type)) is not None:
+        log.info("model_type %s is served by the plug-in %s", model_type, plug_in.value)
+        load: Load = plug_in.load()
+        return load
+    if model_type in OWN_TYPES:
+        from encoder_service.families.own import load_own
+
+        return load_own
+    try:
+        from encoder_service.families.generic import load_generic
+    except (ImportError, RuntimeError) as error:  # the latter: torchvision was built for another torch
+        raise ValueError(
+            f"transformers or torchvision cannot be imported ({error}): install torch and torchvision from one index,"
+            " and pip install 'encoder-service[transformers]'"
+        ) from error
+    return load_generic
+
+
+def _plug_in(model_type: str) -> EntryPoint | None:
+    """Return the entry point that serves this type, or None; `ValueError` if there are several."""
+    found = tuple(entry_points(group=GROUP, name=model_type))
+    if len({point.value for point in found}) > 1:
+        values = ", ".join(sorted(point.value for point in found))
+        raise ValueError(f"several plug-ins serve model_type {model_type!r}: {values}; uninstall all but one")
+    return found[0] if found else None
+
+
+def _check_generic(folder: Path, model_type: str) -> None:
+    """Raise `ValueError` for a model without vision part, and if what the towers of `transformers` need is missing."""
+    if not isinstance(read_config(folder).get("vision_config"), dict):
+        raise ValueError(f"model_type {model_type!r} has no vision part: config.json has no vision_config")
+    missing = [package for package in NEEDED if find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"model_type {model_type!r} has no tower of the server's own ({', '.join(sorted(OWN_TYPES))}), and"
+            f" {' and '.join(missing)} are not installed: pip install 'encoder-service[transformers]'"
+        )
+
+
+def _model_type(folder: Path) -> str:
+    model_type = read_config(folder).get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{folder / 'config.json'} names no model_type")
+    return model_type

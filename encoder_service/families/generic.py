@@ -1,0 +1,293 @@
+"""The vision part of any vision-language model that `transformers` has: its own code, without the language model.
+
+The model's processor makes the inputs, with torchvision on the CPU, as vLLM's does by default. `get_image_features`
+makes the rows, one image a call. What reads shapes alone counts rows: the processor writes the prompt of an image of
+that size, and the rows are the placeholders in it.
+"""
+
+import copy
+import inspect
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+import torchvision
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from encoder_contract.checkpoint import read_config
+from encoder_service.families.model import DTYPES, LoadOptions, OneByOne, one_line
+from encoder_service.keys import Recipe
+
+log = logging.getLogger(__name__)
+
+# The families whose `get_image_features` ends before the rows that are merged, and what is left to do.
+LAST_STEP: dict[str, Callable[[Any, Any], Tensor]] = {
+    "llama4": lambda core, output: core.multi_modal_projector(output.last_hidden_state.flatten(0, -2)),
+}
+
+# What processors make beside the image's inputs.
+TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
+
+# Tensors of quantised layers: by type, and by the names of what is stored beside packed weights.
+FLOATS = {"F64", "F32", "F16", "BF16"}
+QUANTISED_NAME = re.compile(
+    r"((weight|input|activation)_(scale|scale_inv|packed|zero_point)|\.(qweight|qzeros|scales|absmax|SCB))$"
+)
+LANGUAGE_MODEL = re.compile(
+    r"(^|\.)(language_model|text_model|lm_head|llm)\.|^(model\.)?(layers|embed_tokens|norm)\."
+)
+INTEGERS = re.compile(r"(position_ids|num_batches_tracked|relative_position_index)$")
+
+
+def load_generic(folder: Path, options: LoadOptions) -> "TransformersModel":
+    """Load the vision part of a checkpoint folder; raises `ValueError` or `OSError` with one line of reason."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what it warns of is checked here
+    try:
+        return TransformersModel(folder, options)
+    except (ValueError, OSError) as error:
+        raise ValueError(one_line(error)) from error
+    except Exception as error:
+        log.debug("transformers cannot load %s", folder, exc_info=True)
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {one_line(error)}"
+        ) from error
+
+
+class TransformersModel(OneByOne):
+    """A model of `transformers` without its language model."""
+
+    def __init__(self, folder: Path, options: LoadOptions) -> None:
+        """Raise `ValueError` for what cannot be served, and whatever `transformers` raises."""
+        config = _config(folder)
+        processor = _processor(folder)
+        model = _vision_part(folder, config, DTYPES[options.dtype])
+        settings, vision = _processor_settings(processor), getattr(config, "vision_config", None)
+        super().__init__(
+            options,
+            model_type=config.model_type,
+            hidden=config.get_text_config().hidden_size,
+            levels=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+            recipe=Recipe(_fingerprint(config, model), _digest(settings), options.dtype),
+        )
+        self.attention = f"transformers {transformers.__version__}, {model.config._attn_implementation}"
+        model.to(self.device)
+        self._core = _core(model)
+        self._finish = LAST_STEP.get(config.model_type, _rows)
+        self._takes = set(inspect.signature(self._core.get_image_features).parameters) - TEXT_INPUTS
+        self._placeholder = _placeholder(config)
+        # A processor is for one thread at a time (its tokenizer is): one counts rows, the other makes inputs.
+        self._counter, self._counting = processor, threading.Lock()
+        self._processor, self._processing = copy.deepcopy(processor), threading.Lock()
+        self._blank = "meta" if self._counts_by_shapes() else "cpu"
+
+    def rows(self, width: int, height: int) -> int:
+        """Count the placeholders that the processor writes for an image of this size; its pixels do not exist."""
+        pixels = torch.zeros(1, dtype=torch.uint8, device=self._blank).expand(3, height, width)
+        with self._counting:
+            processed = _process(self._counter, pixels)
+        return int((processed["input_ids"] == self._placeholder).sum())
+
+    def prepare_image(self, pixels: Tensor) -> Mapping[str, Any]:
+        """Return what `get_image_features` takes, on the CPU; floating-point values in `dtype`."""
+        with self._processing:
+            processed = _process(self._processor, pixels.cpu().permute(2, 0, 1))
+        return {
+            name: value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in processed.items()
+            if name in self._takes
+        }
+
+    def encode_image(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return what the model merges into its prompt."""
+        here = {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        rows: Tensor = self._finish(self._core, self._core.get_image_features(**here, return_dict=True))
+        return rows
+
+    def _counts_by_shapes(self) -> bool:
+        """Whether the processor runs on tensors without values; if not, it counts on black images."""
+        self._blank = "meta"
+        try:
+            return self.rows(64, 64) > 0
+        except Exception:  # noqa: BLE001 - some processors look at values, which shows in many ways
+            return False
+
+
+def _process(processor: Any, pixels: Tensor) -> Mapping[str, Any]:
+    """Return what a processor makes of one image, uint8 [3, H, W], and of a prompt that is that image."""
+    made: Mapping[str, Any] = processor(images=[pixels], text=[processor.image_token], return_tensors="pt")
+    return made
+
+
+def _rows(_core: Any, output: Any) -> Tensor:
+    """[rows, width]: DeepStack levels beside the main part."""
+    parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return torch.cat([_joined(part) for part in parts], dim=1)
+
+
+def _joined(part: Any) -> Tensor:
+    tensors = part if isinstance(part, (list, tuple)) else [part]
+    return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
+
+
+# What a folder holds
+
+
+def _config(folder: Path) -> Any:
+    content = read_config(folder)
+    model_type = content.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        if "auto_map" in content:
+            raise ValueError(
+                f"model_type {model_type!r} is served by code in the checkpoint (auto_map), and the server runs no"
+                " code of checkpoints: use one that transformers has a model for (often named -hf)"
+            )
+        raise ValueError(f"transformers {transformers.__version__} knows no model_type {model_type!r}")
+    content.pop("quantization_config", None)
+    # Sub-configurations, defaults and older names are resolved as `from_pretrained` does.
+    config = CONFIG_MAPPING[model_type].from_dict(content)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ValueError(f"model_type {model_type!r} has no vision part, or none that transformers knows")
+    return config
+
+
+def _processor(folder: Path) -> Any:
+    processor = transformers.AutoProcessor.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True, backend="torchvision"
+    )
+    for part in ("image_processor", "tokenizer", "image_token"):
+        if getattr(processor, part, None) is None:
+            raise ValueError(
+                f"{folder} has no {part} for the model: files of the tokenizer or the processor are missing"
+            )
+    return processor
+
+
+def _placeholder(config: Any) -> int:
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(found := getattr(config, name, None), int):
+            return found
+    raise ValueError(f"config.json of {config.model_type} names no image_token_id")
+
+
+def _processor_settings(processor: Any) -> dict[str, Any]:
+    """Return all that decides inputs: settings, and the versions of the code."""
+    left_out = ("tokenizer", "chat_template", "video_processor", "feature_extractor", "audio_processor")
+    settings = {name: value for name, value in processor.to_dict().items() if name not in left_out}
+    return {
+        "settings": settings,
+        "image_processor": processor.image_processor.to_dict(),
+        "transformers": transformers.__version__,
+        "torchvision": torchvision.__version__,
+    }
+
+
+# Weights
+
+
+def _vision_part(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    """Load the model without its language model, of whose weights nothing is read."""
+    _refuse_quantised_vision(folder)
+    architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    model, found = _without_language_model(architecture).from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,  # other formats run code
+    )
+    missing = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    if missing:
+        raise ValueError(
+            f"{len(missing)} tensors of the vision part are missing or of another shape in {folder}: "
+            + ", ".join(missing[:3])
+            + (", ..." if len(missing) > 3 else "")
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _without_language_model(architecture: type[Any]) -> type[Any]:
+    """Return the architecture without language model and head, removed while all weights are placeholders."""
+
+    def init(self: Any, config: Any, *args: Any, **named: Any) -> None:
+        architecture.__init__(self, config, *args, **named)
+        gone = (self.get_decoder(), architecture.get_output_embeddings(self))
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if any(child is each for each in gone):
+                    setattr(module, name, nn.Module())
+        self.all_tied_weights_keys = {}
+
+    return type(
+        architecture.__name__,
+        (architecture,),
+        {
+            "__module__": architecture.__module__,
+            "__init__": init,
+            "_tied_weights_keys": None,
+            "_keys_to_ignore_on_load_unexpected": [r"."],
+            "tie_weights": lambda *_, **__: None,
+            "get_input_embeddings": lambda _: None,
+            "get_output_embeddings": lambda _: None,
+        },
+    )
+
+
+def _core(model: Any) -> Any:
+    """Return the module whose `get_image_features` is the vision part."""
+    for module in (getattr(model, "model", None), model):
+        if hasattr(module, "get_image_features"):
+            return module
+    raise ValueError(
+        f"transformers {transformers.__version__} has no get_image_features for {model.config.model_type}"
+    )
+
+
+def _refuse_quantised_vision(folder: Path) -> None:
+    """Raise `ValueError` for a quantised tensor outside the language model: it would be read as something else."""
+    for name, kind in _stored_types(folder):
+        packed = QUANTISED_NAME.search(name) or (kind not in FLOATS and not INTEGERS.search(name))
+        if packed and not LANGUAGE_MODEL.search(name):
+            raise ValueError(
+                f"the vision part of {folder} is quantised ({name} is {kind}): serve the checkpoint it was made from"
+            )
+
+
+def _stored_types(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a mapping
+                yield name, shard.get_slice(name).get_dtype()
+
+
+# Fingerprints
+
+
+def _fingerprint(config: Any, model: Any) -> bytes:
+    """32 bytes over the configuration without that of the language model, transformers' version, and the weights."""
+    left_out = {"text_config", "_name_or_path", "transformers_version", "architectures", "dtype"}
+    said = {name: value for name, value in config.to_dict().items() if name not in left_out}
+    hasher = blake3.blake3(_digest({"config": said, "transformers": transformers.__version__}))
+    for name, tensor in sorted(model.state_dict().items()):
+        hasher.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return hasher.digest()
+
+
+def _digest(content: Mapping[str, Any]) -> bytes:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
+    return blake3.blake3(canonical.encode()).digest()

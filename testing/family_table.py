@@ -1,0 +1,82 @@
+"""Writes the table of docs/models.md: `python -m testing.family_table` runs the parity kit on each family."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PLACE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- /families -->)", re.DOTALL)
+HEAD = (
+    "| type | models | tower | settings of | rows against `transformers` | counted | beside others | time |",
+    "|---|---|---|---|---|---|---|---|",
+)
+THREADS = 1
+OWN = {
+    "qwen3_vl": ("Qwen3-VL", "Qwen/Qwen3-VL-8B-Instruct"),
+    "qwen3_vl_moe": ("Qwen3-VL (MoE)", "Qwen/Qwen3-VL-30B-A3B-Instruct"),
+    "qwen2_5_vl": ("Qwen2.5-VL", "Qwen/Qwen2.5-VL-7B-Instruct"),
+    "qwen3_5": ("Qwen3.5", "Qwen/Qwen3-VL-8B-Instruct"),
+    "qwen4_exp": ("Qwen4-Exp", "Qwen/Qwen3-VL-8B-Instruct"),
+}
+
+
+def row_of(model_type: str) -> str:
+    """Check a checkpoint of this family, and return its row of the table; raises `AssertionError` if it fails."""
+    from encoder_service.families import check
+    from testing.checkpoints import write_checkpoint
+    from testing.families import CHECKPOINTS, write_family_checkpoint
+
+    with tempfile.TemporaryDirectory() as scratch:
+        write = write_checkpoint if model_type in OWN else write_family_checkpoint
+        folder = write(scratch, model_type)
+        findings = list(check.check(folder))
+        assert all(finding.is_right for finding in findings), findings
+        ours, theirs = check.seconds(folder)
+    errors, counts, beside, _ = (finding.found for finding in findings)
+    if model_type in OWN:
+        (name, published), tower = OWN[model_type], "own"
+    else:
+        name, published = CHECKPOINTS[model_type].name, CHECKPOINTS[model_type].published
+        tower = "`transformers`"
+    return (
+        f"| `{model_type}` | {name} | {tower} | `{published}` | {errors.rpartition(' ')[2]} | {counts}"
+        f" | {beside.rpartition(', ')[2]} | {ours / theirs:.2f} |"
+    )
+
+
+def write(rows: Mapping[str, str], versions: str) -> None:
+    """Put the rows of all families into the page."""
+    lines = [*HEAD, *rows.values(), "", versions]
+    PAGE.write_text(PLACE.sub(lambda _: "\n".join(lines) + "\n", PAGE.read_text()))
+
+
+def main() -> None:
+    """Check every family, and write the table."""
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # before torch is imported
+    import torch
+    import torchvision
+    import transformers
+
+    from testing.families import CHECKPOINTS
+
+    torch.set_num_threads(THREADS)
+    rows = {}
+    for model_type in (*OWN, *CHECKPOINTS):
+        rows[model_type] = row_of(model_type)
+        sys.stdout.write(f"{rows[model_type]}\n")
+        sys.stdout.flush()
+    cpu = re.search(r"^Model name: +(.+)$", subprocess.check_output(["lscpu"], text=True), re.MULTILINE)
+    write(
+        rows,
+        f"transformers {transformers.__version__}, torchvision {torchvision.__version__.partition('+')[0]},"
+        f" torch {torch.__version__}, float32, one thread of {cpu[1] if cpu else 'a CPU'}, {date.today()}.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The plug-in that docs/models.md shows, as a third party would install it beside the server."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from prefill_client import BlockingClient, RowRequest
+from testing.photos import photo, pixels
+from testing.server_process import running
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+MAX_LINES = 60
+
+
+def block(language: str) -> str:
+    """A code block of the page."""
+    found = re.search(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found
+    return found[1]
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder in which the plug-in is installed, as pip would leave it."""
+    folder = tmp_path / "site"
+    information = folder / "plain_vl-1.dist-info"
+    information.mkdir(parents=True)
+    (folder / "plain_vl.py").write_text(block("python"))
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-vl\nVersion: 1\n")
+    group, point = block("toml").splitlines()
+    group = group.removeprefix('[project.entry-points."').removesuffix('"]')
+    (information / "entry_points.txt").write_text(f"[{group}]\n{point.replace(chr(34), '')}\n")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return folder
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A checkpoint of it, and its weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weight = torch.randn(24, 768, generator=torch.Generator().manual_seed(0)) / 28
+    save_file({"projector.weight": weight}, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "plain_vl", "hidden_size": 24, "dtype": "float32"})
+    )
+    return folder, weight
+
+
+def test_the_page_shows_a_plug_in_of_one_short_file():
+    assert len(block("python").splitlines()) <= MAX_LINES
+
+
+def test_the_plug_in_of_the_page_serves_rows(installed, plain):
+    folder, weight = plain
+    with (
+        running(folder, device="cpu", store_host_gib=0.05) as server,
+        BlockingClient.connect(server.endpoint, timeout_s=60) as client,
+    ):
+        assert client.description.model_type == "plain_vl"
+        good, tiny = client.submit([photo(224, 224, 1, "PNG"), photo(12, 300, 2)])
+        assert (good.tokens, good.error) == (196, None)
+        assert "both sides must have at least 16 pixels" in str(tiny.error)
+        (outcome,) = client.fetch([RowRequest(good.digest)], timeout_s=60)
+        rows = torch.from_numpy(np.array(outcome.array))
+    blocks = torch.from_numpy(pixels(224, 224, 1)).float().view(14, 16, 14, 16, 3).permute(0, 2, 4, 1, 3)
+    assert torch.allclose(rows, (blocks.reshape(196, 768) / 127.5 - 1) @ weight.T, atol=1e-5)
+
+
+def test_the_parity_kit_takes_plug_ins(installed, plain):
+    command = [sys.executable, "-m", "encoder_service.families.check", str(plain[0]), "--sizes", "5"]
+    done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["-", "ok", "ok", "ok"]
+
+
+def test_without_the_plug_in_the_model_is_not_served(plain):
+    command = [sys.executable, "-m", "encoder_service.families.check", str(plain[0])]
+    done = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "model_type 'plain_vl' has no vision part" in done.stderr

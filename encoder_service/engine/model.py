@@ -170,7 +170,8 @@ class MemoryPlan:
             total=memory.total,
             loaded=memory.total - memory.free,
             forward=model.tower.forward_bytes,
-            under_way=BATCHES_UNDER_WAY * model.tower.batch_bytes,
+            # The rows of the last are counted in its forward.
+            under_way=(BATCHES_UNDER_WAY - 1) * model.tower.batch_bytes,
             decode=pixels * RESIZED_BYTES_PER_PIXEL + model.decoder.device_bytes,
             tables=model.tower.table_bytes,
             store=int(config.store_device_gib * GIB),

@@ -7,6 +7,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 START_S = 300.0  # on a machine that does much else
@@ -38,8 +39,9 @@ class EngineProcess:
         raise AssertionError(f"the engine did not start:\n{self.log.read_text()}")
 
     def stop(self) -> None:
-        """End it and what it started."""
-        os.killpg(self.process.pid, signal.SIGTERM)
+        """End it and what it started; one that has ended by itself is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:

@@ -6,12 +6,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
-# The label of each metric, and its help.
+# The metric of each, its label, and its help.
 METRICS = {
-    "images": ("source", "Images whose rows a prefill chunk fetched, by where the service found them."),
-    "row_bytes": ("transport", "Bytes of rows received from the encoder service."),
-    "own_tower_images": ("reason", "Images that SGLang's own tower encoded instead of the service."),
+    "images": (
+        "sglang:encoder_service_images_total",
+        "source",
+        "Images whose rows a prefill chunk fetched, by where the service found them.",
+    ),
+    "row_bytes": (
+        "sglang:encoder_service_row_bytes_total",
+        "transport",
+        "Bytes of rows received from the encoder service.",
+    ),
+    "own_tower_images": (
+        "sglang:encoder_service_own_tower_images_total",
+        "reason",
+        "Images that SGLang's own tower encoded instead of the service.",
+    ),
     "lost_images": (
+        "sglang:encoder_service_lost_images_total",
         "",
         "Images without rows: the service did not answer, and the file could not be read here.",
     ),
@@ -19,7 +32,7 @@ METRICS = {
 
 
 def count(metric: str, label: str = "", amount: int = 1) -> None:
-    """Add to `sglang:encoder_service_<metric>_total`."""
+    """Add to the counter of a key of `METRICS`."""
     counter = _counter(metric)
     (counter.labels(label) if label else counter).inc(amount)
 
@@ -29,5 +42,5 @@ def _counter(metric: str) -> "Counter":
     # SGLang says where its processes write metrics before it imports the library, and after it has imported us.
     from prometheus_client import Counter
 
-    label, text = METRICS[metric]
-    return Counter(f"sglang:encoder_service_{metric}", text, [label] if label else [])
+    name, label, text = METRICS[metric]
+    return Counter(name, text, [label] if label else [])

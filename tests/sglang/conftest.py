@@ -97,6 +97,13 @@ def variables(endpoint: str, **settings: object) -> dict[str, str]:
     }
 
 
+def answers_of(model: Path, prompts: Iterable[Sequence[Part]]) -> Own:
+    """Return the answers of an SGLang as it is, by its own tower."""
+    with serving(model) as engine:
+        answers = {tuple(parts): engine.ask(parts) for parts in prompts}
+    return lambda parts: answers[tuple(parts)]
+
+
 def images_in(parts: Iterable[Part]) -> set[bytes]:
     return {part for part in parts if isinstance(part, bytes)}
 
@@ -127,11 +134,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def own(checkpoint: Path) -> Own:
-    """The answers of an SGLang as it is, by its own tower."""
-    with serving(checkpoint) as engine:
-        asked = [*PROMPTS.values(), *AT_ONCE.values(), LONG]
-        answers = {tuple(parts): engine.ask(parts) for parts in asked}
-    return lambda parts: answers[tuple(parts)]
+    """Those of this checkpoint."""
+    return answers_of(checkpoint, [*PROMPTS.values(), *AT_ONCE.values(), LONG])
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,45 @@
+"""The newest release that pyproject admits: it wants a newer torch, and runs with the one that is here."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from testing.answers import data_url
+from testing.photos import photo
+from testing.sglang_engine import SglangEngine, serving
+from tests.sglang.conftest import AT_ONCE, ENVIRONMENT, Own, assert_equal, images_in, variables
+from tests.sglang.counters import by_own_tower, fetched
+from tests.vllm.restartable import Restartable
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[SglangEngine]:
+    """An engine of that release."""
+    newest = ENVIRONMENT / "newest"
+    if not newest.exists():
+        pytest.skip("make test-sglang installs it")
+    paths = os.pathsep.join(filter(None, [str(newest), os.environ.get("PYTHONPATH", "")]))
+    with serving(checkpoint, environment={**variables(service.endpoint), "PYTHONPATH": paths}) as engine:
+        yield engine
+
+
+def test_it_is_the_newest(engine: SglangEngine) -> None:
+    assert httpx.get(f"{engine.url}/server_info", timeout=60).json()["version"] == "0.5.23"
+
+
+@pytest.mark.parametrize("name", ["one png", "text between", "the same twice", "sixteen"])
+def test_it_answers_as_the_own_tower_of_the_oldest(engine: SglangEngine, own: Own, name: str) -> None:
+    before = fetched(engine)
+    assert_equal(engine.ask(AT_ONCE[name]), own(AT_ONCE[name]))
+    assert fetched(engine) - before == len(images_in(AT_ONCE[name]))
+    assert by_own_tower(engine) == 0
+
+
+def test_a_damaged_image_is_400_with_our_text(engine: SglangEngine) -> None:
+    file = photo(640, 480, 62)
+    response = engine.generate(["x ", file, "?"], image_data=[data_url(file[: len(file) // 2])])
+    assert response.status_code == 400
+    assert "image 0: " in response.text

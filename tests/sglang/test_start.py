@@ -1,0 +1,67 @@
+"""What SGLang does not start with, and why it says so."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from testing.sglang_engine import ENVIRONMENT, SglangEngine
+from tests.sglang.conftest import checkpoint_of, variables
+from tests.vllm.restartable import Restartable
+
+
+def refusal(model: Path, *flags: str, environment: dict[str, str]) -> str:
+    """Start an engine that ends by itself, and return what it said."""
+    engine = SglangEngine(model, *flags, environment=environment)
+    try:
+        with pytest.raises(AssertionError, match="did not start"):
+            engine.wait_until_it_answers()
+        return engine.log.read_text()
+    finally:
+        engine.stop()
+
+
+def test_a_service_of_another_checkpoint_is_refused_with_both_fingerprints(
+    service: Restartable, tmp_path: Path
+) -> None:
+    other = checkpoint_of("qwen3_vl", tmp_path, seed=1)
+    said = refusal(other, environment=variables(service.endpoint))
+    assert "serves another model: model fingerprint: the engine has" in said
+
+
+def test_settings_that_change_images_in_sglang_alone_are_refused(
+    checkpoint: Path, service: Restartable
+) -> None:
+    config = '{"image": {"max_pixels": 4096}}'
+    said = refusal(checkpoint, "--mm-process-config", config, environment=variables(service.endpoint))
+    assert "--mm-process-config changes images in SGLang alone" in said
+
+
+@pytest.mark.parametrize("package", ["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAGE"])
+def test_one_package_without_the_other_is_refused(
+    checkpoint: Path, service: Restartable, package: str
+) -> None:
+    environment = variables(service.endpoint)
+    del environment[package]
+    said = refusal(checkpoint, environment=environment)
+    assert f"the encoder service needs {package}=prefill_client.sglang." in said
+
+
+@pytest.mark.parametrize("package", ["processors", "models"])
+def test_sglang_does_not_ignore_a_package_that_does_not_know_its_release(package: str) -> None:
+    program = f"""
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: "0.5.24" if name == "sglang" else version(name)
+from sglang.srt.managers.multimodal_processor import import_processors
+from sglang.srt.models.registry import import_model_classes
+{"import_processors" if package == "processors" else "import_model_classes"}("prefill_client.sglang.{package}")
+"""
+    environment = {**os.environ, **ENVIRONMENT}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode != 0
+    assert "prefill_client.sglang is for SGLang >=0.5.21,<0.5.24, and this is 0.5.24" in ran.stderr

@@ -1,0 +1,43 @@
+"""Two tensor-parallel ranks: each fetches its rows, and both agree on who encodes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testing.sglang_engine import SglangEngine, serving
+from tests.sglang.conftest import AT_ONCE, LONG, Own, assert_equal, images_in, variables
+from tests.sglang.counters import by_own_tower, fetched, server_of
+from tests.sglang.test_faults import asked_as_the_service_dies, until_served
+from tests.vllm.restartable import Restartable
+
+TWO_RANKS = ("--tp", "2")
+BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[SglangEngine]:
+    """An engine of two ranks that takes its images from the service."""
+    environment = {**variables(service.endpoint), **BOUND}
+    with serving(checkpoint, *TWO_RANKS, environment=environment) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", ["one png", "text between", "sixteen"])
+def test_two_ranks_answer_as_one(engine: SglangEngine, service: Restartable, own: Own, name: str) -> None:
+    engine.forget()
+    before = fetched(engine)
+    assert_equal(engine.ask(AT_ONCE[name]), own(AT_ONCE[name]))
+    assert fetched(engine) - before == len(images_in(AT_ONCE[name])), "one rank counts"
+    assert by_own_tower(engine) == 0
+
+
+def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_tower_of_both(
+    engine: SglangEngine, service: Restartable, own: Own
+) -> None:
+    assert_equal(asked_as_the_service_dies(engine, service), own(LONG))
+    assert by_own_tower(engine, "rows") > 0
+    assert engine.process.poll() is None
+    service.start()
+    until_served(engine)
+    assert server_of(service).encodes() > 0

@@ -27,6 +27,10 @@ VLLM = {
     *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
     "--load-format",
 }
+# Flags of SGLang, on the page about it; tests/sglang starts it with them.
+SGLANG = {
+    *("--model-path", "--enable-metrics", "--mm-process-config", "--language-model-only", "--language-only"),
+}
 # What only the changelog may name.
 REMOVED_FLAGS = {flag_of(name) for name in Config.removed}
 # Which of our programs a line runs: `encoder-service top`, `python -m bench.store`, `bench.store`.
@@ -88,7 +92,7 @@ def test_every_flag_a_page_names_is_one_of_its_command(page: Path, commands: Com
             continue
         programs = [program for program in programs_in(line) if program in commands]
         allowed = set().union(*(flags_of(program, commands) for program in programs)) if programs else alone
-        assert named(FLAG, line) <= allowed | VLLM | {"--help", "--version"}, line
+        assert named(FLAG, line) <= allowed | VLLM | SGLANG | {"--help", "--version"}, line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -17,6 +17,8 @@ from prefill_client.sglang_gateway.parts import Address
 CONNECT_S = 10.0
 # 4 GB, which 64 images of 1080p have in the largest models, take this long at half a gigabit a second.
 TRANSFER_S = 60.0
+# A small message is copied by ZeroMQ, and may still wait to be written when its rows are no longer read.
+_LINGER_MS = 10_000
 # What ZeroMQ's thread may take to drop a message whose socket was closed.
 _DROP_S = 5.0
 
@@ -50,6 +52,7 @@ class Delivery:
         # One socket a message: a receiver of zmq_to_tokenizer lives as long as its request.
         socket = self._context.socket(zmq.PUSH)
         released = asyncio.Event()
+        linger_ms = 0
         try:
             socket.set(zmq.IMMEDIATE, 1)  # a message waits for its connection here, where it can be cancelled
             socket.set(zmq.IPV6, int(":" in receiver.host))
@@ -64,8 +67,9 @@ class Delivery:
                     await released.wait()
             except TimeoutError:
                 raise DeadlineError(f"{receiver.url} did not read its rows in {TRANSFER_S:g} s") from None
+            linger_ms = _LINGER_MS
         finally:
-            socket.close(linger=0)  # the kernel has the message, or it is dropped
+            socket.close(linger=linger_ms)  # a message that is not to be sent is dropped
             with suppress(TimeoutError):
                 async with asyncio.timeout(_DROP_S):
                     await released.wait()
@@ -74,7 +78,7 @@ class Delivery:
 def _lent(rows: NDArray[np.generic], released: asyncio.Event) -> NDArray[np.uint8]:
     """Return the bytes of the rows as an object of its own; `released` is set when ZeroMQ has dropped it.
 
-    ZeroMQ drops a message once its last byte was written to the socket. It does so on a thread of its own.
+    ZeroMQ drops a message, on a thread of its own, once its last byte was written to the socket or copied.
     """
     lent = rows.reshape(-1).view(np.uint8)
     weakref.finalize(lent, asyncio.get_running_loop().call_soon_threadsafe, released.set).atexit = False

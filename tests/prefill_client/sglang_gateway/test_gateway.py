@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator
 import httpx2
 import numpy as np
 import pytest
+import zmq
+import zmq.asyncio
 
 from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest, content_digest
 from prefill_client.sglang_gateway import delivery
 from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
-from prefill_client.sglang_gateway.parts import AllowedReceivers
+from prefill_client.sglang_gateway.parts import Address, AllowedReceivers
 from testing.photos import data_url, photo
 from tests.gate import Gate
 from tests.image_host import image_host
@@ -21,7 +23,7 @@ from tests.operator_view import fetches_wait_for, numbers
 from tests.sglang_gateways import RunningGateway, gateway_for
 from tests.sglang_messages import Message, body_of
 from tests.sglang_receiver import LanguageServer
-from tests.waiting import soon
+from tests.waiting import START_S, soon
 
 FIRST, SECOND, THIRD = photo(300, 220, 1), photo(256, 400, 2, orientation=6), photo(640, 480, 3)
 
@@ -253,3 +255,18 @@ async def test_metrics_are_exposed(gateway: RunningGateway, sglang: LanguageServ
         text = (await http.get(f"{gateway.url}/metrics")).text
     assert 'sglang_gateway_parts_total{outcome="served"} 1.0' in text
     assert "sglang_gateway_part_seconds_count 1.0" in text
+
+
+async def test_small_messages_arrive_whole_although_their_socket_is_closed_at_once() -> None:
+    sending, context = delivery.Delivery(), zmq.asyncio.Context()
+    receiver = context.socket(zmq.PULL)
+    address = Address("127.0.0.1", receiver.bind_to_random_port("tcp://127.0.0.1"))
+    try:
+        for number in range(300):
+            await sending.deliver([address], b"%d" % number, np.full((64, 128), number, np.float32))
+        async with asyncio.timeout(START_S):
+            numbers = {int((await receiver.recv_multipart())[0]) for _ in range(300)}
+        assert numbers == {*range(300)}
+    finally:
+        sending.close()
+        context.destroy(linger=0)

@@ -12,6 +12,7 @@ from string import Template
 
 DEPLOY = Path(__file__).resolve().parent
 MANIFESTS = DEPLOY / "kubernetes"
+COMPOSE = ("docker-compose.yml", "vllm/docker-compose.yml", "sglang/docker-compose.yml")
 SCRIPTS = Path(sys.executable).parent
 # The oldest release whose fields the manifests use (a preStop that sleeps), and the newest.
 KUBERNETES = ("1.30.0", "")
@@ -119,7 +120,8 @@ def check_pins() -> bool:
         Template(base).substitute(arguments) for base in re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
     ]
     fetched = [base for base in bases if base not in stages]
-    fetched += re.findall(r"^\s+image: (\S+)$", (DEPLOY / "docker-compose.yml").read_text(), re.MULTILINE)
+    for path in COMPOSE:
+        fetched += re.findall(r"^\s+image: (\S+)$", (DEPLOY / path).read_text(), re.MULTILINE)
     loose = [image for image in fetched if not is_pinned(image)]
     for image in loose:
         print(f"deploy: the image {image} is not pinned to one release", file=sys.stderr)
@@ -136,7 +138,7 @@ def main() -> int:
     schema: list[str | Path] = [SCRIPTS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec"]
     results = [
         run("hadolint", [SCRIPTS / "hadolint", "Dockerfile"]),
-        run("compose schema", [*schema, "docker-compose.yml", "vllm/docker-compose.yml"]),
+        run("compose schema", [*schema, *COMPOSE]),
         run("dashboard", [sys.executable, "grafana/build.py", "--check"]),
         check_pins(),
         check_compiler(),

@@ -21,6 +21,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.metrics import Scrape
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
+from prefill_client.sglang_gateway.metrics import Metrics as GatewayMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
 from prefill_reference.metrics import Metrics as PrefillMetrics
 from testing.photos import photo
@@ -105,15 +106,21 @@ async def _serve_some(server: Server) -> Series:
                     pass
         now: Scrape = await numbers(server)
     series = {_exported(name): [labels for labels, _ in given] for name, given in now.samples.items()}
-    text = generate_latest(PrefillMetrics().registry).decode()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            series.setdefault(sample.name, []).append(sample.labels)
+    for registry in (PrefillMetrics().registry, _gateway_metrics().registry):
+        for family in text_string_to_metric_families(generate_latest(registry).decode()):
+            for sample in family.samples:
+                series.setdefault(sample.name, []).append(sample.labels)
     series |= {name: [dict.fromkeys(labels, "")] for name, labels in OF_PROMETHEUS.items()}
     series |= {name: [{label: ""} if label else {}] for name, label, _ in METRICS_OF_ENGINES.values()}
     for rule in rules("record"):
         series[rule["record"]] = [dict.fromkeys(_labels_of_recorded(rule["expr"]), "")]
     return series
+
+
+def _gateway_metrics() -> GatewayMetrics:
+    metrics = GatewayMetrics()
+    metrics.images.labels("host").inc()
+    return metrics
 
 
 def _exported(name: str) -> str:

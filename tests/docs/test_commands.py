@@ -30,12 +30,13 @@ VLLM = {
 # Flags of SGLang, on the page about it; tests/sglang starts it with them.
 SGLANG = {
     *("--model-path", "--enable-metrics", "--mm-process-config", "--language-model-only", "--language-only"),
+    *("--encoder-urls", "--encoder-transfer-backend"),
 }
 # What only the changelog may name.
 REMOVED_FLAGS = {flag_of(name) for name in Config.removed}
 # Which of our programs a line runs: `encoder-service top`, `python -m bench.store`, `bench.store`.
 PROGRAM = (
-    rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+)"
+    rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+(?:-[a-z]+)*)"
     rf"|-m ((?:{'|'.join(PACKAGES)})[\w.]*)|\b(bench\.\w+)\b(?!/)"
 )
 
@@ -49,7 +50,7 @@ def commands() -> Commands:
         environment.setenv("COLUMNS", "1000")  # nothing is broken over lines
         found = {}
         for program in OURS:
-            for sub in re.findall(r"^    (\w+) ", run(program, "--help").stdout, re.MULTILINE):
+            for sub in re.findall(r"^    ([\w-]+)(?: |$)", run(program, "--help").stdout, re.MULTILINE):
                 found[f"{program} {sub}"] = run(program, sub, "--help").stdout
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         if MAIN in (source := path.read_text()):
@@ -82,9 +83,8 @@ def test_every_flag_a_page_names_is_one_of_its_command(page: Path, commands: Com
     """A flag alone is one of the services, or of a benchmark that the page names."""
     lines = list(lines_in(page))
     here = {program for line in lines for program in programs_in(line)} & set(commands)
-    alone = set().union(
-        *(flags_of(program, commands) for program in here | {f"{name} serve" for name in OURS})
-    )
+    services = {*(f"{name} serve" for name in OURS), "prefill-client sglang-gateway"}
+    alone = set().union(*(flags_of(program, commands) for program in here | services))
     if page.name == "CHANGELOG.md":
         alone |= REMOVED_FLAGS
     for line in lines:
@@ -109,10 +109,8 @@ def test_every_value_that_a_page_gives_a_flag_is_one_it_takes(page: Path, comman
 
 
 def test_every_environment_name_exists(commands: Commands) -> None:
-    known = {
-        setting for name in OURS for setting in named(r"; (\w+SVC_[A-Z_]+)\)", commands[f"{name} serve"])
-    }
-    assert {"ENCSVC_LISTEN", "PREFILLSVC_LISTEN"} <= known
+    known = {setting for text in commands.values() for setting in named(r"; (\w+SVC_[A-Z_]+)\)", text)}
+    assert {"ENCSVC_LISTEN", "PREFILLSVC_LISTEN", "SGLANGSVC_LISTEN"} <= known
     deployed = [*(ROOT / "deploy").rglob("*.y*ml"), ROOT / "deploy" / ".env.example"]
     for path in [*PAGES, *deployed]:
         assert named(r"\b([A-Z]+SVC_[A-Z_]*[A-Z])\b", path.read_text()) <= known, path.name

@@ -43,11 +43,11 @@ def check_configuration() -> None:
 
 
 def check_tower(tower: object) -> None:
-    """Raise `ValueError` if SGLang was started without its vision tower."""
+    """Raise `ValueError` if SGLang has loaded no vision tower."""
     if tower is None:
         raise ValueError(
-            "SGLang was started without its vision tower (--language-model-only); start it with the tower, which "
-            "encodes when the encoder service does not answer"
+            "SGLang has no vision tower for this checkpoint, which is marked language_model_only; start it with the "
+            "tower, which encodes when the encoder service does not answer"
         )
 
 

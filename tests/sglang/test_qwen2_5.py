@@ -1,0 +1,53 @@
+"""Qwen2.5-VL, whose features SGLang moves to the device before it asks the model for rows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testing.sglang_engine import SglangEngine, serving
+from tests.sglang.conftest import (
+    PROMPTS,
+    Own,
+    answers_of,
+    assert_equal,
+    checkpoint_of,
+    images_in,
+    variables,
+)
+from tests.sglang.counters import by_own_tower, fetched
+from tests.vllm.restartable import Restartable
+
+ASKED = [PROMPTS[name] for name in ("one png", "text between", "the same twice", "sixteen")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+@pytest.fixture(scope="module")
+def own(checkpoint: Path) -> Own:
+    return answers_of(checkpoint, ASKED)
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path) -> Iterator[Restartable]:
+    service = Restartable(checkpoint)
+    service.start()
+    yield service
+    service.kill()
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[SglangEngine]:
+    with serving(checkpoint, environment=variables(service.endpoint)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("number", range(len(ASKED)))
+def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, number: int) -> None:
+    before = fetched(engine)
+    assert_equal(engine.ask(ASKED[number]), own(ASKED[number]))
+    assert fetched(engine) - before == len(images_in(ASKED[number]))
+    assert by_own_tower(engine) == 0

@@ -27,11 +27,13 @@ MAX_REFUSED_PAUSE_S = 2.0
 class Attempts:
     """The attempts at one image so far. `deadline` is in seconds of `time.monotonic`.
 
-    An image that is `kept` submitted by some client is tried until the deadline.
+    An image that is `kept` submitted by some client is tried until the deadline. An upload that stalled at one that
+    `sends` files begins again.
     """
 
     deadline: float
     kept: bool = False
+    sends: bool = False
     failures: int = 0
     internal: int = 0
     resubmitted: int = 0
@@ -59,7 +61,8 @@ class Attempts:
         if isinstance(error, InternalError):
             self.internal += 1
             return PAUSE_S if self.internal < MAX_INTERNAL else None
-        if isinstance(error, (UnavailableError, StaleHandleError)):
+        stalled = self.sends and isinstance(error, DeadlineError)
+        if stalled or isinstance(error, (UnavailableError, StaleHandleError)):
             self.failures += 1
             return PAUSE_S * self.failures if self.failures <= MAX_FAILURES else None
         return None

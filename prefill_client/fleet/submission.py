@@ -75,7 +75,7 @@ class Submission:
             if isinstance(error, EncoderError)
         }
         deadline = monotonic() + timeout_s
-        attempts = {index: Attempts(deadline, kept=persistent) for index in images}
+        attempts = {index: Attempts(deadline, kept=persistent, sends=True) for index in images}
         due_s = dict.fromkeys(images, 0.0)
         while images:
             now_s = monotonic()

@@ -18,6 +18,7 @@ from testing.redis_servers import free_port
 from tests.calls import collect
 from tests.gate import Gate
 from tests.servers import server_of
+from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 PHOTOS = [photo(100 + number, 80, number) for number in range(6)]
@@ -130,3 +131,24 @@ async def test_a_fetch_finds_a_kept_image_wherever_it_was_submitted(config: Conf
                     assert {outcome.endpoint for outcome in outcomes.values()} == {server.endpoint}
                 server.store.flush()
                 server._sources.clear()
+
+
+async def test_an_upload_that_stalled_is_sent_again(config: Config, model: Model) -> None:
+    large = photo(64, 96, 70, "PNG") + bytes(3 << 20)
+    async with server_of(config, model, limits={"upload_idle_s": 0.3}) as server:
+        proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
+        try:
+            async with await EncoderClient.connect(f"127.0.0.1:{proxy.port}") as client:
+                proxy.delay(0.2)  # each way: longer than the server waits for bytes
+                sending = asyncio.create_task(client.submit([large], timeout_s=PATIENCE_S))
+                await soon(
+                    lambda: (
+                        b'submitted_images_total{outcome="failed",reason="deadline"} 1'
+                        in server.metrics.exposition()
+                    )
+                )
+                proxy.mend()
+                (answer,) = await sending
+                assert answer.error is None
+        finally:
+            await proxy.stop()

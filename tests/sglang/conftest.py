@@ -67,7 +67,11 @@ AT_ONCE = prompts(1000)
 CHUNKS: list[Part] = [
     part for number in range(16) for part in (f"{number}: ", photo(240, 250, 2000 + number))
 ]
-LONG: list[Part] = [part for number in range(48) for part in (f"{number}: ", photo(240, 250, 3000 + number))]
+LONG: list[Part] = [
+    *("0: ", photo(240, 250, 3000), "b" * 4000),
+    *(part for number in range(1, 16) for part in (f"{number}: ", photo(240, 250, 3000 + number))),
+]
+"""Between its first image and the others are forty chunks of text: time to kill a service in."""
 """Images have at most 64 tokens, so several are in a chunk of 96, and some across two."""
 
 

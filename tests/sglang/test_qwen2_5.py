@@ -7,6 +7,7 @@ import pytest
 
 from testing.sglang_engine import SglangEngine, serving
 from tests.sglang.conftest import (
+    LONG,
     PROMPTS,
     Own,
     answers_of,
@@ -16,6 +17,7 @@ from tests.sglang.conftest import (
     variables,
 )
 from tests.sglang.counters import by_own_tower, fetched
+from tests.sglang.test_faults import asked_as_the_service_dies
 from tests.vllm.restartable import Restartable
 
 ASKED = [PROMPTS[name] for name in ("one png", "text between", "the same twice", "sixteen")]
@@ -28,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own(checkpoint: Path) -> Own:
-    return answers_of(checkpoint, ASKED)
+    return answers_of(checkpoint, [*ASKED, LONG])
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,11 @@ def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, numb
     assert_equal(engine.ask(ASKED[number]), own(ASKED[number]))
     assert fetched(engine) - before == len(images_in(ASKED[number]))
     assert by_own_tower(engine) == 0
+
+
+def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
+    engine: SglangEngine, service: Restartable, own: Own
+) -> None:
+    assert_equal(asked_as_the_service_dies(engine, service), own(LONG))
+    assert by_own_tower(engine, "rows") > 0
+    assert engine.process.poll() is None

@@ -16,15 +16,16 @@ from importlib.abc import MetaPathFinder
 
 
 class _BeforeTorchvision(MetaPathFinder):
+    defined = False
+
     def find_spec(self, name, path=None, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
+        if name == "torchvision" and not self.defined:
+            self.defined = True
             import torch
 
             self.library = torch.library.Library("torchvision", "DEF")
             self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            sys.modules["_torchvision_operators"].finder = self
         return None
 
 

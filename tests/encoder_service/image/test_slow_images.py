@@ -97,7 +97,7 @@ async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
             raise torch.OutOfMemoryError("this image does not fit")
         return to_patches(pixels, grids, resize)
 
-    monkeypatch.setattr("encoder_service.engine.workers.to_patches", cut)
+    monkeypatch.setattr("encoder_service.vision.tower.to_patches", cut)
     model = in_batches(model)
     gate = Gate(model)
     images = [photo(256, 320 + n, n) for n in range(6)]

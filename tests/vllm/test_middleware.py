@@ -266,7 +266,7 @@ def test_embeddings_of_a_caller_are_refused(http: HttpEngine, path: str, part: s
         http.url + path, content=body, headers={"content-type": "application/json"}, timeout=120
     )
     assert response.status_code == 403, response.text
-    assert "embeddings are made by the encoder service" in response.json()["error"]["message"]
+    assert "callers cannot send embeddings" in response.json()["error"]["message"]
 
 
 def test_images_of_an_invocation_are_encoded_by_the_service(http: HttpEngine, service: ServerProcess) -> None:

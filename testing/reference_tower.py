@@ -26,10 +26,11 @@ class ReferenceTower:
         self._processor = ProcessorSettings.from_folder(folder)
 
     def pixels(self, patches: Sequence[Tensor]) -> Tensor:
-        """What the image processor hands over: rescaled, normalised, each frame twice, float32."""
+        """What the processor hands over: rescaled, normalised, float32; a still image's frame twice, or two frames."""
         settings = self._processor
         area = settings.geometry.patch_size**2
-        values = torch.cat(list(patches)).view(-1, 3, 1, area).float() * settings.rescale_factor
+        joined = torch.cat(list(patches))
+        values = joined.view(len(joined), 3, -1, area).float() * settings.rescale_factor
         mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (settings.mean, settings.std))
         return ((values - mean) / std).expand(-1, 3, 2, area).flatten(1).to(self.device)
 

@@ -36,7 +36,7 @@ def run(probe: Probe) -> None:
 
 def _case(probe: Probe, tower: Tower, grids: Sequence[Grid]) -> dict[str, Any]:
     patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
-    batches = list(tower._batches(grids))
+    batches = list(tower._batches(grids, [image.shape[1] for image in patches]))
     first = batches[0]
     return {
         "batches": len(batches),

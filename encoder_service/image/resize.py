@@ -112,12 +112,27 @@ def to_patches(pixels: Sequence[Tensor], grids: Sequence[Grid], resize: Resize) 
     merge_size² patches of a token are neighbours), channel first inside a patch: the rows of the Hugging Face
     processor's `pixel_values` for one of its two equal temporal slots, before rescaling and normalisation. An
     image's patches have the same bits whatever else is in the call.
+
+    Pixels [2, H, W, 3] are two frames of a video: their patches are [grid.patches, 3 × 2 × patch_size²], the rows of
+    `pixel_values_videos`.
     """
+    if any(image.dim() == 4 for image in pixels):
+        return [
+            _pair_patches(image, grid, resize) if image.dim() == 4 else to_patches([image], [grid], resize)[0]
+            for image, grid in zip(pixels, grids, strict=True)
+        ]
     patches: dict[int, Tensor] = {}
     for indices in _calls(pixels, grids, together=bool(pixels) and pixels[0].is_cuda):
         same = resize.to_patches(_stacked([pixels[index] for index in indices]), grids[indices[0]])
         patches |= zip(indices, same, strict=True)
     return [patches[index] for index in range(len(pixels))]
+
+
+def _pair_patches(frames: Tensor, grid: Grid, resize: Resize) -> Tensor:
+    """Return the patches of two frames uint8 [2, H, W, 3]: each channel of the first, then of the second."""
+    first, second = to_patches(list(frames), [grid, grid], resize)
+    slots = torch.stack([first.view(grid.patches, 3, -1), second.view(grid.patches, 3, -1)], dim=2)
+    return slots.flatten(1)
 
 
 def _calls(pixels: Sequence[Tensor], grids: Sequence[Grid], *, together: bool) -> Iterator[list[int]]:

@@ -31,8 +31,11 @@ def activation_values(spec: TowerSpec) -> int:
 
 
 def batch_bytes(spec: TowerSpec, dtype: torch.dtype) -> int:
-    """Return the bytes per patch that a batch takes outside of its forward: its patches before, its rows after."""
-    return spec.patch_values + -(-spec.width * dtype.itemsize // spec.merge_unit)
+    """Return the bytes per patch that a batch takes outside of its forward: its patches before, its rows after.
+
+    Its patches are at most those of two frames.
+    """
+    return spec.temporal_patch_size * spec.patch_values + -(-spec.width * dtype.itemsize // spec.merge_unit)
 
 
 def _attention(spec: TowerSpec, grid: Grid) -> int:

@@ -247,7 +247,8 @@ class PatchProjection(nn.Module):
 class PatchEmbed(nn.Module):
     """uint8 patches → embeddings: one product that stands for rescaling, normalising and the convolution in time.
 
-    A still image fills every temporal slot with the same frame, so the convolution's weights are summed over time.
+    A still image fills every temporal slot with the same frame, so the convolution's weights are summed over time. Two
+    frames of a video have the product of all weights, over patches twice as wide: its sums are rounded otherwise.
     A value v becomes (v·r − mean)/std = (v − 128)·r/std + (128·r − mean)/std: the first factor goes into the
     weights, the second term into the bias. Bytes centred at 128 are exact in bfloat16 (8 significant bits) and keep
     the sums small. The folding is done in float64 and rounded once.
@@ -256,35 +257,46 @@ class PatchEmbed(nn.Module):
     def __init__(self, spec: TowerSpec, *, bias: bool) -> None:
         super().__init__()
         self.proj = PatchProjection(spec, bias=bias)
-        self._folded: Linear | None = None
+        self._still_values = spec.patch_values
+        self._still: Linear | None = None
+        self._pair: Linear | None = None
 
     def fold(self, processor: ProcessorSettings, dtype: torch.dtype) -> None:
-        """Replace the convolution by the folded product."""
-        still = self.proj.weight.double().sum(dim=2)
-        mean = torch.tensor(processor.mean, dtype=torch.float64, device=still.device)
-        std = torch.tensor(processor.std, dtype=torch.float64, device=still.device)
+        """Replace the convolution by the folded products."""
+        mean = torch.tensor(processor.mean, dtype=torch.float64, device=self.proj.weight.device)
+        std = torch.tensor(processor.std, dtype=torch.float64, device=self.proj.weight.device)
         constant = (128 * processor.rescale_factor - mean) / std
-        bias = torch.einsum("echw,c->e", still, constant)
+        whole = self.proj.weight.double()
+        bias = torch.einsum("ecthw,c->e", whole, constant)
         if self.proj.bias is not None:
             bias += self.proj.bias.double()
-        weight = still * (processor.rescale_factor / std)[:, None, None]
+        scaled = whole * (processor.rescale_factor / std)[:, None, None, None]
+        self._still = self._product(scaled.sum(dim=2), bias, dtype)
+        self._pair = self._product(scaled, bias, dtype)
+        del self.proj
+
+    @staticmethod
+    def _product(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Linear:
         folded = Linear(weight[0].numel(), len(weight))
         folded.weight = frozen(weight.flatten(1).to(dtype))
         folded.bias = frozen(bias.to(dtype))
-        self._folded = folded
-        del self.proj
+        return folded
 
     def forward(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> Residual:
-        """uint8 [patches, values] → embeddings with their positions, the stream that blocks advance."""
-        assert self._folded is not None
+        """uint8 [patches, values], or [patches, 2 × values] of two frames → embeddings with their positions.
+
+        They are the stream that blocks advance.
+        """
+        product = self._still if patches.shape[1] == self._still_values else self._pair
+        assert product is not None
         centred = [tile.to(dtype).sub_(128) for tile in layout.cut(patches)]
         if layout.position is None:
-            return Residual([self._folded(tile) for tile in centred], layout.pointwise)
+            return Residual([product(tile) for tile in centred], layout.pointwise)
         # The table is cached for other images of this grid, so it must not be modified.
         positions = [tile.clone() for tile in layout.cut(layout.position)]
         hidden = Residual(positions, layout.pointwise)
         for number, tile in enumerate(centred):
-            hidden.add(number, self._folded, tile)
+            hidden.add(number, product, tile)
         return hidden
 
 

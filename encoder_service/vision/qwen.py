@@ -164,7 +164,7 @@ class TowerModule(nn.Module):
         *,
         into: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:
-        """uint8 packs [patches, channels × patch × patch] → [rows, width] of each, block by block in step.
+        """uint8 packs [patches, channels × (2 ×) patch × patch] → [rows, width] of each, block by block in step.
 
         `between` is called before each block. The rows are written into those of `into`, if they are given.
         """

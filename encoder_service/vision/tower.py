@@ -260,7 +260,7 @@ class Tower:
         return flops(self.spec, grid)
 
     def inputs(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-        """Cut decoded images, uint8 [H, W, 3], into the patches that `encode` takes; see `to_patches`."""
+        """Cut decoded images, uint8 [H, W, 3], or pairs of frames, [2, H, W, 3], for `encode`; see `to_patches`."""
         return to_patches(pixels, grids, self._resize)
 
     def encode(
@@ -271,17 +271,18 @@ class Tower:
     ) -> list[Tensor]:
         """Encode images and return for each its rows [tokens, width] in `dtype` on `device`.
 
-        `patches[i]` is uint8 [grids[i].patches, channels × patch × patch] in merge order, on any device; rows are in
-        raster order of the merged grid. Activations are bounded by `batch_patches` whatever the number of images;
-        an image larger than that runs alone. On the CPU, and with `image_by_image`, an image's rows depend only
-        on that image, to the bit. On the CPU, where a block takes long, `between` is called before each one; it may
-        encode other images. Raises `ValueError` for patches that do not fit their grid.
+        `patches[i]` is uint8 [grids[i].patches, channels × patch × patch] in merge order, on any device; of two frames
+        of a video, [grids[i].patches, channels × 2 × patch × patch]. Rows are in raster order of the merged grid.
+        Activations are bounded by `batch_patches` whatever the number of images; an image larger than that runs alone.
+        On the CPU, and with `image_by_image`, an image's rows depend only on that image, to the bit. On the CPU, where
+        a block takes long, `between` is called before each one; it may encode other images. Raises `ValueError` for
+        patches that do not fit their grid.
         """
         for image, grid in zip(patches, grids, strict=True):
             self._check(image, grid)
         rows: list[Tensor] = []
         with torch.inference_mode():
-            for batch in self._batches(grids):
+            for batch in self._batches(grids, [image.shape[1] for image in patches]):
                 rows += self._encode_batch(patches[batch], grids[batch], between)
         return rows
 
@@ -319,7 +320,9 @@ class Tower:
             self.eager_batches += 1
             return list(self._module(on_device, self._layouts(grids), between))
         layout = self._layout(grids)
-        rows = self._graphs.run(on_device, layout) if self._graphs else None
+        # Graphs take still images.
+        is_still = on_device[0].shape[1] == self.spec.patch_values
+        rows = self._graphs.run(on_device, layout) if self._graphs and is_still else None
         if rows is not None:
             self.graph_batches += 1
         else:
@@ -327,11 +330,13 @@ class Tower:
             [rows] = self._module([_joined(on_device)], [layout])
         return list(rows.split([grid.patches // self.spec.merge_unit for grid in grids]))
 
-    def _batches(self, grids: Sequence[Grid]) -> Iterator[slice]:
+    def _batches(self, grids: Sequence[Grid], values: Sequence[int]) -> Iterator[slice]:
+        """Yield the images to encode together; `values` are those of a patch: still images and pairs go apart."""
         limit = 0 if self.image_by_image else self.batch_patches
         begin, patches = 0, 0
         for number, grid in enumerate(grids):
-            if number > begin and patches + grid.patches > limit:
+            is_other = values[number] != values[begin]
+            if number > begin and (patches + grid.patches > limit or is_other):
                 yield slice(begin, number)
                 begin, patches = number, 0
             patches += grid.patches
@@ -376,11 +381,13 @@ class Tower:
     def _check(self, image: Tensor, grid: Grid) -> None:
         merge = self.spec.merge_size
         if grid.t != 1 or grid.h < merge or grid.w < merge or grid.h % merge or grid.w % merge:
-            raise ValueError(f"{grid} is not the grid of a still image in merged patches of {merge}×{merge}")
+            raise ValueError(f"{grid} is not the grid of one image in merged patches of {merge}×{merge}")
         expected = (grid.patches, self.spec.patch_values)
-        if image.dtype is not torch.uint8 or image.shape != expected:
+        pair = (grid.patches, self.spec.temporal_patch_size * self.spec.patch_values)
+        if image.dtype is not torch.uint8 or image.shape not in (expected, pair):
             raise ValueError(
-                f"patches of {grid} must be uint8 {expected}, got {image.dtype} {tuple(image.shape)}"
+                f"patches of {grid} must be uint8 {expected}, or {pair} of two frames, got {image.dtype} "
+                f"{tuple(image.shape)}"
             )
 
 

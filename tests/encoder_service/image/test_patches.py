@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2VLImageProcessorPil
+from transformers import Qwen2VLImageProcessorPil, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.image.resize import (
@@ -204,3 +204,29 @@ def test_a_decoded_file_goes_through():
     image = torch.from_numpy(np.array(Image.open(io.BytesIO(photo(70, 50, 1)))))
     (patches,) = to_patches([image], [grid_of(image, QWEN3_VL)], RESIZE)
     assert patches.shape == (grid_of(image, QWEN3_VL).patches, 768)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "kind"), [(QWEN3_VL, Qwen3VLVideoProcessor), (QWEN25_VL, Qwen2VLVideoProcessor)]
+)
+@pytest.mark.parametrize("size", [(320, 180), (640, 481), (97, 161)])
+def test_patches_of_two_frames_equal_those_of_the_video_processor(geometry, kind, size):
+    processor = kind(
+        patch_size=geometry.patch_size,
+        merge_size=geometry.merge_size,
+        image_mean=MEAN[geometry],
+        image_std=STD[geometry],
+        cap_pixels_per_frame=False,
+    )
+    frames = torch.stack([torch.from_numpy(pixels(size[0], size[1], seed)) for seed in range(4)])
+    made = processor(videos=[frames.permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt")
+    t, h, w = made["video_grid_thw"][0].tolist()
+    ours = torch.cat(to_patches([frames[:2], frames[2:]], [Grid(1, h, w)] * t, PlainResize(geometry)))
+    slots = ours.view(len(ours), 3, 2, -1)
+    theirs = made["pixel_values_videos"].view_as(slots)
+    for slot in range(2):
+        assert torch.allclose(
+            normalised(slots[:, :, slot].flatten(1), geometry), theirs[:, :, slot], atol=1e-6
+        )
+    still = to_patches([frames[0]], [Grid(1, h, w)], PlainResize(geometry))[0]
+    assert torch.equal(slots[: len(still), :, 0].flatten(1), still)

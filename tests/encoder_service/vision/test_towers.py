@@ -102,6 +102,43 @@ def test_rows_do_not_depend_on_their_neighbours_to_the_bit(folders, model_type, 
             assert equal_bits(rows, alone[index])
 
 
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_float32_rows_of_two_frames_equal_transformers(folders, model_type):
+    tower, reference = load(folders[model_type]), ReferenceTower(folders[model_type], torch.float32)
+    pairs = random_patches(GRIDS, 2 * tower.spec.patch_values)
+    rows = torch.cat(tower.encode(pairs, GRIDS))
+    assert row_errors(rows, reference.rows(reference.pixels(pairs), GRIDS)).max() <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
+def test_rows_of_a_clip_equal_those_of_its_pairs_in_transformers(folders, model_type):
+    """A clip is one grid of several pairs there: attention does not reach from one pair to another."""
+    tower, reference = load(folders[model_type]), ReferenceTower(folders[model_type], torch.float32)
+    pairs = random_patches([Grid(1, 8, 12)] * 3, 2 * tower.spec.patch_values, seed=8)
+    rows = torch.cat(tower.encode(pairs, [Grid(1, 8, 12)] * 3))
+    assert row_errors(rows, reference.rows(reference.pixels(pairs), [Grid(3, 8, 12)])).max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_rows_of_two_frames_do_not_depend_on_still_images_beside_them(folders, model_type, dtype):
+    tower = load(folders[model_type], dtype)
+    stills = random_patches(GRIDS, tower.spec.patch_values, seed=9)
+    pairs = random_patches(GRIDS, 2 * tower.spec.patch_values, seed=10)
+    mixed = [image for both in zip(stills, pairs, strict=True) for image in both]
+    grids = [grid for grid in GRIDS for _ in range(2)]
+    for image, grid, rows in zip(mixed, grids, tower.encode(mixed, grids), strict=True):
+        assert equal_bits(rows, tower.encode([image], [grid])[0])
+
+
+def test_two_equal_frames_are_a_still_image_but_for_rounding(folders):
+    tower = load(folders["qwen3_vl"])
+    stills = random_patches(GRIDS, tower.spec.patch_values, seed=11)
+    twice = [image.view(-1, 3, 1, 256).expand(-1, 3, 2, 256).flatten(1) for image in stills]
+    rows, still_rows = (torch.cat(tower.encode(images, GRIDS)) for images in (twice, stills))
+    assert row_errors(rows, still_rows).max() <= 1e-5
+
+
 def test_two_towers_of_one_folder_give_equal_bits(folders):
     patches = random_patches(GRIDS, 768)
     towers = (load.__wrapped__(folders["qwen3_vl"], "bfloat16") for _ in range(2))
@@ -113,7 +150,8 @@ def test_two_towers_of_one_folder_give_equal_bits(folders):
 def test_batches_split_by_patch_budget_equal_images_alone_to_the_bit(folders, model_type):
     tower = load(folders[model_type], batch_patches=300)
     patches = random_patches(GRIDS, tower.spec.patch_values, seed=5)
-    sizes = [sum(grid.patches for grid in GRIDS[batch]) for batch in tower._batches(GRIDS)]
+    values = [tower.spec.patch_values] * len(GRIDS)
+    sizes = [sum(grid.patches for grid in GRIDS[batch]) for batch in tower._batches(GRIDS, values)]
     assert sizes == [100, 680, 160, 396]  # Grid(34, 20) and Grid(22, 18) are over the budget and run alone
     together = tower.encode(patches, GRIDS)
     for image, grid, rows in zip(patches, GRIDS, together, strict=True):

@@ -38,7 +38,6 @@ from encoder_service.image.decoder_pool import (
 from encoder_service.keys import ImageKey
 from testing.decoding import decode_files, pillow_decoder, source_of
 from testing.photos import damaged, encoded, photo, pixels
-from tests.engines import Changed
 from tests.waiting import START_S
 
 PHOTO = photo(120, 80, 1)
@@ -315,9 +314,38 @@ def test_every_reason_of_a_decoder_death_has_its_own_error(pool: DecoderPool) ->
 def test_a_memory_is_emptied_before_another_request_may_have_it() -> None:
     memory, was_free = PixelMemory(128 << 20), list[bool]()
     pixels = [memory.lend(source_of(PHOTO), begin) for begin in (0, 1 << 20)]
-    emptied = Changed(memory._bytes, madvise=lambda _: was_free.append(memory.is_free))
-    memory._bytes = emptied  # type: ignore[assignment]
+    empty = memory._empty
+    memory._empty = lambda: (empty(), was_free.append(memory.is_free))  # type: ignore[func-returns-value,method-assign]
     del pixels[0]
     assert (was_free, memory.is_free) == ([], False)
     del pixels[0]
     assert (was_free, memory.is_free) == ([False], True)
+
+
+def test_emptying_a_memory_leaves_the_interpreter_to_other_threads() -> None:
+    """By itself, the interpreter changes threads only where one gives it up: the event loop must run meanwhile."""
+    memory, counted, is_over = PixelMemory(256 << 20), 0, threading.Event()
+
+    def run() -> None:
+        nonlocal counted
+        while not is_over.wait(0):
+            counted += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(600.0)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(100):  # on a busy machine the other thread may have no processor meanwhile
+            memory.put(bytes(memory.size))
+            before = counted
+            memory._empty()
+            if counted > before:
+                break
+        assert counted > before
+        assert bytes(memory._bytes[:1]) == b"\0"
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        thread.join()

@@ -233,6 +233,9 @@ class Budgets:
         )
 
 
+# How late a refusal is answered: of a call, or of up to `NAMES_AT_A_TIME` images together. A caller that asks again at
+# once would otherwise keep the event loop from everyone else. One that heeds `retry_after_ms` waits longer anyway.
+REFUSAL_S = 0.05
 # Pieces of work between two polls of the sockets, of about 0.1 ms each. A call takes tens of passes of the loop, most
 # for gRPC's own events, and waits in each for the work of others that fits into it. One piece gains nothing over two.
 AT_A_TIME = 2

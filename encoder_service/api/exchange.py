@@ -8,6 +8,7 @@ only a caller that breaks the contract, or may no longer call, fails its call.
 and time the caller has for them.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
@@ -15,7 +16,7 @@ from typing import Generic, TypeVar
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api.inbound import Requests
-from encoder_service.limits import Caller, Turns, name_turns
+from encoder_service.limits import REFUSAL_S, Caller, Turns, name_turns
 from encoder_service.logs import known_error
 
 Request = TypeVar("Request")
@@ -42,6 +43,7 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
         self._wanted: dict[int, Wanted] = {}  # by the caller's index
         # Indexes of which pieces are ignored unless they are wanted: they were on their way when the image failed.
         self._over: set[int] = set()
+        self._has_refused = False  # an image, and its answer was not given yet
 
     async def answers(self) -> AsyncIterator[Answer]:
         """Yield an answer for every name, and one more for every image that was wanted."""
@@ -83,7 +85,9 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
                 images.append(self._image(name))
             except InvalidRequestError as error:
                 answers.append(self._failure(name.index, error))
-        return answers + await self._look_up(images)
+        answers += await self._look_up(images)
+        await self._pause()
+        return answers
 
     async def _piece(self, index: int, take: Callable[[Wanted], Awaitable[Answer | None]]) -> list[Answer]:
         """`take` a piece of an image; return the image's last answer, if that was the last piece or it failed."""
@@ -94,12 +98,20 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
         try:
             answer = await take(wanted)
         except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
-            return [self._fail(index, error)]
-        if answer is None:
-            return []
-        del self._wanted[index]
-        self._over.add(index)
+            answer = self._fail(index, error)
+        else:
+            if answer is None:
+                return []
+            del self._wanted[index]
+            self._over.add(index)
+        await self._pause()
         return [answer]
+
+    async def _pause(self) -> None:
+        """Let time pass before a refusal is answered; see `REFUSAL_S`."""
+        if self._has_refused:
+            self._has_refused = False
+            await asyncio.sleep(REFUSAL_S)
 
     def _fail(self, index: int, error: Exception) -> Answer:
         """Drop an image that was wanted; return its last answer."""
@@ -109,6 +121,11 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
     def _drop(self, index: int) -> None:
         self._over.add(index)
         self._dropped(self._wanted.pop(index))
+
+    def _failure(self, index: int, error: EncoderError) -> Answer:
+        """Note that an image failed; return the answer."""
+        self._has_refused = True
+        return self._failed(index, error)
 
     # What Submit and Put each say
 
@@ -144,5 +161,5 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
         """Release what an image held that will not be complete."""
 
     @abstractmethod
-    def _failure(self, index: int, error: EncoderError) -> Answer:
-        """Note that an image failed; return the answer."""
+    def _failed(self, index: int, error: EncoderError) -> Answer:
+        """Count an image that failed; return the answer."""

@@ -15,7 +15,7 @@ from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestE
 from encoder_service.api import messages
 from encoder_service.api.caller import caller_of
 from encoder_service.api.messages import Context
-from encoder_service.limits import Budget, Caller
+from encoder_service.limits import REFUSAL_S, Budget, Caller
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,8 @@ class Entrance:
                     async with aclosing(serve(call)) as answers:
                         async for answer in answers:
                             await self._send(answer, context)
+            if context.code():
+                await asyncio.sleep(REFUSAL_S)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
 

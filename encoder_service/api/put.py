@@ -236,7 +236,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
         self._under_way.resize(self._under_way.amount - wanted.held_bytes)
         self._room.leases.give_up(wanted.lease)
 
-    def _failure(self, index: int, error: EncoderError) -> pb.PutResponse:
+    def _failed(self, index: int, error: EncoderError) -> pb.PutResponse:
         self._call.put("failed", error=error)
         message = messages.error_message(index, error)
         state = pb.PutState(index=index, holding=pb.HOLDING_FAILED, error=message)

@@ -261,6 +261,6 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         self._uploads.drop(wanted.index)
         self._images.forget(wanted.key)
 
-    def _failure(self, index: int, error: EncoderError) -> pb.SubmitResponse:
+    def _failed(self, index: int, error: EncoderError) -> pb.SubmitResponse:
         self._call.submitted("failed", error)
         return messages.failed_state(index, error)

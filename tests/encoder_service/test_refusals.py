@@ -2,10 +2,13 @@
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
@@ -17,13 +20,15 @@ from encoder_contract.errors import (
 )
 from encoder_contract.header import Header, read_header
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api import exchange, inbound
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
+from encoder_service.limits import REFUSAL_S
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.photos import photo
-from tests.calls import collect, connection, named, naming, raw_submit, stub
+from tests.calls import collect, connection, fetched, named, naming, raw_submit, stub
 from tests.gate import Gate
 from tests.servers import server_of
 
@@ -41,6 +46,48 @@ async def test_a_window_outside_the_image_fails_alone(client: EncoderClient) -> 
     assert isinstance(outcomes[0].error, InvalidImageError)
     assert outcomes[1].error is None
     assert isinstance(outcomes[2].error, InvalidImageError)
+
+
+async def a_call(client: EncoderClient) -> None:
+    call = (await stub(client)).Fetch(pb.FetchRequest(images=[pb.FetchImage(digest=b"short")]))
+    assert await call.code() is not grpc.StatusCode.OK
+
+
+async def a_name(client: EncoderClient) -> None:
+    (answers,) = (await raw_submit(client, [(pb.ImageName(digest=b"short"), b"")])).values()
+    assert [answer.state for answer in answers] == [pb.STATE_FAILED]
+
+
+async def an_upload(client: EncoderClient) -> None:
+    (answers,) = (await raw_submit(client, [named(0, b"this is not an image")])).values()
+    assert [answer.state for answer in answers] == [pb.STATE_NEEDS_BYTES, pb.STATE_FAILED]
+
+
+REFUSED = pytest.mark.parametrize("refused", [a_call, a_name, an_upload])
+Refused = Callable[[EncoderClient], Coroutine[Any, Any, None]]
+
+
+@REFUSED
+async def test_a_refusal_is_answered_late(client: EncoderClient, refused: Refused) -> None:
+    began = time.monotonic()
+    for _ in range(4):
+        await refused(client)
+    assert time.monotonic() - began >= 4 * REFUSAL_S
+
+
+@REFUSED
+async def test_a_refusal_keeps_nobody_else_waiting(
+    client: EncoderClient, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (exchange, inbound):
+        monkeypatch.setattr(module, "REFUSAL_S", 600.0)
+    task = asyncio.create_task(refused(client))
+    (image,) = await client.submit([photo(64, 64, 4)])
+    assert (await fetched(client, image.digest)).error is None
+    assert not task.done()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 def png_header(width: int, height: int) -> bytes:

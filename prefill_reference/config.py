@@ -5,35 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from encoder_contract.credentials import Credentials
-from encoder_contract.settings import Settings, flag, knob
+from encoder_contract.settings import flag, knob
+from prefill_client.encoder_settings import EncoderSettings
 from prefill_client.media.destinations import Destinations
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfig(Settings):
+class ServiceConfig(EncoderSettings):
     """All settings. Validated on construction: a bad value is a `ConfigError` at start."""
 
     environment_prefix = "PREFILLSVC_"
 
     model: Path = knob(help="folder of a Hugging Face checkpoint; its vision weights are not loaded")
-    encoder: str = knob(
-        "127.0.0.1:50051",
-        help="address of the encoder service: host:port or unix:/path; dns:host:port: every replica behind that name",
-    )
-    encoder_tls_ca: str = knob(
-        "", help="PEM file of the authorities that issue the encoder's certificate, or public; empty: no TLS"
-    )
-    encoder_tls_cert: str = knob(
-        "", help="PEM file with this service's client certificate, if the encoder requires one"
-    )
-    encoder_tls_key: str = knob("", help="PEM file with the private key of --encoder-tls-cert, unencrypted")
-    encoder_tls_name: str = knob(
-        "", help="name to expect in the encoder's certificate; empty: the host of --encoder"
-    )
-    encoder_token_file: str = knob(
-        "", help="file with this service's tenant token for the encoder; empty: no token"
-    )
     tls_cert: str = knob("", help="PEM file with this service's certificate chain, for HTTPS; empty: HTTP")
     tls_key: str = knob("", help="PEM file with the private key of --tls-cert, unencrypted")
     listen: str = knob("127.0.0.1:8000", help="host:port to serve HTTP on; port 0 picks a free port")
@@ -84,17 +67,6 @@ class ServiceConfig(Settings):
             self._require_endpoint("encoder")
         self._require(
             bool(self.tls_cert) == bool(self.tls_key), "tls_cert", f"needs {flag('tls_key')} with it"
-        )
-
-    @property
-    def credentials(self) -> Credentials:
-        """What calls to the encoder are authenticated with."""
-        return Credentials(
-            self.encoder_tls_ca,
-            self.encoder_tls_cert,
-            self.encoder_tls_key,
-            self.encoder_tls_name,
-            self.encoder_token_file,
         )
 
     @property

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from encoder_contract.credentials import Credentials
-from encoder_contract.settings import Settings, knob
+from encoder_contract.settings import knob
+from prefill_client.encoder_settings import EncoderSettings
 from prefill_client.media.destinations import Destinations
 from prefill_client.sglang_gateway.parts import AllowedReceivers
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(Settings):
+class GatewayConfig(EncoderSettings):
     """All settings. Validated on construction: a bad value is a `ConfigError` at start."""
 
     environment_prefix = "SGLANGSVC_"
@@ -20,19 +20,6 @@ class GatewayConfig(Settings):
         "127.0.0.1:50051",
         help="addresses of the encoder service, comma-separated: host:port or unix:/path; dns:host:port: every replica "
         "behind that name",
-    )
-    encoder_tls_ca: str = knob(
-        "", help="PEM file of the authorities that issue the encoder's certificate, or public; empty: no TLS"
-    )
-    encoder_tls_cert: str = knob(
-        "", help="PEM file with this gateway's client certificate, if the encoder requires one"
-    )
-    encoder_tls_key: str = knob("", help="PEM file with the private key of --encoder-tls-cert, unencrypted")
-    encoder_tls_name: str = knob(
-        "", help="name to expect in the encoder's certificate; empty: the host of --encoder"
-    )
-    encoder_token_file: str = knob(
-        "", help="file with this gateway's tenant token for the encoder; empty: no token"
     )
     tenant_salt: str = knob(
         "",
@@ -102,17 +89,6 @@ class GatewayConfig(Settings):
     def endpoints(self) -> list[str]:
         """What `encoder` lists."""
         return _listed(self.encoder)
-
-    @property
-    def credentials(self) -> Credentials:
-        """What calls to the encoder are authenticated with."""
-        return Credentials(
-            self.encoder_tls_ca,
-            self.encoder_tls_cert,
-            self.encoder_tls_key,
-            self.encoder_tls_name,
-            self.encoder_token_file,
-        )
 
     @property
     def image_destinations(self) -> Destinations:

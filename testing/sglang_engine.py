@@ -1,5 +1,6 @@
-"""A real SGLang server on the CPU, as a process of its own, and how to ask it."""
+"""A real SGLang server on the CPU, as a process of its own, its checkpoint, and how to ask it."""
 
+import json
 import random
 import socket
 import sys
@@ -41,6 +42,7 @@ FLAGS = [
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--max-running-requests", "8"),
 ]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = {"qwen3_vl": "Qwen3VLVideoProcessor", "qwen2_5_vl": "Qwen2VLVideoProcessor"}
 
 
 class SglangEngine(EngineProcess):
@@ -70,14 +72,7 @@ class SglangEngine(EngineProcess):
 
     def ask(self, parts: Sequence[Part], *, tokens: int = 8) -> Answer:
         """Ask, and return the answer. Raises `AssertionError` for a request that is refused."""
-        response = self.generate(parts, tokens=tokens)
-        assert response.status_code == 200, response.text
-        told = response.json()["meta_info"]
-        return Answer(
-            tuple(token for _, token, _ in told["output_token_logprobs"]),
-            tuple({token: value for value, token, _ in step} for step in told["output_top_logprobs"]),
-            told["finish_reason"]["type"],
-        )
+        return answer_of(self.generate(parts, tokens=tokens))
 
     def forget(self) -> None:
         """Empty the caches that one question would hand to the next. Refused while a request ends."""
@@ -91,6 +86,38 @@ class SglangEngine(EngineProcess):
         lines = httpx.get(f"{self.url}/metrics", timeout=30, follow_redirects=True).text.splitlines()
         ours = (line.rpartition(" ") for line in lines if line.startswith("sglang:encoder_service_"))
         return {name: float(value) for name, _, value in ours}
+
+
+def answer_of(response: httpx.Response) -> Answer:
+    """Read an answer. Raises `AssertionError` for a request that was refused."""
+    assert response.status_code == 200, response.text
+    told = response.json()["meta_info"]
+    return Answer(
+        tuple(token for _, token, _ in told["output_token_logprobs"]),
+        tuple({token: value for value, token, _ in step} for step in told["output_top_logprobs"]),
+        told["finish_reason"]["type"],
+    )
+
+
+def package_variables(endpoint: str, **settings: object) -> dict[str, str]:
+    """Return the environment of an engine that loads our packages and takes its images from the service."""
+    from prefill_client.sglang.settings import VARIABLE
+    from prefill_client.sglang.start import MODELS, PROCESSORS
+
+    return {
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSORS,
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": MODELS,
+        VARIABLE: json.dumps({"endpoints": endpoint, **settings}),
+    }
+
+
+def add_video_processor(folder: Path, family: str) -> Path:
+    """Add the settings for videos, which SGLang reads before it serves, to a checkpoint; return its folder."""
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    videos = {**images, "video_processor_type": VIDEO[family]}
+    del videos["image_processor_type"]
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    return folder
 
 
 def free_port() -> int:

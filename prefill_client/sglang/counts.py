@@ -26,7 +26,7 @@ METRICS = {
     "lost_images": (
         "sglang:encoder_service_lost_images_total",
         "",
-        "Images without rows: the service did not answer, and the file could not be read here.",
+        "Images that neither the service nor SGLang's own tower could encode; their requests ended with 503.",
     ),
 }
 

@@ -28,12 +28,17 @@ def check_packages() -> None:
             )
 
 
-def check_configuration() -> None:
+def check_configuration(pipeline_stages: int) -> None:
     """Raise `ValueError` for settings of SGLang under which our rows would be wrong, or have no tower beside them."""
     if (get_mm().mm_process_config or {}).get("image"):
         raise ValueError(
             "--mm-process-config changes images in SGLang alone; set it in the checkpoint's "
             "preprocessor_config.json, which the encoder service reads too"
+        )
+    if pipeline_stages > 1:
+        raise ValueError(
+            "--pp-size must be 1: a request whose images have no rows must end on all ranks, and only the first "
+            "pipeline stage knows of it"
         )
     if get_disagg().language_only:
         raise ValueError(

@@ -30,7 +30,7 @@ VLLM = {
 # Flags of SGLang, on the page about it; tests/sglang starts it with them.
 SGLANG = {
     *("--model-path", "--enable-metrics", "--mm-process-config", "--language-model-only", "--language-only"),
-    *("--encoder-urls", "--encoder-transfer-backend"),
+    *("--encoder-urls", "--encoder-transfer-backend", "--pp-size"),
 }
 # What only the changelog may name.
 REMOVED_FLAGS = {flag_of(name) for name in Config.removed}

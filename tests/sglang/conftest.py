@@ -1,33 +1,28 @@
 """Fixtures: a checkpoint that SGLang loads, a real server for it, real engines with the server and without."""
 
 import io
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from PIL import Image, ImageOps
 
 from prefill_client import BlockingClient, RowRequest
-from prefill_client.sglang.settings import VARIABLE
-from prefill_client.sglang.start import MODELS, PROCESSORS
 from testing.answers import Answer, Part
 from testing.checkpoints import write_checkpoint
 from testing.photos import encoded, photo
-from testing.sglang_engine import SglangEngine, serving
+from testing.sglang_engine import SglangEngine, add_video_processor, package_variables, serving
 from tests.vllm.restartable import Restartable
 
 HERE = Path(__file__).parent
-ENVIRONMENT = Path(os.environ.get("SGLANG_ENVIRONMENT", HERE.parents[1] / ".venv-sglang"))
-"""What `make test-sglang` makes: beside the oldest release, `newest` has the newest, and `wheels` those between."""
 HANG_S = 900
 """What a test may take before it counts as hanging: engines start within it, on a machine that does much else."""
 SMALL = {
     "qwen3_vl": {"size": {"longest_edge": 65536, "shortest_edge": 1024}},
     "qwen2_5_vl": {"min_pixels": 784, "max_pixels": 65536},
 }
-VIDEO = {"qwen3_vl": "Qwen3VLVideoProcessor", "qwen2_5_vl": "Qwen2VLVideoProcessor"}
 TOLERANCE = 1e-5  # of a log-probability
 Own = Callable[[Sequence[Part]], Answer]
 """Returns the answer of SGLang's own tower to a prompt."""
@@ -57,7 +52,7 @@ def prompts(seed: int) -> dict[str, list[Part]]:
     }
 
 
-PROMPTS = {
+PROMPTS: dict[str, list[Part]] = {
     "text alone": ["Say something about nothing."],
     "upright": [encoded(ImageOps.exif_transpose(opened(TURNED)), "PNG"), "?"],
     "on white": [encoded(ON_WHITE, "PNG"), "?"],
@@ -72,7 +67,14 @@ LONG: list[Part] = [
     *(part for number in range(1, 16) for part in (f"{number}: ", photo(240, 250, 3000 + number))),
 ]
 """Between its first image and the others are forty chunks of text: time to kill a service in."""
-"""Images have at most 64 tokens, so several are in a chunk of 96, and some across two."""
+UNREADABLE: dict[str, list[Part]] = {
+    "in a chunk with more to come": [
+        *("0: ", photo(240, 250, 3100), "c" * 4000, photo(240, 250, 3101, "WEBP"), "d" * 200),
+    ],
+    "in the last chunk": [*("0: ", photo(240, 250, 3200), "e" * 4000, photo(64, 64, 3201, "WEBP"))],
+}
+"""Their last image is one that an engine of these tests cannot read itself."""
+SIXTY_FOUR: list[Part] = [photo(96, 96, 3300 + number) for number in range(64)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,21 +85,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def checkpoint_of(family: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write a tiny checkpoint; SGLang reads settings for videos, too, before it serves."""
-    write_checkpoint(folder, family, preprocessor=SMALL[family], seed=seed)
-    images = json.loads((folder / "preprocessor_config.json").read_text())
-    videos = {**images, "video_processor_type": VIDEO[family]}
-    del videos["image_processor_type"]
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
-    return folder
+    """Write a tiny checkpoint."""
+    return add_video_processor(
+        write_checkpoint(folder, family, preprocessor=SMALL[family], seed=seed), family
+    )
 
 
-def variables(endpoint: str, **settings: object) -> dict[str, str]:
-    """The environment of an engine that is to use the service."""
+def variables(endpoint: str, *paths: Path, **settings: object) -> dict[str, str]:
+    """The environment of an engine that is to use the service, and whose Pillow cannot read WebP.
+
+    `paths` are where it finds packages first.
+    """
+    found = [*map(str, paths), str(HERE / "without_webp"), os.environ.get("PYTHONPATH", "")]
     return {
-        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSORS,
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": MODELS,
-        VARIABLE: json.dumps({"endpoints": endpoint, **settings}),
+        **package_variables(endpoint, **settings),
+        "PYTHONPATH": os.pathsep.join(filter(None, found)),
     }
 
 
@@ -106,6 +108,17 @@ def answers_of(model: Path, prompts: Iterable[Sequence[Part]]) -> Own:
     with serving(model) as engine:
         answers = {tuple(parts): engine.ask(parts) for parts in prompts}
     return lambda parts: answers[tuple(parts)]
+
+
+@contextmanager
+def service_of(model: Path) -> Iterator[Restartable]:
+    """Run a server of a checkpoint; a test that stops it starts it again."""
+    service = Restartable(model)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.kill()
 
 
 def images_in(parts: Iterable[Part]) -> set[bytes]:
@@ -139,16 +152,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def own(checkpoint: Path) -> Own:
     """Those of this checkpoint."""
-    return answers_of(checkpoint, [*PROMPTS.values(), *AT_ONCE.values(), LONG])
+    return answers_of(
+        checkpoint, [*PROMPTS.values(), *AT_ONCE.values(), LONG, SIXTY_FOUR, *UNREADABLE.values()]
+    )
 
 
 @pytest.fixture(scope="session")
 def service(checkpoint: Path) -> Iterator[Restartable]:
-    """A server of that checkpoint; a test that stops it starts it again."""
-    service = Restartable(checkpoint)
-    service.start()
-    yield service
-    service.kill()
+    """A server of that checkpoint."""
+    with service_of(checkpoint) as service:
+        yield service
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -9,11 +10,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from testing.answers import Answer, data_url
+from testing.answers import Part, data_url
 from testing.photos import photo
-from testing.sglang_engine import SglangEngine
-from tests.sglang.conftest import LONG, PROMPTS, Own, assert_equal, checkpoint_of, let_it_encode
-from tests.sglang.counters import by_own_tower, fetched, fetches, server_of
+from testing.sglang_engine import SglangEngine, answer_of
+from tests.sglang.conftest import (
+    LONG,
+    PROMPTS,
+    UNREADABLE,
+    Own,
+    assert_equal,
+    checkpoint_of,
+    let_it_encode,
+)
+from tests.sglang.counters import by_own_tower, counted, fetched, fetches, server_of
 from tests.vllm.restartable import Restartable
 
 GOOD = photo(128, 128, 61)
@@ -88,15 +97,17 @@ def test_without_the_service_the_own_tower_encodes_until_it_is_back(
     until_served(engine)
 
 
-def asked_as_the_service_dies(engine: SglangEngine, service: Restartable) -> Answer:
+def asked_as_the_service_dies(
+    engine: SglangEngine, service: Restartable, parts: Sequence[Part]
+) -> httpx.Response:
     """Ask a long prompt, and kill the service after its first chunk."""
-    let_it_encode(service, LONG)
     server = server_of(service)
     after = len(server.lines)
+    let_it_encode(service, parts)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(engine.ask, LONG)
+        answer = pool.submit(engine.generate, parts)
         deadline = time.monotonic() + PATIENCE_S
-        while not fetches(server, after):
+        while len(fetches(server, after)) < 2:  # the first is that of `let_it_encode`, logged at some time
             assert time.monotonic() < deadline, engine.log.read_text()
             time.sleep(0.001)
         server.kill()
@@ -107,12 +118,33 @@ def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
     before = fetched(engine), by_own_tower(engine, "rows")
-    assert_equal(asked_as_the_service_dies(engine, service), own(LONG))
+    assert_equal(answer_of(asked_as_the_service_dies(engine, service, LONG)), own(LONG))
     assert fetched(engine) > before[0], "the first chunk came from the service"
     assert by_own_tower(engine, "rows") > before[1]
     assert engine.process.poll() is None
     service.start()
     until_served(engine)
+
+
+def assert_a_request_without_rows_ends(
+    engine: SglangEngine, service: Restartable, own: Own, name: str
+) -> None:
+    """The service dies in a prefill, and the engine cannot read the last image: 503, and nothing stays of it."""
+    parts, before = UNREADABLE[name], counted(engine, "lost_images")
+    response = asked_as_the_service_dies(engine, service, parts)
+    assert response.status_code == 503, response.text
+    assert "image 1: the encoder service does not answer, and SGLang cannot read" in response.text
+    assert counted(engine, "lost_images") == before + 1
+    service.start()
+    until_served(engine)
+    assert_equal(engine.ask(parts), own(parts))
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_request_whose_rows_nobody_can_make_is_503_and_right_when_it_is_asked_again(
+    engine: SglangEngine, service: Restartable, own: Own, name: str
+) -> None:
+    assert_a_request_without_rows_ends(engine, service, own, name)
 
 
 def test_a_service_of_another_model_is_not_asked(

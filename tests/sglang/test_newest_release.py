@@ -1,6 +1,5 @@
 """The newest release that pyproject admits: it wants a newer torch, and runs with the one that is here."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,19 +9,27 @@ import pytest
 from testing.answers import data_url
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine, serving
-from tests.sglang.conftest import AT_ONCE, ENVIRONMENT, Own, assert_equal, images_in, variables
+from testing.sglang_environment import FOLDER
+from tests.sglang.conftest import (
+    AT_ONCE,
+    UNREADABLE,
+    Own,
+    assert_equal,
+    images_in,
+    variables,
+)
 from tests.sglang.counters import by_own_tower, fetched
+from tests.sglang.test_faults import assert_a_request_without_rows_ends
 from tests.vllm.restartable import Restartable
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[SglangEngine]:
     """An engine of that release."""
-    newest = ENVIRONMENT / "newest"
+    newest = FOLDER / "newest"
     if not newest.exists():
         pytest.skip("make test-sglang installs it")
-    paths = os.pathsep.join(filter(None, [str(newest), os.environ.get("PYTHONPATH", "")]))
-    with serving(checkpoint, environment={**variables(service.endpoint), "PYTHONPATH": paths}) as engine:
+    with serving(checkpoint, environment=variables(service.endpoint, newest)) as engine:
         yield engine
 
 
@@ -43,3 +50,10 @@ def test_a_damaged_image_is_400_with_our_text(engine: SglangEngine) -> None:
     response = engine.generate(["x ", file, "?"], image_data=[data_url(file[: len(file) // 2])])
     assert response.status_code == 400
     assert "image 0: " in response.text
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_request_whose_rows_nobody_can_make_is_503(
+    engine: SglangEngine, service: Restartable, own: Own, name: str
+) -> None:
+    assert_a_request_without_rows_ends(engine, service, own, name)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.sglang_engine import SglangEngine, serving
+from testing.sglang_engine import SglangEngine, answer_of, serving
 from tests.sglang.conftest import (
     LONG,
     PROMPTS,
@@ -14,6 +14,7 @@ from tests.sglang.conftest import (
     assert_equal,
     checkpoint_of,
     images_in,
+    service_of,
     variables,
 )
 from tests.sglang.counters import by_own_tower, fetched
@@ -35,10 +36,8 @@ def own(checkpoint: Path) -> Own:
 
 @pytest.fixture(scope="module")
 def service(checkpoint: Path) -> Iterator[Restartable]:
-    service = Restartable(checkpoint)
-    service.start()
-    yield service
-    service.kill()
+    with service_of(checkpoint) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +57,6 @@ def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, numb
 def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
-    assert_equal(asked_as_the_service_dies(engine, service), own(LONG))
+    assert_equal(answer_of(asked_as_the_service_dies(engine, service, LONG)), own(LONG))
     assert by_own_tower(engine, "rows") > 0
     assert engine.process.poll() is None

@@ -16,6 +16,7 @@ from prefill_client.sglang.image_name import KEY, ImageName, file_as_feature
 from prefill_client.sglang.rows import ChunkRows
 from prefill_client.sglang.settings import Settings
 from testing.photos import photo
+from tests.sglang.conftest import service_of
 from tests.vllm.restartable import Restartable
 
 LIKE = torch.empty(0)
@@ -33,10 +34,8 @@ def alone() -> Iterator[None]:
 @pytest.fixture
 def service(checkpoint: Path) -> Iterator[Restartable]:
     """A server of this test's own."""
-    service = Restartable(checkpoint)
-    service.start()
-    yield service
-    service.kill()
+    with service_of(checkpoint) as service:
+        yield service
 
 
 def encoded(service: Restartable) -> tuple[list[Wanted], list[torch.Tensor]]:

@@ -8,8 +8,8 @@ import pytest
 import sglang
 
 from prefill_client.sglang.release import check_release
+from testing.sglang_environment import FOLDER
 from testing.source_names import Names, Read, missing_names
-from tests.sglang.conftest import ENVIRONMENT
 
 QWEN = "multimodal/processors/qwen_vl.py"
 BASE = "multimodal/processors/base_processor.py"
@@ -24,7 +24,11 @@ NAMES: list[Names] = [
     ),
     (BASE, "BaseMultimodalProcessor", "__init__", "hf_config server_args _processor"),
     (BATCH, "MultimodalDataItem", "", "modality feature offsets model_specific_data set_hash"),
-    (BATCH, "", "", "Modality"),
+    (BATCH, "", "", "Modality FINISH_ABORT"),
+    (BATCH, "FINISH_ABORT", "__init__", "message status_code"),
+    ("managers/io_struct.py", "AbortReq", "", "finished_reason"),
+    ("managers/scheduler.py", "Scheduler", "run_batch", "batch"),
+    ("managers/mm_schedule.py", "", "", "embedding_cache"),
     ("models/qwen2_5_vl.py", "Qwen2_5_VLForConditionalGeneration", "__init__", "config"),
     ("models/qwen2_5_vl.py", "Qwen2_5_VLForConditionalGeneration", "get_image_feature", "items"),
     ("models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "__init__", "config"),
@@ -40,12 +44,20 @@ NAMES: list[Names] = [
     ("arg_groups/fields/mm.py", "Mm", "", "allowed_media_domains mm_process_config"),
     ("arg_groups/fields/model.py", "Model", "", "model_path revision trust_remote_code load_format download_dir"),
     ("arg_groups/fields/disagg.py", "Disagg", "", "language_only"),
+    ("arg_groups/fields/parallel.py", "Parallel", "", "pp_size"),
     ("distributed/parallel_state.py", "GroupCoordinator", "", "cpu_group world_size"),
 ]  # fmt: skip
 # Said by a file in other ways than a definition.
 TEXTS = [
     # A model may return the rows of each image by itself.
     ("managers/mm_schedule.py", "if isinstance(all_miss_embedding, list):"),
+    # How requests end whose images have no rows.
+    ("managers/mm_schedule.py", "embedding_cache.free(cache_key, None)"),
+    ("managers/mm_schedule.py", "embedding_cache.get_single(item.hash)"),
+    ("managers/scheduler.py", "self._pending_chunked_abort_req = chunked_req"),
+    ("managers/scheduler.py", "self.ipc_channels.send_to_tokenizer.send_output("),
+    ("managers/schedule_batch.py", "decoding_reqs: List[Req]"),
+    ("mem_cache/common.py", "not req.skip_radix_cache_insert"),
     ("managers/multimodal_processor.py", "package = importlib.import_module(package_name)"),
     ("models/registry.py", "package = importlib.import_module(package_name)"),
     ("runtime_context.py", '"attn_tp_rank"'),
@@ -58,10 +70,10 @@ def releases() -> dict[str, Read]:
     installed = Path(sglang.__file__).parent
     found: dict[str, Read] = {
         folder.name: lambda path, folder=folder: (folder / "sglang/srt" / path).read_text()
-        for folder in (installed.parent, ENVIRONMENT / "newest")
+        for folder in (installed.parent, FOLDER / "newest")
         if folder.exists()
     }
-    for wheel in sorted((ENVIRONMENT / "wheels").glob("*.whl")):
+    for wheel in sorted((FOLDER / "wheels").glob("*.whl")):
         archive = zipfile.ZipFile(wheel)
         found[wheel.name.split("-")[1]] = lambda path, archive=archive: archive.read(
             f"sglang/srt/{path}"
@@ -84,7 +96,7 @@ def test_a_release_says_what_we_read(release: str) -> None:
 
 
 def test_the_releases_that_pyproject_admits_are_read() -> None:
-    if not ENVIRONMENT.exists():
+    if not FOLDER.exists():
         pytest.skip("make test-sglang installs them")
     assert {*RELEASES} >= {"site-packages", "newest", "0.5.22"}
     for release in (version("sglang"), "0.5.22", "0.5.23"):

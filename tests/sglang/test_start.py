@@ -1,5 +1,6 @@
 """What SGLang does not start with, and why it says so."""
 
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +38,19 @@ def test_settings_that_change_images_in_sglang_alone_are_refused(
     config = '{"image": {"max_pixels": 4096}}'
     said = refusal(checkpoint, "--mm-process-config", config, environment=variables(service.endpoint))
     assert "--mm-process-config changes images in SGLang alone" in said
+
+
+def test_a_checkpoint_without_a_tower_is_refused(service: Restartable, tmp_path: Path) -> None:
+    model = checkpoint_of("qwen3_vl", tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "language_model_only": True}))
+    said = refusal(model, environment=variables(service.endpoint))
+    assert "SGLang has no vision tower for this checkpoint, which is marked language_model_only" in said
+
+
+def test_pipeline_stages_are_refused(checkpoint: Path, service: Restartable) -> None:
+    said = refusal(checkpoint, "--pp-size", "2", environment=variables(service.endpoint))
+    assert "--pp-size must be 1" in said
 
 
 @pytest.mark.parametrize("package", ["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAGE"])

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from testing.sglang_engine import SglangEngine, serving
+from testing.sglang_engine import SglangEngine, answer_of, serving
 from tests.sglang.conftest import AT_ONCE, LONG, Own, assert_equal, images_in, variables
 from tests.sglang.counters import by_own_tower, fetched, server_of
-from tests.sglang.test_faults import asked_as_the_service_dies, until_served
+from tests.sglang.test_faults import (
+    asked_as_the_service_dies,
+    assert_a_request_without_rows_ends,
+    until_served,
+)
 from tests.vllm.restartable import Restartable
 
 TWO_RANKS = ("--tp", "2")
@@ -35,9 +39,15 @@ def test_two_ranks_answer_as_one(engine: SglangEngine, service: Restartable, own
 def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_tower_of_both(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
-    assert_equal(asked_as_the_service_dies(engine, service), own(LONG))
+    assert_equal(answer_of(asked_as_the_service_dies(engine, service, LONG)), own(LONG))
     assert by_own_tower(engine, "rows") > 0
     assert engine.process.poll() is None
     service.start()
     until_served(engine)
     assert server_of(service).encodes() > 0
+
+
+def test_both_end_a_request_whose_rows_nobody_can_make(
+    engine: SglangEngine, service: Restartable, own: Own
+) -> None:
+    assert_a_request_without_rows_ends(engine, service, own, "in a chunk with more to come")

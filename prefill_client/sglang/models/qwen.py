@@ -1,12 +1,14 @@
 """SGLang's models, whose image rows come from the encoder service.
 
 SGLang asks a model for the images that overlap the next prefill chunk and are not in its own cache; the tower's answer
-is replaced by a fetch. If rows do not arrive, SGLang's tower encodes those images, on all tensor-parallel ranks.
+is replaced by a fetch. If rows do not arrive, SGLang's tower encodes those images, on all tensor-parallel ranks. If it
+cannot either, the requests of these images end.
 """
 
 import io
 import logging
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -18,12 +20,15 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from prefill_client.sglang.counts import count
+from prefill_client.sglang.ending import ImagesWithoutRows
 from prefill_client.sglang.image_name import ImageName, file_of
 from prefill_client.sglang.rows import ChunkRows, agreed, counts_here
 from prefill_client.sglang.settings import Settings
 from prefill_client.sglang.start import check_packages, check_tower
 
 _log = logging.getLogger("sglang.encoder_service")
+
+_LOST = "the encoder service does not answer, and SGLang cannot read this image itself; retry"
 
 Items = Mapping[int, MultimodalDataItem]
 """Images by their index in the call."""
@@ -44,6 +49,8 @@ class EncoderServiceRows:
             1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
         )
         self._rows = ChunkRows(Settings.from_environment())
+        self._without_rows = ImagesWithoutRows()
+        self._without_rows.watch_forwards()
         # Not when the service fails: nothing may fail then.
         self._image_processor = AutoImageProcessor.from_pretrained(
             model.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -73,7 +80,7 @@ class EncoderServiceRows:
     def _made_here(self, items: Items, names: Mapping[int, ImageName]) -> dict[int, Tensor]:
         """Return the rows of images by SGLang's own tower; zeros for those whose files cannot be read here.
 
-        Those have been decoded by the service, which has lost their rows since and does not answer.
+        The service has decoded those, and does not answer any more: their requests end.
         """
         pixels = {
             index: self._with_pixels(item, names[index]) for index, item in items.items() if index in names
@@ -86,6 +93,8 @@ class EncoderServiceRows:
         if counts_here():
             count("own_tower_images", "rows", len(pixels) - len(lost))
             count("lost_images", "", len(lost))
+        for index in lost:
+            self._without_rows.add(items[index], HTTPStatus.SERVICE_UNAVAILABLE, _LOST)
         zeros = {index: self._weight.new_zeros(names[index].tokens, self._width) for index in lost}
         return {**dict(zip(encoded, rows, strict=True)), **zeros}
 
@@ -99,7 +108,7 @@ class EncoderServiceRows:
                     f"grid {made['image_grid_thw'].tolist()}, and the service has {[*name.grid]}"
                 )
         except Exception:  # noqa: BLE001 - the engine would end
-            _log.exception("an image whose rows are lost cannot be read here: its rows are zeros")
+            _log.exception("an image whose rows are lost cannot be read here: its request ends")
             return None
         return MultimodalDataItem(
             modality=Modality.IMAGE,

@@ -57,7 +57,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
     def __init__(self, hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(hf_config, server_args, processor, *args, **kwargs)
         check_packages()
-        check_configuration()
+        check_configuration(server_args.pp_size)
         self._settings = Settings.from_environment()
         dtype = ModelConfig.from_server_args(server_args).dtype
         self._engine = engine_model(hf_config, processor.image_processor, dtype)

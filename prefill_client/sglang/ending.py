@@ -1,0 +1,68 @@
+"""Ends requests in SGLang's scheduler whose images have no rows; an exception in a forward would end the engine.
+
+The model returns zeros in the place of such rows, and names the image here. When the forward is over, and before SGLang
+answers or caches what it computed, the requests of the batch with that image end, each with a status of its own.
+"""
+
+import logging
+from functools import wraps
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers import mm_schedule
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+_log = logging.getLogger("sglang.encoder_service")
+
+
+class ImagesWithoutRows:
+    """Those of the current forward, the same on all ranks. Used by the thread that runs forwards."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[HTTPStatus, str]] = {}
+
+    def add(self, item: Any, status: HTTPStatus, why: str) -> None:
+        """Have the requests of this batch with this image answered with `status` and `why`."""
+        self._found[item.hash] = status, why
+
+    def watch_forwards(self) -> None:
+        """Let the scheduler of this process end the requests of these images after each forward; called once."""
+        from sglang.srt.managers.scheduler import Scheduler  # it imports the models
+
+        run_batch = Scheduler.run_batch
+
+        @wraps(run_batch)
+        def watched(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            result = run_batch(scheduler, batch, *args, **kwargs)
+            if self._found:
+                self._end_requests(scheduler, batch)
+            return result
+
+        Scheduler.run_batch = watched
+
+    def _end_requests(self, scheduler: Any, batch: Any) -> None:
+        found, self._found = self._found, {}
+        for image in found:
+            mm_schedule.embedding_cache.free(image, None)
+        generating = batch.decoding_reqs or ()  # of a batch that also prefills: they have their rows
+        for request in batch.reqs:
+            if request in generating or request.multimodal_inputs is None:
+                continue
+            images = [item.hash for item in request.multimodal_inputs.mm_items]
+            wrong = next((index for index, image in enumerate(images) if image in found), None)
+            if wrong is not None:
+                status, why = found[images[wrong]]
+                _end(scheduler, request, FINISH_ABORT(f"image {wrong}: {why}", status))
+
+
+def _end(scheduler: Any, request: Any, reason: Any) -> None:
+    """Answer the caller, and drop the request without caching what the forward has computed for it."""
+    _log.error("request %s ends with %d: %s", request.rid, reason.status_code, reason.message)
+    answer = AbortReq(rid=request.rid, finished_reason=reason.to_json())
+    scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+    if request is scheduler.chunked_req:  # dropped before its next chunk
+        scheduler._pending_chunked_abort_req = request
+    else:  # dropped when the result of this forward is processed
+        request.skip_radix_cache_insert = True
+        request.to_finish = reason

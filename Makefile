@@ -58,8 +58,24 @@ endif
 .PHONY: setup
 setup: $(VENV)/.done-$(GPU) ## Install everything into .venv (GPU=1 for a CUDA build)
 
+# Where the environment of a developer is, the demo uses it.
+$(VENV)/.done-demo: pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@date +%s > $(VENV)/.began
+	@echo "installing encoder-service[server,reference] into $(VENV), with torch for the CPU ..."
+	@$(PIP) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
+	@$(PIP) install -c constraints.txt -e '.[server,reference]' $(QUIETLY)
+	@echo "installed in $$(($$(date +%s) - $$(cat $(VENV)/.began))) s, $$(du -sh $(VENV) | cut -f1)"
+	@touch $@
+
+.PHONY: wheel
+wheel: ## Build the wheel, to install on other machines, into dist/
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PIP) wheel --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
 .PHONY: demo
-demo: setup ## Run a two-turn chat over 8 images, end to end (IMAGES=folder for yours)
+demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat over 8 images, end to end (IMAGES=folder for yours)
 	@$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)')
 
 .PHONY: test

@@ -11,13 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
-
-from demo.checks import check
 from demo.report import print_turn
 from prefill_reference.timeline import draw
-from testing.checkpoints import write_checkpoint
-from testing.photos import photo
 from testing.server_process import HALF_THE_CORES, ServerStartError, running
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +35,12 @@ MAX_IMAGES = 16  # of a user's folder: keeps the demo under its two minutes
 def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     """Run the demo in `folder`; return 0 when every promise was kept."""
     began = time.monotonic()
+    say("loading torch and transformers ...")  # which takes seconds
+    import transformers
+
+    from demo.checks import check
+    from testing.checkpoints import write_checkpoint
+
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     files = chosen_files(images) if images else written_photos(folder / "photos")
@@ -97,6 +98,8 @@ def conversation(
 
 def written_photos(folder: Path) -> list[Path]:
     """Write the seeded photos and return their paths."""
+    from testing.photos import photo
+
     folder.mkdir(exist_ok=True)
     files = []
     for seed, (width, height, orientation) in enumerate(PHOTOS):

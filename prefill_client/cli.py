@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
+from encoder_contract.command_line import (
+    BAD_USAGE,
+    FAILED,
+    CommandLine,
+    begin,
+    endpoint,
+    install,
+    output,
+    seconds,
+)
 from encoder_contract.credentials import Credentials
 from encoder_contract.errors import EncoderError
 from encoder_contract.settings import require_folder
@@ -104,11 +113,11 @@ def _serve(given: dict[str, object]) -> int:
     if given.pop("command") == "serve":
         run, extra = _serve_reference, "reference"
     else:
-        run, extra = _serve_sglang, "sglang"
+        run, extra = _serve_sglang, "sglang-gateway"
     try:
         run(given)
     except ImportError as error:
-        print(f"prefill-client: {error}; pip install 'encoder-service[{extra}]'", file=sys.stderr)
+        print(f"prefill-client: {error}; {install(extra)}", file=sys.stderr)
         return BAD_USAGE
     except EncoderError as error:
         print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)

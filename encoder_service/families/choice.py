@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from encoder_contract.checkpoint import read_config
+from encoder_contract.command_line import install
 from encoder_contract.processor import read_processor
 from encoder_contract.settings import ConfigError, flag, require_folder
 from encoder_contract.tower_spec import FAMILIES
@@ -67,7 +68,7 @@ def _load(model_type: str) -> "Load":
     except (ImportError, RuntimeError) as error:  # the latter: torchvision was built for another torch
         raise ValueError(
             f"transformers or torchvision cannot be imported ({error}): install torch and torchvision from one index,"
-            " and pip install 'encoder-service[transformers]'"
+            " and the extra transformers ({install('transformers')})"
         ) from error
     return load_generic
 
@@ -89,7 +90,7 @@ def _check_generic(folder: Path, model_type: str) -> None:
     if missing:
         raise ValueError(
             f"model_type {model_type!r} has no tower of the server's own ({', '.join(sorted(OWN_TYPES))}), and"
-            f" {' and '.join(missing)} are not installed: pip install 'encoder-service[transformers]'"
+            f" {' and '.join(missing)} are not installed; {install('transformers')}"
         )
 
 

@@ -59,6 +59,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def install(extra: str) -> str:
+    """Return the line that installs an extra. It also works for a commit that no package index has."""
+    return f"in a clone of the repository: pip install '.[{extra}]'"
+
+
 @contextmanager
 def output() -> Iterator[None]:
     """Bring what is printed inside to its end. Whose reader has left ends quietly; a full disk is told in one line."""

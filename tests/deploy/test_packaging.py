@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,18 @@ def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[s
 def environment(site: Path) -> dict[str, str]:
     """Before the tree, which this interpreter may know too."""
     return {**os.environ, "PYTHONPATH": str(site)}
+
+
+def test_the_line_of_the_readme_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """As it is typed, where `make wheel` left it; what it depends on is installed already."""
+    (line,) = re.findall(r"^pip (install \S*dist/.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (tmp_path / "dist").mkdir()
+    shutil.copy(wheel, tmp_path / "dist")
+    settings = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_TARGET": str(tmp_path / "site")}
+    command = [sys.executable, "-m", "pip", "--quiet", *shlex.split(line)]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **settings}, check=True, timeout=WAIT_S)
+    told = installed(tmp_path / "site", tmp_path / "site/bin/encoder-service", "--version")
+    assert told.stdout == f"encoder-service {__version__}\n"
 
 
 def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:

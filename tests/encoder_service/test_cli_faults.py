@@ -221,7 +221,7 @@ def test_a_missing_package_is_named_with_its_extra(checkpoint: Path, command: st
     )
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert module in result.stderr
-    assert "pip install 'encoder-service[server]'" in result.stderr
+    assert "pip install '.[server]'" in result.stderr
 
 
 def test_a_disk_too_small_for_the_store_names_the_flag(checkpoint: Path) -> None:

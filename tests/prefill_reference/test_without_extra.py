@@ -21,7 +21,7 @@ def test_serve_names_what_is_missing_and_the_extra_that_installs_it(tmp_path: Pa
     result = prefill_client("serve", "--model", tmp_path, "--listen", "127.0.0.1:0")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert "uvicorn" in result.stderr, "the first that is imported"
-    assert "pip install 'encoder-service[reference]'" in result.stderr
+    assert "pip install '.[reference]'" in result.stderr
 
 
 def test_serve_lists_its_settings_without_the_extra() -> None:

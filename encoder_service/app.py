@@ -114,8 +114,11 @@ class Server:
         self._loop.add_signal_handler(signal.SIGUSR1, toggle_debug, self._config.log_level)
         self._loop.set_exception_handler(self._on_loop_error)
         await self.start()
-        with suppress(OSError):  # standard output on a full disk is no reason not to serve
-            print(self.banner(), flush=True)  # noqa: T201 - the settings in effect
+        if self._config.log_format == "json":
+            log.info("listening", extra={"fields": {"version": __version__, **self._settings_in_effect()}})
+        else:
+            with suppress(OSError):  # standard output on a full disk is no reason not to serve
+                print(self.banner(), flush=True)  # noqa: T201 - the settings in effect
         await self._stop.wait()
         if self._aborted:
             last = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (LOST_DEVICE,))
@@ -357,12 +360,16 @@ class Server:
 
     def banner(self) -> str:
         """Return the settings in effect, for standard output; the last line says where the server listens."""
+        return banner(self._settings_in_effect())
+
+    def _settings_in_effect(self) -> dict[str, str]:
         settings = self._settings()
         if self._config.index != "memory":
             is_joined = self.cluster.status.state is IndexState.JOINED
             alone = "" if is_joined else ": unavailable; this server encodes alone until it has joined"
             settings["index"] = f"{self._config.index_for_people}{alone}"
-        return banner(settings, self.watch.url, self.endpoint)
+        metrics = {"metrics": self.watch.url} if self.watch.url else {}
+        return {**settings, **metrics, "listening": self.endpoint}
 
     def _facts(self) -> dict[str, str]:
         return {**self._settings(), "listening": self.endpoint}

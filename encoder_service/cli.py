@@ -10,10 +10,20 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from encoder_contract.command_line import BAD_USAGE, FAILED, CommandLine, begin, endpoint, output, seconds
+from encoder_contract.command_line import (
+    BAD_USAGE,
+    FAILED,
+    CommandLine,
+    begin,
+    endpoint,
+    install,
+    output,
+    seconds,
+)
 from encoder_contract.credentials import Credentials
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.version import __version__
@@ -22,6 +32,8 @@ from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.families.choice import check_model
 from encoder_service.logs import set_up_logging
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
 # How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
@@ -45,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="serve a model's vision tower over gRPC",
         description="Serve the vision tower of a Hugging Face checkpoint. Every flag is also an environment variable "
         "(named at the end of its help). Flags override variables.",
+        usage="%(prog)s --model FOLDER [--SETTING VALUE ...]",
     )
     Config.add_flags(serve)
     _add_top(commands)
@@ -58,9 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return BAD_USAGE
-    except ModuleNotFoundError as error:  # installed for the client alone
-        print(f"encoder-service: {error}; pip install 'encoder-service[server]'", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"encoder-service: {_absent(error)}", file=sys.stderr)
         return BAD_USAGE
+
+
+def _absent(error: ModuleNotFoundError) -> str:
+    """Say what is missing where the package was installed for the client alone."""
+    return f"{error}; {install('server')}"
 
 
 def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
@@ -161,6 +179,16 @@ def raise_file_limit() -> None:
 def _serve(given: dict[str, object]) -> int:
     config = Config.read(given, os.environ)
     set_up_logging(config.log_level, config.log_format)
+    try:
+        return _serve_with(config)
+    except (ConfigError, ModuleNotFoundError) as error:
+        if config.log_format != "json":
+            raise
+        log.error("%s", _absent(error) if isinstance(error, ModuleNotFoundError) else error)
+        return BAD_USAGE
+
+
+def _serve_with(config: Config) -> int:
     keep_freed_memory()
     raise_file_limit()
     sys.setswitchinterval(GIL_SWITCH_S)
@@ -172,6 +200,7 @@ def _serve(given: dict[str, object]) -> int:
     config.fleet_key()
     read_tenants(config)
     check_model(config.model)
+    _say_that_it_loads(config)
     # torch takes seconds to import: not before the flags are known to be good.
     from encoder_service.app import LOST_DEVICE, Server
     from encoder_service.engine.model import load_model
@@ -189,6 +218,14 @@ def _serve(given: dict[str, object]) -> int:
         os._exit(code)
     model.decoder.close()
     return code
+
+
+def _say_that_it_loads(config: Config) -> None:
+    if config.log_format == "json":
+        log.info("loading", extra={"fields": {"model": str(config.model)}})
+        return
+    with suppress(OSError):  # standard output on a full disk is no reason not to serve
+        print(f"encoder-service {__version__}: loading {config.model} ...", flush=True)
 
 
 # Errors of addresses of `localhost` that this machine may lack; gRPC skips those as well.

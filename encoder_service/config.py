@@ -41,6 +41,18 @@ class Config(Settings):
         "upload_idle_s": "leave it out; an upload that stalls for 10 s is ended",
     }
 
+    headings: ClassVar = {
+        "model": "Model and ports",
+        "tls_cert": "TLS and callers",
+        "advertise": "Replicas",
+        "device": "Encoding",
+        "decoder": "Decoding",
+        "store_host_gib": "Store",
+        "formats": "Limits",
+        "drain_s": "Shutdown",
+        "device_peak_tflops": "Monitoring and log",
+    }
+
     model: Path = knob(
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
     )
@@ -50,6 +62,10 @@ class Config(Settings):
     listen_unprotected: Literal["no", "yes"] = knob(
         "no",
         help="yes: serve other hosts without TLS; only for a network that no untrusted host can reach or read",
+    )
+    metrics_listen: str = knob(
+        "",
+        help="host:port for Prometheus metrics, probes and a status page; port 0 picks a free port; empty: off",
     )
     tls_cert: str = knob("", help="PEM file with the server's certificate chain; empty: no TLS")
     tls_key: str = knob("", help="PEM file with the private key of --tls-cert, unencrypted")
@@ -89,10 +105,6 @@ class Config(Settings):
     )
     index_prefix: str = knob("encoder", help="prefix of every key in Redis")
     index_timeout_ms: int = knob(100, help="timeout of one call to the index, milliseconds")
-    metrics_listen: str = knob(
-        "",
-        help="host:port for Prometheus metrics, probes and a status page; port 0 picks a free port; empty: off",
-    )
     device: str = knob(
         "auto", help="device of the vision tower: auto, cpu, cuda or cuda:N; auto uses a GPU if there is one"
     )
@@ -115,6 +127,12 @@ class Config(Settings):
     cuda_graphs: Literal["yes", "no"] = knob(
         "yes", help="capture CUDA graphs at start; no: start faster, encode slower"
     )
+    batch_patches: int = knob(
+        0,
+        zero=True,
+        help="patches in one batch of the vision tower; a larger image is a batch by itself; 0: 4800 on a GPU, 1024 on "
+        "the CPU. If it is set, CUDA graphs are captured for images of at most as many",
+    )
     decoder: Literal["auto", "dali", "pillow"] = knob(
         "auto", help="image decoder; auto: on a GPU DALI, if it is installed, else Pillow"
     )
@@ -133,12 +151,6 @@ class Config(Settings):
         zero=True,
         help="threads that decode and preprocess single images, each with a decoder process; DALI's pool has as many; "
         "0: 8 with a GPU, 2 without",
-    )
-    batch_patches: int = knob(
-        0,
-        zero=True,
-        help="patches in one batch of the vision tower; a larger image is a batch by itself; 0: 4800 on a GPU, 1024 on "
-        "the CPU. If it is set, CUDA graphs are captured for images of at most as many",
     )
     store_host_gib: float = knob(2.0, help="size of the store's host tier, GiB of shared memory")
     store_device_gib: float = knob(

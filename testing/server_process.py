@@ -17,6 +17,7 @@ from encoder_service.metrics import Scrape, scrape
 # One that ends by itself is noticed at once; a busy machine takes its time. A server gives running calls 30 s.
 START_S, DRAIN_S = 240.0, 40.0
 CLI = "encoder_service.cli"
+SETTING = r'(?:^ +(?=\w+ +\S+\n)|")(listening|metrics)(?:": "| +)([^\s"]+)'  # as text, or as JSON
 # Whoever else works while the server does gets the other half of the cores. Two on one core would spend it spinning.
 HALF_THE_CORES = max(1, (os.cpu_count() or 2) // 2)
 
@@ -72,7 +73,7 @@ class ServerProcess:
         """Return when it listens; one that does not come up is killed, and raises `ServerStartError`."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and self.process.poll() is None:
-            said = dict(re.findall(r"^ +(listening|metrics) +(\S+)\n", self.log.read_text(), re.MULTILINE))
+            said = dict(re.findall(SETTING, self.log.read_text(), re.MULTILINE))
             if "listening" in said:  # the last of the settings
                 self.endpoint, self.metrics_url = said["listening"], said["metrics"]
                 return

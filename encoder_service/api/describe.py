@@ -90,12 +90,11 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
     }
 
 
-def banner(facts: Mapping[str, str], metrics: str, listening: str) -> str:
-    """Return the block that a server prints at start; its last line says that the server is listening."""
-    lines = {**facts, **({"metrics": metrics} if metrics else {}), "listening": listening}
-    width = max(map(len, lines))
+def banner(facts: Mapping[str, str]) -> str:
+    """Return the block that a server prints at start."""
+    width = max(map(len, facts))
     return "\n".join(
-        [f"encoder-service {__version__}", *(f"  {name:<{width}}  {value}" for name, value in lines.items())]
+        [f"encoder-service {__version__}", *(f"  {name:<{width}}  {value}" for name, value in facts.items())]
     )
 
 

@@ -10,6 +10,24 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin,
 from encoder_contract.command_line import did_you_mean
 from encoder_contract.endpoint import Endpoint
 
+# What --help calls a value, by the last word of the field's name.
+_METAVARS = {
+    **dict.fromkeys(("listen", "advertise", "encoder"), "HOST:PORT"),
+    **dict.fromkeys(("model", "dir", "folder"), "FOLDER"),
+    **dict.fromkeys(("ca", "cert", "file", "key"), "FILE"),
+    **{unit: unit.upper() for unit in ("bytes", "gib", "images", "patches", "pixels", "tflops", "tokens")},
+    "ms": "MILLISECONDS",
+    "s": "SECONDS",
+    "name": "NAME",
+    "formats": "NAMES",
+    "index": "URL",
+    "fingerprint": "HEX",
+    "hosts": "HOSTS",
+    "ports": "FIRST-LAST",
+    "device": "DEVICE",
+    "prefix": "PREFIX",
+}
+
 
 class ConfigError(ValueError):
     """A flag or environment variable that is unknown or has a bad value; the message says which and why."""
@@ -48,6 +66,8 @@ class Settings:
     environment_prefix: ClassVar[str]
     # Fields that are no more, and what to do instead: using one is an error that says so.
     removed: ClassVar[Mapping[str, str]] = {}
+    # The first field of each group in --help, in the order of the fields, and the group's heading.
+    headings: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def environment_name(cls, name: str) -> str:
@@ -58,19 +78,22 @@ class Settings:
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         """Give `parser` one flag for each field, without defaults, so that a missing flag is visible."""
         hints = get_type_hints(cls)
+        group: argparse._ActionsContainer = parser
         for each in fields(cls):
+            if each.name in cls.headings:
+                group = parser.add_argument_group(cls.headings[each.name])
             kind, choices = _kind(hints[each.name])
             default = "required" if each.default is MISSING else f"default {_shown(each.default)}"
             text = f"{each.metadata['help']} ({default}; {cls.environment_name(each.name)})"
             switch = choices is not None and set(choices) == {"no", "yes"}
-            parser.add_argument(
+            group.add_argument(
                 flag(each.name),
                 type=kind,
                 choices=choices,
                 nargs="?" if switch else None,  # a switch that stands alone means yes
                 const="yes" if switch else None,
                 default=argparse.SUPPRESS,
-                metavar=None if choices else kind.__name__.upper(),
+                metavar=None if choices else metavar(each.name, kind),
                 help=text.replace("%", "%%"),
             )
         for name, instead in cls.removed.items():
@@ -138,6 +161,11 @@ class _Removed(argparse.Action):
         self, parser: argparse.ArgumentParser, _namespace: object, _values: object, used: str | None = None
     ) -> NoReturn:
         parser.error(f"{used} was removed: {self.const}")
+
+
+def metavar(name: str, kind: type) -> str:
+    """Return what --help calls a value of the field `name`."""
+    return _METAVARS.get(name.rpartition("_")[2], "TEXT" if kind is str else "N")
 
 
 def _shown(default: Any) -> str:

@@ -164,8 +164,7 @@ class Pod:
         return len(self._said_ports()) == 2
 
     def _said_ports(self) -> dict[str, str]:
-        line = r"^ +(listening|metrics) +(?:https://)?0\.0\.0\.0:(\d+)\b.*\n"
-        return dict(re.findall(line, self.said(), re.MULTILINE))
+        return dict(re.findall(r'"(listening|metrics)": "(?:https://)?0\.0\.0\.0:(\d+)\b', self.said()))
 
     def ports(self) -> dict[str, str]:
         """Which address each of the container's ports has on this host, once it listens."""

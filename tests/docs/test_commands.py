@@ -25,7 +25,7 @@ VLLM = {
     *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
     *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
     *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
-    "--load-format",
+    *("--load-format", "--kv-transfer-config"),
 }
 # Flags of SGLang, on the page about it; tests/sglang starts it with them.
 SGLANG = {
@@ -100,7 +100,7 @@ def test_every_value_that_a_page_gives_a_flag_is_one_it_takes(page: Path, comman
     choices = {
         flag: set(values.split(","))
         for name in OURS
-        for flag, values in re.findall(r"\[(--[a-z-]+) \[?\{([\w,]+)\}\]", commands[f"{name} serve"])
+        for flag, values in re.findall(r"(?m)^  (--[a-z-]+) \[?\{([\w,]+)\}", commands[f"{name} serve"])
     }
     assert {"--decoder", "--store-only"} <= choices.keys()
     for line in lines_in(page):

@@ -173,4 +173,23 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkp
             assert [outcome.error for outcome in rest] == [None] * 7
             assert isinstance(refused.error, UnavailableError)
         assert await ending == 0
-    assert json.loads(server.lines[-1])["message"] == "drained"
+    told = [json.loads(line) for line in server.lines]  # every line, also of the settings
+    assert [line["message"] for line in told[:1] + told[-1:]] == ["loading", "drained"]
+    assert [line["listening"] for line in told if line["message"] == "listening"] == [server.endpoint]
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_serve_says_that_it_loads_before_it_imports_torch(checkpoint: Path, style: str) -> None:
+    code = "import sys; sys.modules['torch'] = None; from encoder_service.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
+    result = subprocess.run([*command, "--log-format", style], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    if style == "console":
+        assert result.stdout == f"encoder-service {__version__}: loading {checkpoint} ...\n"
+    else:
+        assert result.stdout == ""
+        told = [json.loads(line) for line in result.stderr.splitlines()]
+        assert [(line["level"], line["message"].partition(";")[0]) for line in told] == [
+            ("info", "loading"),
+            ("error", "import of torch halted"),
+        ]

@@ -43,7 +43,6 @@ BENCHMARK = Benchmark(
             "failed_images",
             "one of three killed under load: failed images",
             target="<= 0",
-            summary="images failed when one of three replicas is killed under load",
         ),
         Figure("kill_worst_s", "one of three killed: longest wait above the p50 before", "s"),
         Figure("kill_latency_s", "one of three killed: higher latency for", "s", "<= 3"),

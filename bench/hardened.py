@@ -61,7 +61,6 @@ BENCHMARK = Benchmark(
             "victim_failed",
             "requests failed beside all attackers",
             target="<= 0",
-            summary="requests of that client that failed",
         ),
         Figure(
             "victim_throughput_ratio",

@@ -33,7 +33,6 @@ BENCHMARK = Benchmark(
             "mean_ttft_fcfs_over_ours",
             "mean time to first token, first come / ours (simulated)",
             target=">= 2",
-            summary="mean time to first token at 80 % load: first come / ours (simulated)",
         ),
         Figure("p99_ttft_ours_over_fcfs", "p99, ours / first come", target="<= 1.1"),
         Figure("big_p99_ours_over_fcfs", "p99 of requests with 16 images or more, ours / first come"),

@@ -36,7 +36,6 @@ BENCHMARK = Benchmark(
             "overhead_ratio",
             "eight 256×256 served / the bare tower, 27 blocks",
             target="<= 1.05",
-            summary="eight 256×256 images served / the bare tower",
         ),
         Figure("busy_fraction", "device busy while images wait", target=">= 0.95"),
         Figure(
@@ -44,7 +43,6 @@ BENCHMARK = Benchmark(
             "Submit answer for a new 1280×720 photo, p50",
             "ms",
             "<= 5",
-            summary="grid and tokens of a new 1280×720 photo, p50",
         ),
         Figure("submit_known_720p_ms", "Submit answer for a known one, p50", "ms"),
         Figure("fetch_hit_ms", "Fetch of a held small image, p50", "ms"),

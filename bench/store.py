@@ -30,7 +30,7 @@ BENCHMARK = Benchmark(
             "28.8 MB embedding of a 1280×720 over shared memory, p50",
             "ms",
             "<= 2",
-            summary="hit of a 28.8 MB embedding (1280×720) over shared memory, p50",
+            summary="hit of the 28.8 MB embedding of a 1280×720 image over shared memory, p50",
         ),
         Figure(
             "hit_shm_four_1440p_ms",
@@ -38,16 +38,14 @@ BENCHMARK = Benchmark(
             "ms",
             "<= 6",
             compare="SGLang's encoder server: 382 (RDMA), 466 (zmq) (PR 28441)",
-            summary="hit of four 2560×1440 in one call, p50",
         ),
-        Figure("inline_gbps", "28.8 MB embedding inline", "GB/s", ">= 0.9", summary="rows inline, over gRPC"),
+        Figure("inline_gbps", "28.8 MB embedding inline", "GB/s", ">= 0.9"),
         Figure("bare_gbps", "a bare gRPC stream of as many bytes", "GB/s"),
         Figure("inline_over_bare", "inline / bare stream", target=">= 0.8"),
         Figure(
             "tls_over_plain_inline",
             "28.8 MB embedding inline by TLS / without",
             target="<= 1.3",
-            summary="rows inline by TLS / without",
         ),
         Figure(
             "tls_over_plain_bare", "a bare gRPC stream of as many bytes by TLS / without: gRPC's own cost"

@@ -38,7 +38,13 @@ BENCHMARK = Benchmark(
         Figure("own_16_ms", "first token of a prompt of 16 images: the engine's own tower", "ms"),
         Figure("request_16_ms", "ours, waiting for all of its images", "ms"),
         Figure("window_16_ms", "ours, by prefill step", "ms"),
-        Figure("ttft_own_over_ours_16", "own tower / ours, 16 images", target=">= 1.3"),
+        Figure(
+            "ttft_own_over_ours_16",
+            "own tower / ours, 16 images",
+            target=">= 1.3",
+            summary="vLLM, time to first token of 16 images: its own tower on its core / ours on a second core "
+            "(twice the cores)",
+        ),
         Figure("ttft_request_over_window", "all images first / by prefill step", target=">= 1.15"),
         Figure("own_round8_ms", "first token in round 8 of a chat with one new image each: own tower", "ms"),
         Figure("request_round8_ms", "ours, waiting for all images", "ms"),

@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,29 +99,25 @@ def _shown(value: float | None, figure: Figure) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the README's table: a column for each machine that has any of it, the one that has most first."""
-    cells = {(result.hardware, *cell): shown for result in results for cell, shown in _cells(result)}
-    count = Counter(machine for machine, _, _ in cells)
-    machines = sorted(count, key=lambda machine: (-count[machine], machine))
-    if not machines:
-        return "Not measured yet."
+    """Return the README's table: the newest measurement of each figure, with its machine, day, commit and command."""
     rows = []
     for name, figure in summarised():
-        values = [cells.get((machine, name, figure.key), "") for machine in machines]
-        command = f"`python -m bench.{name}`"
-        rows += [(figure.summary, *values, _shown_target(figure), command)] if any(values) else []
-    days = {m: sorted({r.measured_on for r in results if r.hardware == m}) for m in machines}
-    whens = ". ".join(f"{m}; {' to '.join(dict.fromkeys((days[m][0], days[m][-1])))}" for m in machines)
-    heads = ("", *(machines if len(machines) > 1 else ["measured"]), "target", "command")
-    return f"{markdown(heads, rows)}\n\n{whens}. `make bench` repeats it."
-
-
-def _cells(result: Result) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the summary's cells of a result: (benchmark, key), and the value, marked if it missed its target."""
-    for name, figure in summarised():
-        ours = name == result.benchmark and result.status == "ok"
-        if ours and (value := looked_up(figure.key, result.figures)) is not None:
-            yield (name, figure.key), _shown(value, figure) + _missed(value, figure)
+        found = [
+            (result, value)
+            for result in results
+            if result.benchmark == name and result.status == "ok"
+            if (value := looked_up(figure.key, result.figures)) is not None
+        ]
+        if found:
+            result, value = max(found, key=lambda each: each[0].measured_on)
+            shown, where = (
+                _shown(value, figure) + _missed(value, figure),
+                f"{result.hardware}; {_when(result)}",
+            )
+            rows.append((figure.summary, shown, _shown_target(figure), where, f"`python -m bench.{name}`"))
+    if not rows:
+        return "Not measured yet."
+    return markdown(("", "measured", "target", "where and when", "command"), rows)
 
 
 def summarised() -> list[tuple[str, Figure]]:

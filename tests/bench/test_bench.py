@@ -191,12 +191,15 @@ def test_every_attacker_has_its_figures() -> None:
     assert {f"{what}_{name}" for name in ATTACKS for what in ("p99_ratio", "failed")} <= shown
 
 
-def test_the_summary_has_a_column_per_machine_and_marks_missed_targets() -> None:
-    other = replace(GOOD, hardware="another, AMX", figures={"hit_shm_ms": 2.5, "inline_gbps": 1.0})
-    lines = summary([GOOD, other]).splitlines()
-    assert lines[0] == "|  | another, AMX | a machine | target | command |"
-    assert any("| 2.50 ms, **missed** | 1.25 ms | ≤ 2 |" in line for line in lines)
-    assert any("| 1 GB/s |  | ≥ 0.9 |" in line for line in lines)
+def test_the_summary_has_the_newest_of_each_figure_and_marks_missed_targets() -> None:
+    newer = replace(GOOD, hardware="another, AMX", measured_on="2026-01-03", figures={"hit_shm_ms": 2.5})
+    failed = replace(GOOD, measured_on="2026-01-04", status="failed")
+    head, _, *rows = summary([newer, GOOD, failed]).splitlines()
+    assert head == "|  | measured | target | where and when | command |"
+    assert [row.split(" | ")[1:] for row in rows] == [
+        ["2.50 ms, **missed**", "≤ 2", "another, AMX; 2026-01-03", "`python -m bench.store` |"]
+    ]
+    assert summary([failed]) == "Not measured yet."
 
 
 def test_skipped_measurements_are_listed_above_the_table() -> None:

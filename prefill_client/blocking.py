@@ -18,7 +18,7 @@ from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.images import (
     FetchedRows,
-    Image,
+    File,
     PutAnswer,
     PutImage,
     RowRequest,
@@ -155,7 +155,7 @@ class BlockingClient:
 
     def submit(
         self,
-        files: Sequence[bytes | Image],
+        files: Sequence[File],
         *,
         request_id: str = "",
         priority: int = 0,

@@ -15,7 +15,7 @@ from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.submission import KeptImages, SentImages, Submission
-from prefill_client.images import Image, RowRequest, Submitted, read_images
+from prefill_client.images import File, RowRequest, Submitted, read_images
 from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
@@ -98,7 +98,7 @@ class EncoderClient:
 
     async def submit(
         self,
-        files: Sequence[bytes | Image],
+        files: Sequence[File],
         *,
         request_id: str = "",
         priority: int = 0,
@@ -106,8 +106,9 @@ class EncoderClient:
     ) -> list[Submitted]:
         """Submit image files; return, in order, the grid and token count that the server confirmed, or the error.
 
-        A file that is no image gets an error without a call. Files are sent only if the server does not have the image.
-        Errors that a retry can cure are retried, at another server if necessary, until `timeout_s`.
+        A file is bytes, a path, or an `Image`. One that is no image gets an error without a call; a path that cannot be
+        read raises `OSError`. Files are sent only if the server does not have the image. Errors that a retry can cure
+        are retried, at another server if necessary, until `timeout_s`.
         """
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
         submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
@@ -115,7 +116,7 @@ class EncoderClient:
 
     async def keep(
         self,
-        files: Sequence[bytes | Image],
+        files: Sequence[File],
         *,
         request_id: str = "",
         priority: int = 0,

@@ -6,7 +6,9 @@ from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +46,10 @@ class Image:
         """Return the message that names the image in a Submit call."""
         grid = pb.Grid(t=self.grid.t, h=self.grid.h, w=self.grid.w) if self.grid else None
         return pb.ImageName(index=index, digest=self.digest, grid=grid, size_bytes=len(self.data))
+
+
+File: TypeAlias = bytes | str | PathLike[str] | Image
+"""An image file: its bytes, its path, or what was read of it already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +181,8 @@ class ServerClock:
 class FetchedRows:
     """The outcome of one `RowRequest`: its rows, or its error.
 
-    Rows have the shape [rows, width]. numpy has no bfloat16: `array` carries it as uint16 bit patterns, and `tensor()`
-    returns the real type.
+    Rows have the shape [rows, width]. numpy has no bfloat16: `array` carries it as uint16 bit patterns, which `dtype`
+    tells. `float32()` returns the numbers, `tensor()` a tensor of the real type.
 
     Rows in shared memory belong to the server, which may reuse the memory once the fetch has ended. `array` and
     `tensor()` copy such rows, `in_place` lends them without a copy. All three raise `StaleHandleError` when the rows
@@ -220,9 +226,20 @@ class FetchedRows:
     def array(self) -> NDArray[np.generic]:
         """The rows on the host, [rows, width], valid after the fetch: a copy if they are shared.
 
-        Raises `StaleHandleError`.
+        Raises `error` if the image failed, and `StaleHandleError` if its rows are gone.
         """
+        if self.error is not None:
+            raise self.error
         return self.rows.copy()
+
+    def float32(self) -> NDArray[np.float32]:
+        """Return the rows as numbers of numpy's float32, [rows, width], in memory of their own. It is exact.
+
+        Raises `error` if the image failed, and `StaleHandleError` if its rows are gone.
+        """
+        if self.dtype == "bfloat16":  # the upper half of a float32
+            return (self.array.astype(np.uint32) << 16).view(np.float32)
+        return self.array.astype(np.float32)
 
     def tensor(self) -> "torch.Tensor":
         """Return the rows as a torch tensor, [rows, width] of type `dtype`, valid after the fetch.
@@ -249,13 +266,17 @@ class FetchedRows:
             yield replace(self, rows=rows)
 
 
-def read_images(files: Sequence[bytes | Image], geometry: Geometry | None) -> list[Image | EncoderError]:
+def read_images(files: Sequence[File], geometry: Geometry | None) -> list[Image | EncoderError]:
     """Hash the files and read their headers. Return an `Image` for each, or the error of a file that is no image.
 
     `geometry` is `Description.geometry`. An `Image` is returned as it is. A 300 KB photo takes about 0.2 ms: on an
-    event loop, call this in a worker thread.
+    event loop, call this in a worker thread. Raises `OSError` for a path that cannot be read.
     """
-    return [file if isinstance(file, Image) else _read(file, geometry) for file in files]
+    return [file if isinstance(file, Image) else _read(_bytes_of(file), geometry) for file in files]
+
+
+def _bytes_of(file: bytes | str | PathLike[str]) -> bytes:
+    return Path(file).read_bytes() if isinstance(file, str | PathLike) else file
 
 
 def _read(data: bytes, geometry: Geometry | None) -> Image | EncoderError:

@@ -29,7 +29,6 @@ from prefill_client import (
     read_images,
 )
 from prefill_client.prefetch import of_image
-from prefill_client.transport.rows import element_type
 from prefill_reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_reference.prefix import PrefixCache
 
@@ -136,7 +135,7 @@ class Chat:
             partial(trace.watch(self.client.fetch), request_id=trace.request_id),
             plan(layout, self._chunk_tokens, begin=begin),
             [RowRequest(image.digest) for image in images],
-            row_bytes=self._row_bytes,
+            row_bytes=self.client.description.row_bytes,
         ) as session:
             async for ready in session:
                 ready_s = time.monotonic()
@@ -218,11 +217,6 @@ class Chat:
             prefill_ms=(time.monotonic() - began_s) * 1000,
         )
         return run, logits
-
-    @property
-    def _row_bytes(self) -> int:
-        ours = self.client.description
-        return ours.width * element_type(ours.dtype).itemsize
 
 
 def _parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:

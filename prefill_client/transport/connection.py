@@ -23,6 +23,7 @@ from prefill_client.transport import BY_DEFAULT, Receiver, asked, receivers
 from prefill_client.transport.channels import Channels, from_rpc
 from prefill_client.transport.put_stream import PutStream
 from prefill_client.transport.row_stream import RowStream
+from prefill_client.transport.rows import element_type
 from prefill_client.transport.submit_stream import SubmitStream
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
@@ -59,6 +60,11 @@ class Description:
     max_message_bytes: int
     max_grace_ms: int
     replica_id: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.width * element_type(self.dtype).itemsize
 
     @classmethod
     def from_message(cls, message: pb.DescribeResponse) -> Self:

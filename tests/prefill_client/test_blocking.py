@@ -39,6 +39,37 @@ def rows_of(client: BlockingClient, image: bytes) -> np.ndarray:
         return outcome.array.copy()
 
 
+def test_files_are_named_by_path(client: BlockingClient, tmp_path: Path) -> None:
+    path = tmp_path / "photo.png"
+    path.write_bytes(photo(70, 90, 77, "PNG"))
+    by_path, by_name, by_bytes = client.submit([path, str(path), path.read_bytes()])
+    assert by_path.digest == by_name.digest == by_bytes.digest
+    assert by_path.tokens > 0
+    with pytest.raises(FileNotFoundError, match=r"none\.png"):
+        client.submit([tmp_path / "none.png"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_as_numbers_are_those_of_the_tensor(checkpoint: Path, dtype: str) -> None:
+    with running(checkpoint, dtype=dtype) as server, BlockingClient.connect(server.endpoint) as client:
+        (submitted,) = client.submit([photo(90, 60, 3)])
+        with client.fetch([RowRequest(submitted.digest)]) as outcomes:
+            (outcome,) = outcomes
+            numbers, tensor = outcome.float32(), outcome.tensor()
+        assert numbers.dtype == np.float32
+        assert np.array_equal(numbers, tensor.float().numpy())
+        assert numbers.std() > 0
+        assert client.description.row_bytes * len(numbers) == tensor.nbytes == outcome.array.nbytes
+
+
+def test_rows_of_a_failed_image_raise_its_error(client: BlockingClient) -> None:
+    with client.fetch([RowRequest(b"x" * 32)], grace_ms=0, timeout_s=PATIENCE_S) as outcomes:
+        (outcome,) = outcomes
+    for read in (lambda: outcome.array, outcome.float32, outcome.tensor):
+        with pytest.raises(UnknownImageError):
+            read()
+
+
 def test_threads_put_rows_and_fetch_what_others_put(checkpoint: Path) -> None:
     images = [new_image() for _ in range(6)]
     with (

@@ -71,7 +71,6 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
         "image_token": 7,
         "chunk_tokens": 8,
         "tokens_in_kv_cache": 0,
-        "row_bytes": 1,
         "embed": lambda chunk, rows: (chunk.rows, sum(map(len, rows))),
         "run": lambda chunk, inputs: prefilled.append((chunk.tokens, *inputs)),
     }

@@ -1,0 +1,44 @@
+"""Asks about images through the OpenAI package: `python examples/openai_chat.py photo.jpg [--url URL]`.
+
+The server is the reference service (`prefill-client serve --model FOLDER`), or a vLLM or SGLang that takes its rows
+from the encoder service: requests are the same. Needs `pip install openai`.
+"""
+
+import argparse
+import base64
+import mimetypes
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+QUESTIONS = ("What do these photos show?", "And the first one?")
+
+
+def data_url(path: Path) -> str:
+    """Return a file as a data URL."""
+    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def main() -> None:
+    """Ask twice about the same images: the second time they are held."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    given = parser.parse_args()
+    client = OpenAI(base_url=given.url, api_key="none")
+    model = next(iter(client.models.list())).id
+    content: list[Any] = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in given.files]
+    messages: list[Any] = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": [*content, {"type": "text", "text": question}]})
+        answer = client.chat.completions.create(model=model, messages=messages, max_tokens=32)
+        text, usage = answer.choices[0].message.content, answer.usage
+        print(f"{question}\n  {text!r}, {usage.prompt_tokens if usage else 0} prompt tokens")
+        messages.append({"role": "assistant", "content": text})
+        content = []
+
+
+if __name__ == "__main__":
+    main()

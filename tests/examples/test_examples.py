@@ -1,0 +1,139 @@
+"""The examples, run as a reader runs them: against a real server."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from prefill_client import BlockingClient, RowRequest
+from testing.photos import photo
+from testing.server_process import START_S, ServerProcess
+from tests.processes import SCRIPTS, running
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+WAIT_S = 300
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[ServerProcess]:
+    with running(checkpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> list[Path]:
+    (tmp_path / "photos").mkdir()
+    files = [tmp_path / "photos" / f"{seed}.jpg" for seed in range(3)]
+    for seed, path in enumerate(files):
+        path.write_bytes(photo(200 + 32 * seed, 160, seed))
+    return files
+
+
+def output_of(*command: str | Path, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_fetch_rows_prints_the_rows_without_torch(server: ServerProcess, photos: list[Path]) -> None:
+    told = output_of(sys.executable, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint)
+    with BlockingClient.connect(server.endpoint) as client:
+        (image,) = client.submit([photos[0]])
+        with client.fetch([RowRequest(image.digest)]) as outcomes:
+            (rows,) = outcomes
+            mean = rows.tensor().float().mean().item()
+            shape, dtype = rows.shape, rows.dtype
+    found = re.fullmatch(r".*: (\d+) tokens, rows \((\d+), (\d+)\) (\w+), mean (\S+)\n", told)
+    assert found, told
+    assert (int(found[1]), int(found[2]), int(found[3]), found[4]) == (image.tokens, *shape, dtype)
+    assert float(found[5]) == pytest.approx(mean, abs=1e-5)
+    code = (
+        "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
+    )
+    assert (
+        output_of(sys.executable, "-c", code, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint) == told
+    )
+
+
+def test_prefill_runs_every_chunk_with_its_rows(
+    server: ServerProcess, checkpoint: Path, photos: list[Path]
+) -> None:
+    command = [sys.executable, EXAMPLES / "prefill.py", "--model", checkpoint, "--server", server.endpoint]
+    told = output_of(*command, "--chunk-tokens", "37", *photos)
+    chunks = re.findall(r"^tokens (\d+) to (\d+): waited \S+ ms for rows (.*)$", told, re.MULTILINE)
+    ends = [int(end) for _, end, _ in chunks]
+    assert [int(begin) for begin, _, _ in chunks] == [0, *ends[:-1]]
+    rows = sum(int(count) for _, _, rows in chunks for count in re.findall(r"(\d+) \w+", rows))
+    assert rows == ends[-1] > 37
+    assert re.search(r"^next token: \d+$", told, re.MULTILINE)
+    again = output_of(*command, "--chunk-tokens", "64", *photos)
+    assert told.splitlines()[-1] == again.splitlines()[-1], "the chunks do not change the answer"
+
+
+def test_openai_chat_asks_the_reference_service(
+    server: ServerProcess, checkpoint: Path, photos: list[Path]
+) -> None:
+    command = [SCRIPTS / "prefill-client", "serve", "--model", checkpoint, "--encoder", server.endpoint]
+    process = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout
+        where = (re.match(r"\s*listening\s+(\S+)$", line) for line in process.stdout)
+        url = next(f"http://{found[1]}/v1" for found in where if found)
+        told = output_of(sys.executable, EXAMPLES / "openai_chat.py", *photos, "--url", url)
+    finally:
+        process.terminate()
+        process.wait(START_S)
+    counts = [int(count) for count in re.findall(r", (\d+) prompt tokens$", told, re.MULTILINE)]
+    assert len(counts) == 2
+    assert 0 < counts[0] < counts[1]
+
+
+async def test_the_notebook_draws_a_request_that_encodes_and_one_that_hits(
+    server: ServerProcess, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cells in order, as a kernel runs them, with other parameters."""
+    monkeypatch.chdir(tmp_path)
+    for seed, path in enumerate(photos, 1000):
+        path.write_bytes(photo(300, 200, seed))  # which no other test has sent
+    book = json.loads((EXAMPLES / "timeline.ipynb").read_text())
+    names: dict[str, object] = {}
+    for cell in (cell for cell in book["cells"] if cell["cell_type"] == "code"):
+        assert cell["outputs"] == []
+        source = "".join(cell["source"])
+        if "parameters" in cell["metadata"].get("tags", []):
+            source += f"\nserver, photos, prefill_s = {server.endpoint!r}, {str(photos[0].parent)!r}, 0.01"
+        running_cell = eval(compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if running_cell is not None:
+            await running_cell
+    first, again = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "again"))
+    assert {"submit", "upload", "vit", "prefill"} <= {event["name"] for event in first["traceEvents"]}
+    assert "hit" in {event["name"] for event in again["traceEvents"]}
+    assert "vit" not in {event["name"] for event in again["traceEvents"]}
+    picture = (tmp_path / "timeline.svg").read_text()
+    assert picture.startswith("<svg")
+    assert all(name in picture for name in ("first", "again", "image 2", "chunk 0"))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.skipif(
+    not (EXAMPLES / "node/node_modules").exists(), reason="npm install --prefix examples/node was not run"
+)
+def test_a_client_in_javascript_fetches_the_same_bytes(server: ServerProcess, photos: list[Path]) -> None:
+    told = output_of("node", EXAMPLES / "node/fetch_rows.js", photos[1], server.endpoint)
+    with BlockingClient.connect(server.endpoint) as client:
+        (image,) = client.submit([photos[1]])
+        windows = [(0, image.tokens >> 1), (image.tokens >> 1, image.tokens)]
+        with client.fetch([RowRequest(image.digest, *window) for window in windows]) as outcomes:
+            rows = {outcome.index: outcome.array for outcome in outcomes}
+    hashes = [blake3(rows[index].tobytes()).hexdigest() for index in range(2)]
+    assert re.findall(r"checksum right, blake3 (\w+)$", told, re.MULTILINE) == hashes

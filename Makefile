@@ -152,6 +152,10 @@ check: setup ## Check style, types, stubs, contract and manifests, as CI does be
 	@$(PY) deploy/check.py
 	@$(PY) deploy/licences.py --check
 
+.PHONY: docs
+docs: setup ## Build the documentation site into .docs/site; a link or name that leads nowhere fails
+	@$(PY) -m docs.site && echo "open .docs/site/index.html"
+
 .PHONY: licences
 licences: setup ## List the licences of all that the images have (make check refuses those not allowed)
 	@$(PY) deploy/licences.py
@@ -209,5 +213,5 @@ gpu-wheels: setup ## Gather the wheels that such a machine lacks (OUT=folder)
 
 .PHONY: clean
 clean: ## Remove everything the other targets created
-	@rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .certs
+	@rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .certs .docs
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

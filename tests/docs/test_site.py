@@ -1,0 +1,25 @@
+"""The documentation site: built strictly, with every public name of the client, and no link that leads nowhere."""
+
+import pytest
+
+import prefill_client
+from docs import site
+
+pytest.importorskip("mkdocs", reason="the documentation tools are not installed: make setup")
+pytestmark = pytest.mark.process
+
+
+def test_the_site_has_every_page_and_name_and_refuses_a_broken_link() -> None:
+    site.stage()
+    built = site.build()
+    assert built.returncode == 0, built.stderr
+    pages = {page.relative_to(site.STAGE).with_suffix("") for page in site.STAGE.rglob("*.md")}
+    for page in pages - {page for page in pages if page.name == "README"}:
+        assert (site.SITE / page / "index.html").exists(), page
+    api = (site.SITE / "docs/api/index.html").read_text()
+    for name in prefill_client.__all__:
+        assert name.startswith("__") or f'id="prefill_client.{name}"' in api, name
+    page = site.STAGE / "docs/store.md"
+    for broken in ("[gone](gone.md)", "[gone](overlap.md#gone)"):
+        page.write_text(f"{broken}\n")
+        assert site.build().returncode != 0, broken

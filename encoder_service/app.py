@@ -56,7 +56,7 @@ from encoder_service.limits import Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.scheduler import Scheduler
-from encoder_service.store import Pin, Store, StoreSizeError, TierName
+from encoder_service.store import Pin, Store, StoreSizeError, TierName, require_room
 from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,14 @@ LOST_DEVICE = 70  # exit code: the orchestrator starts a fresh process
 ABORT_S = 10.0  # beyond `drain_s`: a thread may wait without end for a device that is lost
 # Images decoded ahead of the ViT, besides the bound in patches, within which there may be a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
+
+
+def require_host_memory(config: Config) -> None:
+    """Raise `ConfigError` if the host store does not fit; for a start that has not read its weights yet."""
+    try:
+        require_room(config.store_segment_dir, int(config.store_host_gib * GIB))
+    except StoreSizeError as error:
+        raise ConfigError(str(error)) from error
 
 
 class Server:

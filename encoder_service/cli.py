@@ -202,9 +202,10 @@ def _serve_with(config: Config) -> int:
     check_model(config.model)
     _say_that_it_loads(config)
     # torch takes seconds to import: not before the flags are known to be good.
-    from encoder_service.app import LOST_DEVICE, Server
+    from encoder_service.app import LOST_DEVICE, Server, require_host_memory
     from encoder_service.engine.model import load_model
 
+    require_host_memory(config)
     model = load_model(config)
 
     async def serve() -> int:

@@ -19,6 +19,8 @@ class DeployedEngine:
         self.text = (folder / "docker-compose.yml").read_text()
         self.compose: dict[str, Any] = yaml.safe_load(self.text)
         self.services: dict[str, dict[str, Any]] = self.compose["services"]
+        # Those of deploy/docker-compose.yml that it has, too.
+        self.extended = {name: each["extends"] for name, each in self.services.items() if "extends" in each}
         self.example = dict(
             line.split("=", 1)
             for line in (folder / ".env.example").read_text().splitlines()

@@ -30,16 +30,30 @@ def panel(kind: str, given: dict[str, Any], place: dict[str, int]) -> dict[str, 
     options: dict[str, Any] = {"legend": {"placement": "bottom"}, "tooltip": {"mode": "multi"}}
     if kind == "stat":
         options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"}
+    defaults: dict[str, Any] = {"unit": given.get("unit", "short"), "min": 0}
+    if kind == "stat":
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps(given["thresholds"])}
     return {
         "type": kind,
         "title": given["title"],
         "description": given.get("tells", ""),
         "datasource": DATASOURCE,
         "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": given.get("unit", "short"), "min": 0}, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": options,
         "targets": [query(number, *each) for number, each in enumerate(given["queries"].items())],
     }
+
+
+def steps(thresholds: list[float]) -> list[dict[str, Any]]:
+    """Return the colours of a stat: green, then orange and red; a stat of falling thresholds is red below the last."""
+    if not thresholds:
+        return [{"color": "blue", "value": None}]
+    warn, bad = thresholds
+    colours = ("red", "orange", "green") if bad < warn else ("green", "orange", "red")
+    return [
+        {"color": each, "value": at} for each, at in zip(colours, (None, *sorted(thresholds)), strict=True)
+    ]
 
 
 def panels(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

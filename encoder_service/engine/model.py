@@ -101,6 +101,9 @@ def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
     except ValueError as error:
         if config.decoder == "dali":
             raise ConfigError(f"{flag('decoder')} dali: {error}") from error
+        log.warning(
+            "decoder: JPEGs are decoded on the CPU, not by DALI on the GPU: %s (the extra gpu has it)", error
+        )
         return None
 
 

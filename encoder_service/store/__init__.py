@@ -2,7 +2,17 @@
 
 from encoder_service.store.arena import TierName
 from encoder_service.store.pin import Incoming, Pin
-from encoder_service.store.segment import StoreSizeError
+from encoder_service.store.segment import StoreSizeError, require_room
 from encoder_service.store.store import EntryStats, Store, StoreStats, TierStats
 
-__all__ = ["EntryStats", "Incoming", "Pin", "Store", "StoreSizeError", "StoreStats", "TierName", "TierStats"]
+__all__ = [
+    "EntryStats",
+    "Incoming",
+    "Pin",
+    "Store",
+    "StoreSizeError",
+    "StoreStats",
+    "TierName",
+    "TierStats",
+    "require_room",
+]

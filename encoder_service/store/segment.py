@@ -46,8 +46,7 @@ class Segment:
         slots = pages + device_pages
         self.data_offset = _round_up(_HEADER_BYTES + slots * GENERATION_BYTES)
         self.size_bytes = self.data_offset + pages * page_bytes
-        _sweep(folder)
-        check_host(folder, self.size_bytes)
+        require_room(folder, self.size_bytes)
         self.path, self._file = create_owned(folder, _PREFIX)
         try:
             self._reserve()
@@ -125,6 +124,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 class StoreSizeError(ValueError):
     """The store cannot start at the requested size; the message says which setting to change."""
+
+
+def require_room(folder: Path, size_bytes: int) -> None:
+    """Remove what dead servers left in `folder`. Raise `StoreSizeError` if it cannot hold `size_bytes` then."""
+    _sweep(folder)
+    check_host(folder, size_bytes)
 
 
 def check_host(folder: Path, size_bytes: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +15,7 @@ import yaml
 
 from bench.sizing import main as show_sizing
 from encoder_contract.command_line import BAD_USAGE
+from encoder_contract.version import __version__
 from encoder_service.app import LOST_DEVICE
 from encoder_service.config import Config, ConfigError
 from prefill_reference.config import ServiceConfig
@@ -122,12 +124,41 @@ def test_the_image_installs_existing_extras_and_runs_unprivileged() -> None:
     assert {name for names in copied for name in names.split()} == kept
 
 
+def test_dependencies_are_installed_before_sources_are_copied_and_images_say_what_they_are() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", dockerfile, re.M | re.S))
+    for name in ("encoder-build", "prefill-build", "sglang-gateway-build"):
+        assert stages[name].index("'.[") < stages[name].index("COPY encoder_service "), name
+        assert "pip install --no-cache-dir --no-deps --force-reinstall ." in stages[name]
+    for name in ("encoder", "prefill", "sglang-gateway", "vllm"):
+        labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', stages[name]))
+        assert labels.keys() == {"title", "description", "licenses", "version"}
+        assert labels["version"] == __version__
+
+
+def test_a_package_without_sources_has_the_needs_of_ours(tmp_path: Path) -> None:
+    """What the image installs before the sources are copied."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "proto/encoder_contract/version.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    code = (
+        "from setuptools.build_meta import prepare_metadata_for_build_wheel as prepare; print(prepare('.'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    told = (tmp_path / done.stdout.splitlines()[-1] / "METADATA").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"Version: {__version__}\n" in told
+    assert all(f"Provides-Extra: {extra}\n" in told for extra in extras)
+
+
 @pytest.mark.parametrize(("torch", "has_flash3"), [("cpu", False), ("cu128", False), ("cu130", True)])
 def test_only_the_cuda_13_image_has_flash_attention_3(torch: str, has_flash3: bool) -> None:
     """Its step is run, with a pip that only says what it is asked for."""
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     stage = dockerfile.partition("FROM build AS encoder-build\n")[2].partition("\nFROM ")[0]
-    step = stage.partition("RUN ")[2].replace("/opt/bom/bin/cyclonedx-py", "true")
+    step = stage.partition("RUN ")[2].partition("\nCOPY ")[0]
     ran = subprocess.run(
         ["sh", "-ec", f'pip() {{ echo "$@"; }}\n{step}'],
         env={**os.environ, "TORCH": torch},

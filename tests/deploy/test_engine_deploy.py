@@ -24,7 +24,8 @@ RELEASED = (f":{__version__}", f":{__version__}-cuda", f":v{SUPPORTED[-1]}")
 
 def services() -> Iterator[Any]:
     for engine in (VLLM, SGLANG):
-        for name, service in engine.services.items():
+        for name in engine.services.keys() - engine.extended:
+            service = engine.services[name]
             yield pytest.param(service, id=f"{engine.name}-{name}")
 
 
@@ -61,6 +62,7 @@ def test_the_reader_of_rows_shares_the_encoders_socket_memory_and_user(engine: D
 @ENGINES
 def test_the_example_sets_every_variable_and_no_other(engine: DeployedEngine) -> None:
     text = re.sub(r"^\s*#.*$", "", engine.text, flags=re.M)
+    text += "".join(str(OTHER[name]) for name in engine.extended)
     assert {match[1] for match in VARIABLE.finditer(text)} == set(engine.example)
 
 

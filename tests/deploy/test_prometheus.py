@@ -173,7 +173,6 @@ async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Se
     stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in read}
     ours = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported if name.startswith("encsvc_")}
     for_top_and_queries = {
-        "encsvc_build_info",
         "encsvc_model_info",
         "encsvc_foreign_total",
         "encsvc_queue_requests",
@@ -207,6 +206,23 @@ def test_the_dashboard_is_what_its_panels_make() -> None:
     assert built.returncode == 0, built.stderr
 
 
+def test_the_operator_gets_the_same_rules_and_scrapes_the_pods() -> None:
+    check = [sys.executable, DEPLOY / "prometheus/operator.py", "--check"]
+    built = subprocess.run(check, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    folder = DEPLOY / "kubernetes"
+    rule = yaml.safe_load((folder / "components/monitoring/prometheusrule.yaml").read_text())
+    told = [each for group in rule["spec"]["groups"] for each in group["rules"]]
+    assert told == [*rules("record"), *rules("alert")]
+    monitor = yaml.safe_load((folder / "components/monitoring/podmonitor.yaml").read_text())["spec"]
+    pod = yaml.safe_load((folder / "base/deployment.yaml").read_text())["spec"]["template"]
+    assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert monitor["jobLabel"] in pod["metadata"]["labels"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    ports = {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
+    assert endpoint["port"] in ports
+
+
 def test_panels_do_not_overlap_and_fill_their_rows() -> None:
     taken: set[tuple[int, int]] = set()
     panels = json.loads(DASHBOARD.read_text())["panels"]
@@ -217,6 +233,17 @@ def test_panels_do_not_overlap_and_fill_their_rows() -> None:
         assert place["x"] + place["w"] <= 24
         taken |= cells
     assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_stat_has_a_colour_for_each_range() -> None:
+    stats = [each for each in json.loads(DASHBOARD.read_text())["panels"] if each["type"] == "stat"]
+    assert len(stats) == 8
+    for each in stats:
+        steps = each["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        assert steps[0]["value"] is None
+        values = [step["value"] for step in steps[1:]]
+        assert values == sorted(values)
+        assert len({step["color"] for step in steps}) in (1, 3), each["title"]
 
 
 def test_every_alert_has_a_case_a_severity_and_a_page() -> None:
@@ -231,13 +258,17 @@ def test_every_alert_has_a_case_a_severity_and_a_page() -> None:
     for rule in rules("alert"):
         assert rule["alert"] in fired, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket")
-        assert f"### {rule['alert']}" in operations, rule["alert"]
+        assert f"### {rule['alert']}\n" in operations, rule["alert"]
+        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
+        assert not re.search(r"\bjob *=", rule["expr"]), "a job may have any name"
     assert fired == {rule["alert"] for rule in rules("alert")}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 @pytest.mark.parametrize(
-    "arguments", [("check", "config", "prometheus.yml"), ("test", "rules", "rules.test.yml")], ids=" ".join
+    "arguments",
+    [("check", "config", "prometheus.yml", "vllm.yml"), ("test", "rules", "rules.test.yml")],
+    ids=" ".join,
 )
 def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
     check = subprocess.run(

@@ -3,8 +3,12 @@
 import json
 import re
 import tomllib
+from pathlib import Path
+
+import yaml
 
 from encoder_service.config import Config
+from tests.deploy.test_deploy import COMPOSE as OTHER
 from tests.deployed_engine import DEPLOY
 from tests.deployed_vllm import VLLM, command_lines
 
@@ -19,6 +23,24 @@ def test_the_encoder_listens_where_the_engine_looks_for_it() -> None:
     config = Config.read({}, VLLM.environment("encoder", "ENCSVC_"))
     assert config.listen == endpoints(command_lines()["docker-compose.yml"])
     assert VLLM.services["encoder"]["volumes"][0] == VLLM.services["vllm"]["volumes"][0], "one checkpoint"
+
+
+def test_prometheus_and_grafana_are_those_of_the_other_compose_file_and_scrape_both() -> None:
+    names = ("prometheus", "grafana")
+    assert VLLM.extended == {name: {"file": "../docker-compose.yml", "service": name} for name in names}
+    (config,) = (
+        each.partition("=")[2].replace("/etc/prometheus", str(DEPLOY / "prometheus"))
+        for each in VLLM.services["prometheus"]["command"]
+        if each.startswith("--config.file=")
+    )
+    jobs = yaml.safe_load(Path(config).read_text())["scrape_configs"]
+    targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in jobs}
+    port = VLLM.environment("encoder")["ENCSVC_METRICS_LISTEN"].removeprefix("0.0.0.0:")
+    assert targets["encoder"] == [f"encoder:{port}"]
+    assert targets["vllm"] == [f"vllm:{VLLM.services['vllm']['ports'][0].rpartition(':')[2]}"]
+    needed = {each["source"] for name in names for each in OTHER["services"][name]["volumes"]}
+    assert len(needed & set(OTHER["volumes"])) == 2
+    assert needed & set(OTHER["volumes"]) <= VLLM.compose["volumes"].keys()
 
 
 def test_overlays_look_for_the_encoders_where_the_manifest_does() -> None:

@@ -1,0 +1,39 @@
+"""From rules.yml and alerts.yml to the PrometheusRule of the Kubernetes component: run it, or `--check` to compare."""
+
+import sys
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+TARGET = HERE.parent / "kubernetes/components/monitoring/prometheusrule.yaml"
+HEAD = "# Made of deploy/prometheus/rules.yml and alerts.yml by deploy/prometheus/operator.py.\n"
+
+
+def rule() -> str:
+    """Return the manifest; its two groups have the names of their files."""
+    groups = []
+    for name in ("rules", "alerts"):
+        (group,) = yaml.safe_load((HERE / f"{name}.yml").read_text())["groups"]
+        groups.append(group | {"name": f"{group['name']}-{name}"})
+    manifest = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "encoder"},
+        "spec": {"groups": groups},
+    }
+    return HEAD + yaml.safe_dump(manifest, sort_keys=False, width=1000)
+
+
+def main() -> int:
+    """Write the manifest, or with `--check` say whether it is up to date."""
+    if "--check" not in sys.argv[1:]:
+        TARGET.write_text(rule())
+    elif TARGET.read_text() != rule():
+        sys.stderr.write(f"{TARGET} is stale: run python {Path(__file__)}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

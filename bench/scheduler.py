@@ -102,8 +102,13 @@ def need_section() -> Section:
 
 def fleet_section() -> Section:
     """Spread the images of each request over many replicas: each of them sees only its part of a request."""
+    return {}, [fleet_table((1, 4, 16, 64))]
+
+
+def fleet_table(replicas: Sequence[int]) -> Table:
+    """Return the table of fleets of these sizes."""
     rows: list[Sequence[str | float]] = []
-    for n in (1, 4, 16, 64):
+    for n in replicas:
         machine = {"replicas": n, "prefill_engines": n}
         load, count = Load(SKEWED, replicas=n), min(2000 * n, 8000)
         first, ours, whole = answer(
@@ -114,9 +119,7 @@ def fleet_section() -> Section:
                      whole.p99, ours.images_per_s / n))  # fmt: skip
     heads = ("replicas", "first-come mean", "ours mean", "ratio", "first-come p99", "ours p99",
              "ours, request kept whole, mean", "p99", "images/s a replica")  # fmt: skip
-    return {}, [
-        table("Images of a request spread over replicas by content, load 0.8 of the fleet", heads, rows)
-    ]
+    return table("Images of a request spread over replicas by content, load 0.8 of the fleet", heads, rows)
 
 
 # Room for four of the largest requests: about what the device encodes while a request of 32 images ages. All of it for

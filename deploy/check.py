@@ -79,14 +79,14 @@ def kustomize() -> list[str | Path] | None:
     return [found, "build"] if found else None
 
 
-def overlay_with(components: Sequence[str], folder: Path) -> Path:
-    """Write an overlay to `folder`: the one for CPUs, with these components; return the folder."""
+def overlay_with(components: Sequence[str], folder: Path, overlay: str = "cpu") -> Path:
+    """Write an overlay to `folder`: another one with these components; return the folder."""
     folder.mkdir()
     kubernetes = os.path.relpath(MANIFESTS.resolve(), folder.resolve())  # kustomize takes no other path
     named = ", ".join(f"{kubernetes}/components/{name}" for name in components)
     (folder / "kustomization.yaml").write_text(
         "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
-        f"resources: [{kubernetes}/overlays/cpu]\ncomponents: [{named}]\n"
+        f"resources: [{kubernetes}/overlays/{overlay}]\ncomponents: [{named}]\n"
     )
     return folder
 

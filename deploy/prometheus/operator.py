@@ -1,4 +1,4 @@
-"""From rules.yml and alerts.yml to the PrometheusRule of the Kubernetes component: run it, or `--check` to compare."""
+"""From rules.yml and alerts.yml to the PrometheusRule of component and chart: run it, or `--check` to compare."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).resolve().parent
-TARGET = HERE.parent / "kubernetes/components/monitoring/prometheusrule.yaml"
+TARGETS = (
+    HERE.parent / "kubernetes/components/monitoring/prometheusrule.yaml",
+    HERE.parent / "helm/encoder-service/files/prometheusrule.yaml",
+)
 HEAD = "# Made of deploy/prometheus/rules.yml and alerts.yml by deploy/prometheus/operator.py.\n"
 
 
@@ -26,13 +29,15 @@ def rule() -> str:
 
 
 def main() -> int:
-    """Write the manifest, or with `--check` say whether it is up to date."""
+    """Write the manifests, or with `--check` say whether they are up to date."""
+    stale = [target for target in TARGETS if not target.exists() or target.read_text() != rule()]
     if "--check" not in sys.argv[1:]:
-        TARGET.write_text(rule())
-    elif TARGET.read_text() != rule():
-        sys.stderr.write(f"{TARGET} is stale: run python {Path(__file__)}\n")
-        return 1
-    return 0
+        for target in stale:
+            target.write_text(rule())
+        return 0
+    for target in stale:
+        sys.stderr.write(f"{target} is stale: run python {Path(__file__)}\n")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

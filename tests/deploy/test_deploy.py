@@ -224,6 +224,14 @@ def test_the_pod_outlives_the_drain_and_is_locked_down() -> None:
     assert shm["emptyDir"]["medium"] == "Memory"
 
 
+def test_the_disruption_budget_selects_the_pods() -> None:
+    (budget,) = (each for each in manifests() if each["kind"] == "PodDisruptionBudget")
+    (deployment,) = (each for each in manifests() if each["kind"] == "Deployment")
+    selected = budget["spec"]["selector"]["matchLabels"]  # without one it selects none
+    assert selected
+    assert selected.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+
+
 def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="ENCSVC_STORE_GIB is not a setting"):
         Config.read({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})

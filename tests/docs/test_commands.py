@@ -18,7 +18,9 @@ OURS = ("encoder-service", "prefill-client")
 MAIN = 'if __name__ == "__main__"'
 BENCHMARK = "command_line(__doc__)"  # which brings the flag that all benchmarks take
 # Programs that are not ours, whose flags are their own business.
-FOREIGN = r"\b(docker compose|docker|kubectl|redis-cli|redis-server|pip|hf|curl|git|npm|pytest|up --detach)\b"
+FOREIGN = (
+    r"\b(docker compose|docker|helm|kubectl|redis-cli|redis-server|pip|hf|curl|git|npm|pytest|up --detach)\b"
+)
 PACKAGES = ("bench", "demo", "testing")
 # Flags of vLLM, on pages about it; that they exist is read from vLLM itself by tests/vllm.
 VLLM = {

@@ -8,12 +8,13 @@ model stands for yours. The client does the rest: lay out, plan, fetch ahead, re
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from prefill_client import EncoderClient, PrefetchSession, RowRequest, expand_prompt, plan
-from prefill_reference.engine import Engine
+from prefill_client import Chunk, EncoderClient, FetchedRows, PrefetchSession, RowRequest, expand_prompt, plan
+from prefill_reference.engine import Embedded, Engine
 from prefill_reference.language_model import load_language_model
 
 
@@ -42,11 +43,10 @@ async def prefill(model: Path, server: str, files: list[Path], chunk_tokens: int
         async with PrefetchSession(client.fetch, chunks, images, row_bytes=row_bytes) as session:
             async for ready in session:
                 # The rows are copied into the model's input while they are held, and checked afterwards.
-                embedded = await ready.read(
-                    lambda rows, chunk=ready.chunk: engine.embed(
-                        prompt, chunk, [each.tensor() for each in rows]
-                    )
-                )
+                def embed(rows: Sequence[FetchedRows], chunk: Chunk = ready.chunk) -> Embedded:
+                    return engine.embed(prompt, chunk, [each.tensor() for each in rows])
+
+                embedded = await ready.read(embed)
                 logits = await asyncio.to_thread(engine.run, prompt, ready.chunk, embedded)
                 rows = ", ".join(f"{rows.shape[0]} {rows.source}" for rows in ready.rows)
                 where = f"tokens {ready.chunk.begin} to {ready.chunk.end}"

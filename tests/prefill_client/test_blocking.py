@@ -55,11 +55,11 @@ def test_rows_as_numbers_are_those_of_the_tensor(checkpoint: Path, dtype: str) -
         (submitted,) = client.submit([photo(90, 60, 3)])
         with client.fetch([RowRequest(submitted.digest)]) as outcomes:
             (outcome,) = outcomes
-            numbers, tensor = outcome.float32(), outcome.tensor()
+            numbers, tensor, array = outcome.float32(), outcome.tensor(), outcome.array
         assert numbers.dtype == np.float32
         assert np.array_equal(numbers, tensor.float().numpy())
         assert numbers.std() > 0
-        assert client.description.row_bytes * len(numbers) == tensor.nbytes == outcome.array.nbytes
+        assert client.description.row_bytes * len(numbers) == tensor.nbytes == array.nbytes
 
 
 def test_rows_of_a_failed_image_raise_its_error(client: BlockingClient) -> None:

@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 
-from encoder_contract.errors import DeadlineError, UnavailableError, UnknownImageError
+from encoder_contract.errors import DeadlineError, InvalidImageError, UnavailableError, UnknownImageError
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.sglang.counts import count
@@ -25,6 +25,9 @@ _log = logging.getLogger("sglang.encoder_service")
 # How long a chunk does not ask a service that failed the chunk before it: each would hold the engine up.
 PAUSE_S = 10.0
 
+Found = Tensor | InvalidImageError | None
+"""The rows of an image, the error of one that the service cannot decode, or None: they did not arrive."""
+
 
 class ChunkRows:
     """The rows of one rank. `fetch` is called in its forward, by one thread."""
@@ -34,12 +37,13 @@ class ChunkRows:
         self._client: BlockingClient | None = None
         self._not_before_s = 0.0
 
-    def fetch(self, images: Sequence[tuple[ImageName, Any]], like: Tensor) -> list[Tensor | None]:
-        """Return the rows [tokens, width] of each image, on the device and of the type of `like`; None for failures.
+    def fetch(self, images: Sequence[tuple[ImageName, Any]], like: Tensor) -> list[Found]:
+        """Return the rows [tokens, width] of each image, on the device and of the type of `like`.
 
+        The error of an image that the service cannot decode is returned in their place, and None for other failures.
         An image is given with SGLang's item of it, which has its file.
         """
-        rows: dict[int, Tensor] = {}
+        rows: dict[int, Tensor | InvalidImageError] = {}
         if monotonic() >= self._not_before_s:
             try:
                 self._fill(rows, images, like)
@@ -48,8 +52,13 @@ class ChunkRows:
                 self._not_before_s = monotonic() + PAUSE_S
         return [rows.get(index) for index in range(len(images))]
 
-    def _fill(self, rows: dict[int, Tensor], images: Sequence[tuple[ImageName, Any]], like: Tensor) -> None:
-        deadline_s = monotonic() + self._settings.fetch_timeout_s
+    def _fill(
+        self,
+        rows: dict[int, Tensor | InvalidImageError],
+        images: Sequence[tuple[ImageName, Any]],
+        like: Tensor,
+    ) -> None:
+        deadline_s = monotonic() + self._settings.rows_timeout_s
         client = self._connected()
         names = {index: name for index, (name, _) in enumerate(images)}
         lost = self._fetch(client, names, rows, like, deadline_s)
@@ -63,7 +72,7 @@ class ChunkRows:
         self,
         client: BlockingClient,
         names: Mapping[int, ImageName],
-        rows: dict[int, Tensor],
+        rows: dict[int, Tensor | InvalidImageError],
         like: Tensor,
         deadline_s: float,
     ) -> dict[int, ImageName]:
@@ -84,6 +93,8 @@ class ChunkRows:
                     lost[index] = names[index]
                 elif isinstance(outcome.error, UnavailableError | DeadlineError):
                     raise outcome.error
+                elif isinstance(outcome.error, InvalidImageError):
+                    rows[index] = outcome.error
                 elif (wrong := _wrong(outcome, names[index])) is not None:
                     _log.warning("rows of an image are not used: %s", wrong)
                 else:

@@ -3,11 +3,12 @@
 import json
 import os
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self, get_args
 
 from prefill_client.engine.settings import ServiceSettings
 
 VARIABLE = "ENCODER_SERVICE_CONFIG"
+Gating = Literal["request", "chunk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,22 @@ class Settings(ServiceSettings):
     """How long the images of a request may take to be encoded; then SGLang's own tower encodes them."""
     fetch_timeout_s: float = 5.0
     """How long a prefill chunk, and with it the engine, may wait for its rows; then SGLang's own tower encodes."""
+
+    gating: Gating = "request"
+    """When a request reaches the scheduler: once all its images are encoded, or once the service has taken them. Then a
+    prefill chunk, and with it the engine, waits for its images up to `timeout_s`."""
+
+    @property
+    def rows_timeout_s(self) -> float:
+        """How long a prefill chunk may wait for its rows, in seconds."""
+        return self.timeout_s if self.gating == "chunk" else self.fetch_timeout_s
+
+    def _check(self) -> None:
+        if self.gating not in get_args(Gating):
+            raise ValueError(
+                f"{self.given_in}: gating must be one of {get_args(Gating)}, got {self.gating!r}"
+            )
+        ServiceSettings._check(self)
 
     @classmethod
     def from_environment(cls) -> Self:

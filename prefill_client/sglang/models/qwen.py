@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_model
 from torch import Tensor
 from transformers import AutoImageProcessor
 
+from encoder_contract.errors import InvalidImageError
 from prefill_client.sglang.counts import count
 from prefill_client.sglang.ending import ImagesWithoutRows
 from prefill_client.sglang.image_name import ImageName, file_of
@@ -62,28 +63,35 @@ class EncoderServiceRows:
         if not names:
             return self._by_own_tower(items)
         fetched = self._rows.fetch([(name, items[index]) for index, name in names.items()], self._weight)
-        here = agreed([rows is not None for rows in fetched])
+        here = agreed([isinstance(rows, Tensor) for rows in fetched])
         found = {
             index: rows
             for index, rows, is_here in zip(names, fetched, here, strict=True)
-            if is_here and rows is not None
+            if is_here and isinstance(rows, Tensor)
         }
         left = {index: item for index, item in enumerate(items) if index not in found}
         if left:
-            found |= self._made_here(left, names)
+            errors = zip(names, fetched, strict=True)
+            invalid = {index: each.message for index, each in errors if isinstance(each, InvalidImageError)}
+            found |= self._made_here(left, names, invalid)
         return [found[index] for index in range(len(items))]
 
     @property
     def _weight(self) -> Tensor:
         return next(self.visual.parameters())
 
-    def _made_here(self, items: Items, names: Mapping[int, ImageName]) -> dict[int, Tensor]:
-        """Return the rows of images by SGLang's own tower; zeros for those whose files cannot be read here.
+    def _made_here(
+        self, items: Items, names: Mapping[int, ImageName], invalid: Mapping[int, str]
+    ) -> dict[int, Tensor]:
+        """Return the rows of images by SGLang's own tower; zeros for those whose requests end.
 
-        The service has decoded those, and does not answer any more: their requests end.
+        The service cannot decode those in `invalid`, and says why. Of the others, it does not answer for those whose
+        files cannot be read here.
         """
         pixels = {
-            index: self._with_pixels(item, names[index]) for index, item in items.items() if index in names
+            index: None if index in invalid else self._with_pixels(item, names[index])
+            for index, item in items.items()
+            if index in names
         }
         readable = agreed([item is not None for item in pixels.values()])
         lost = {index for index, is_readable in zip(pixels, readable, strict=True) if not is_readable}
@@ -92,9 +100,12 @@ class EncoderServiceRows:
         rows = torch.split(self._by_own_tower([*encoded.values()]), sizes) if encoded else ()
         if counts_here():
             count("own_tower_images", "rows", len(pixels) - len(lost))
-            count("lost_images", "", len(lost))
+            count("lost_images", "", len(lost - invalid.keys()))
         for index in lost:
-            self._without_rows.add(items[index], HTTPStatus.SERVICE_UNAVAILABLE, _LOST)
+            if index in invalid:
+                self._without_rows.add(items[index], HTTPStatus.BAD_REQUEST, invalid[index])
+            else:
+                self._without_rows.add(items[index], HTTPStatus.SERVICE_UNAVAILABLE, _LOST)
         zeros = {index: self._weight.new_zeros(names[index].tokens, self._width) for index in lost}
         return {**dict(zip(encoded, rows, strict=True)), **zeros}
 

@@ -1,7 +1,8 @@
 """Images of a request go to the encoder service as files; SGLang's tokenizer neither decodes nor resizes one.
 
 A request goes on to the scheduler once the service has encoded all its images, so nothing can be wrong with an image
-when prefill needs it. What the service cannot do for want of an answer, SGLang's own tower does.
+when prefill needs it; with `gating` "chunk", once the service has taken them. What the service cannot do for want of an
+answer, SGLang's own tower does.
 """
 
 import asyncio
@@ -95,7 +96,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
     async def _encoded(
         self, sources: Sequence[str | bytes], request_id: str
     ) -> list[QwenVLImagePreprocessArtifact]:
-        """Return the images of a request once the service has the rows of all of them."""
+        """Return the images of a request once it may reach the scheduler."""
         if (down := self._client.down) is not None:
             raise type(down)(down.message)
         try:
@@ -117,7 +118,8 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         timeout_s = self._settings.submit_timeout_s
         answers = await client.submit(files, request_id=request_id, timeout_s=timeout_s)
         raise_first(answer.error for answer in answers)
-        await self._wait(client, answers, request_id)
+        if self._settings.gating == "request":
+            await self._wait(client, answers, request_id)
         return answers
 
     async def _wait(self, client: EncoderClient, answers: Sequence[Submitted], request_id: str) -> None:

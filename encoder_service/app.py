@@ -50,7 +50,7 @@ from encoder_service.engine.model import MemoryPlan, Model, decode_threads
 from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
 from encoder_service.image.decoder import DECODE_PIXELS
-from encoder_service.image.sources import SourceCache, Validator
+from encoder_service.image.sources import SourceCache, Validator, VideoLimits
 from encoder_service.images import Images, PutLeases
 from encoder_service.limits import Budgets
 from encoder_service.logs import toggle_debug
@@ -104,6 +104,7 @@ class Server:
         self._memory_plan.check()
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
+        self._videos = SourceCache(int(config.video_gib * GIB), config.source_ttl_s)
         self.budgets = budgets or Budgets.of(config)
         self.jobs = self._build_jobs()
         self.engine = self._build_engine()
@@ -137,7 +138,7 @@ class Server:
 
     async def start(self) -> None:
         """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""
-        operator = AdminService(self.store, self._sources, self.jobs, self._identity)
+        operator = AdminService(self.store, self._sources, self._videos, self.jobs, self._identity)
         try:
             self._listener = Listener(
                 self._config.listen,
@@ -273,11 +274,14 @@ class Server:
             max_image_pixels=config.max_image_pixels,
             formats=config.accepted_formats,
             read_rare_header=self._model.decoder.read_header,
+            open_video=self._model.decoder.open_video,
+            video_limits=VideoLimits(config.max_video_frames, config.max_video_seconds),
             on_hash=partial(self.metrics.stage, "hash"),
         )
         return Images(
             validator,
             self._sources,
+            self._videos,
             self.jobs,
             self.store,
             self.cluster,
@@ -315,7 +319,8 @@ class Server:
 
     def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
         if isinstance(outcome, EncoderError):
-            if isinstance(outcome, InvalidImageError) and not isinstance(outcome, ImageLimitError):
+            is_lasting = isinstance(outcome, InvalidImageError) and not isinstance(outcome, ImageLimitError)
+            if is_lasting and job.key.frames is None:
                 self._sources.drop(job.key.source_key)  # it can never be encoded: make room
             self.cluster.release(job.key.address)
         else:
@@ -362,7 +367,11 @@ class Server:
         yield from queue_readings(self.jobs.snapshot(), self.budgets.queue)
         yield from store_readings(self.store.stats())
         yield from memory_readings(
-            self.store.segment.path, self._sources, self.budgets.upload_bytes.held, len(self.leases)
+            self.store.segment.path,
+            self._sources,
+            self._videos,
+            self.budgets.upload_bytes.held,
+            len(self.leases),
         )
         yield from cluster_readings(self.cluster.status)
 

@@ -144,7 +144,7 @@ def store_readings(stats: StoreStats) -> Iterator[Reading]:
 
 
 def memory_readings(
-    segment: Path, sources: SourceCache, upload_bytes: int, put_leases: int
+    segment: Path, sources: SourceCache, videos: SourceCache, upload_bytes: int, put_leases: int
 ) -> Iterator[Reading]:
     """Yield what callers hold, and the free space of the segment's file system."""
     try:
@@ -162,6 +162,9 @@ def memory_readings(
     )
     yield gauge("sources_size_bytes", "Most bytes of image files kept.", sources.max_bytes)
     yield gauge("sources_images", "Image files kept.", len(sources))
+    yield gauge("videos_bytes", "Bytes of videos kept to decode frames from.", videos.held_bytes)
+    yield gauge("videos_size_bytes", "Most bytes of videos kept.", videos.max_bytes)
+    yield gauge("videos", "Videos kept.", len(videos))
     yield gauge("upload_bytes", "Bytes reserved for uploads.", upload_bytes)
     yield gauge("put_leases", "Images that callers are computing and may put.", put_leases)
 

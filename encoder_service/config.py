@@ -190,6 +190,22 @@ class Config(Settings):
     max_image_pixels: int = knob(
         100_000_000, help="largest accepted image, pixels (width x height in its header)"
     )
+    video: Literal["auto", "yes", "no"] = knob(
+        "auto",
+        help="take videos; auto: if OpenCV is installed (pip install 'encoder-service[video]') and the model has a "
+        "tower of the server's own; yes: or refuse to start",
+    )
+    video_gib: float = knob(
+        1.0,
+        help="size of the cache of submitted videos, GiB, from which frames are decoded as they are needed; they are "
+        "kept as long as image files",
+    )
+    max_video_bytes: int = knob(
+        256 << 20,
+        help="largest accepted video file, bytes; --video-gib and --max-queued-gib bound it as well",
+    )
+    max_video_seconds: float = knob(3600.0, help="longest accepted video, seconds by its number of frames")
+    max_video_frames: int = knob(216_000, help="most frames in an accepted video")
     max_images_per_call: int = knob(512, help="most images in one Submit, Fetch or Put call")
     max_calls: int = knob(
         1024,
@@ -260,6 +276,11 @@ class Config(Settings):
     def peer_certificates(self) -> Certificates | None:
         """Read our certificate, and the authorities of the other replicas'; None without TLS. Raises `ConfigError`."""
         return self._read_certificates(self.tls_peer_ca or self.tls_client_ca)
+
+    @property
+    def largest_video_bytes(self) -> int:
+        """The largest video file that fits into its cache and into the budget of uploads."""
+        return min(self.max_video_bytes, int(self.video_gib * GIB), int(self.max_queued_gib * GIB))
 
     @property
     def max_shared_bytes(self) -> int:

@@ -15,9 +15,10 @@ from typing import Literal
 
 from encoder_contract.errors import DigestMismatchError, EncoderError, OverloadedError, UnknownImageError
 from encoder_contract.geometry import Grid
+from encoder_contract.video import VideoInfo
 from encoder_service.cluster.cluster import Acquired, Cluster, Locations
 from encoder_service.engine.job_queue import JobQueue
-from encoder_service.image.source import Source
+from encoder_service.image.source import Source, VideoFile
 from encoder_service.image.sources import SourceCache, Validator, confirm
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget, Caller, Hold
@@ -131,26 +132,37 @@ class Waiters:
 # If requested bytes have not arrived after this time, the lease is released, so that a caller that stalls delays no
 # other replica. If they arrive later, the lease is acquired again.
 UPLOAD_WAIT_S = 5.0
+DROPPED_RETRY_MS = 1000
 LEASE_WAIT_S = 1.0  # to wait for another replica before looking again: its lease ends by itself if it dies
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedImage:
-    """An image of a Submit call: the caller's index, grid and size (0: not said) of it, and the call's claim on it."""
+    """An image of a Submit call: the caller's index, grid and size (0: not said) of it, and the call's claim on it.
+
+    If `is_video`, it is a video that the caller wants to know the frames of, and nothing is to be encoded.
+    """
 
     index: int
     key: ImageKey
     claimed_grid: Grid | None
     size_bytes: int
     claim: Claim
+    is_video: bool = False
+
+    @property
+    def file_is_video(self) -> bool:
+        """Whether its file is a video."""
+        return self.is_video or self.key.frames is not None
 
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What is known about a named image; `grid` is None if its bytes are needed."""
+    """What is known about a named image; without a `grid` and without a `video`, its bytes are needed."""
 
     grid: Grid | None
     cached: bool = False
+    video: VideoInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +182,7 @@ class Images:
         self,
         validator: Validator,
         sources: SourceCache,
+        videos: SourceCache,
         jobs: JobQueue,
         store: Store,
         cluster: Cluster,
@@ -180,6 +193,7 @@ class Images:
         """Without a tower, `encodes` is False: rows are held, come from peers, or are put."""
         self._validator = validator
         self._sources = sources
+        self._videos = videos
         self._jobs = jobs
         self._store = store
         self._cluster = cluster
@@ -194,12 +208,34 @@ class Images:
         Asks the cluster about everything that is not known here in one step.
         """
         answers = [self._known_here(image) for image in images]
-        unknown = [image for image, answer in zip(images, answers, strict=True) if answer is None]
+        unknown = [
+            image
+            for image, answer in zip(images, answers, strict=True)
+            if answer is None and not image.is_video
+        ]
         acquired = await self._cluster.acquire([image.key.address for image in unknown])
         return [
-            answer or self._known_there(image, acquired)
+            answer or (LookupResult(None) if image.is_video else self._known_there(image, acquired))
             for image, answer in zip(images, answers, strict=True)
         ]
+
+    async def receive_video(self, image: SubmittedImage, file: VideoFile) -> LookupResult:
+        """Check the file of a video against its name and the limits, keep it, and queue its frames if they are named.
+
+        Raises as `receive` does.
+        """
+        source = await self._validator.take_video(image.key, file, image.claim.holder)
+        self._videos.put(source, image.claim.holder)
+        if image.is_video:
+            return LookupResult(None, video=source.video)
+        [known] = await self.lookup([image])
+        if isinstance(known, EncoderError):
+            raise known
+        if known.grid is None:
+            raise OverloadedError(
+                "other videos took the place of this one: retry", retry_after_ms=DROPPED_RETRY_MS
+            )
+        return known
 
     async def receive(self, image: SubmittedImage, data: bytes) -> LookupResult:
         """Check the bytes of an image against its name and the limits, and queue it.
@@ -313,7 +349,15 @@ class Images:
 
     # Inside
 
+    def _file_of(self, key: ImageKey, *, is_video: bool = False) -> Source | None:
+        """Return the file of an image or of frames, if it is here, and renew its lifetime."""
+        files = self._videos if is_video or key.frames is not None else self._sources
+        return files.get(key.source_key)
+
     def _known_here(self, image: SubmittedImage) -> LookupResult | EncoderError | None:
+        if image.is_video:
+            source = self._file_of(image.key, is_video=True)
+            return LookupResult(None, video=source.video) if source is not None else None
         try:
             if (grid := self.held_grid(image.key, image.claimed_grid)) is not None:
                 return LookupResult(grid, cached=True)
@@ -332,8 +376,10 @@ class Images:
             return self._granted(image)
         locations = acquired.located.get(image.key.address, ())
         grid = self._validator.agreed((location.grid for location in locations), image.claimed_grid)
+        if image.key.frames is not None:  # their grid needs no file, which is asked for if the others fail
+            grid = image.key.frames.grid
         try:
-            if grid is None and (source := self._sources.get(image.key.source_key)) is not None:
+            if grid is None and (source := self._file_of(image.key)) is not None:
                 grid = self._validator.grid(image.key, source, image.claimed_grid)
         except EncoderError as error:
             return error
@@ -345,7 +391,7 @@ class Images:
             self.forget(image.key)
             return known
         try:
-            if (source := self._sources.get(image.key.source_key)) is not None:
+            if (source := self._file_of(image.key)) is not None:
                 grid = self._validator.grid(image.key, source, image.claimed_grid)
                 self._queue(image.key, source, grid, image.claim)
                 return LookupResult(grid)
@@ -381,7 +427,7 @@ class Images:
 
     def _begun_as_cheaper(self, key: ImageKey, claim: Claim) -> bool:
         """Encode bytes that are here, without a lease, if that should be faster than a transfer; return whether."""
-        if (source := self._sources.get(key.source_key)) is None:
+        if (source := self._file_of(key)) is None:
             return False
         grid = self._validator.grid(key, source)
         encode_s = self._jobs.encode_s(grid.patches)
@@ -398,9 +444,9 @@ class Images:
         """Return the source of an image if it is here or another replica shared it, and there is a tower for it."""
         if not self._encodes:
             return None
-        source = self._sources.get(key.source_key)
-        if source is not None or not is_elsewhere:
-            return source
+        source = self._file_of(key)
+        if source is not None or not is_elsewhere or key.frames is not None:
+            return source  # the files of videos are not shared
         if (data := await self._cluster.find_source(key)) is None:
             return None
         try:

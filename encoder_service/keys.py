@@ -7,6 +7,7 @@ import blake3
 
 from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.producer import EngineKey, Producer
+from encoder_contract.video import Frames
 
 MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mistake
 
@@ -17,7 +18,7 @@ class ImageKey:
 
     The digest is that of the file, the pixel bounds are those of the variant (0: the model's), the salt is the
     tenant's. With a producer, the rows are those that it put; it may name the image by a key of its own, and the digest
-    is then empty.
+    is then empty. With frames, the file is a video, and the rows are those of a pair of its frames.
     """
 
     address: bytes
@@ -27,6 +28,7 @@ class ImageKey:
     salt: bytes = b""
     producer: Producer | None = None
     engine_key: EngineKey | None = None
+    frames: Frames | None = None
 
     def __post_init__(self) -> None:
         assert len(self.digest) == (DIGEST_BYTES if self.engine_key is None else 0), self.digest
@@ -45,6 +47,8 @@ class ImageKey:
     @property
     def named(self) -> str:
         """What the image is called in messages."""
+        if self.frames is not None:
+            return f"frames {self.frames.first} and {self.frames.second} of video {self.digest.hex()}"
         return f"image {self.digest.hex() or self.address.hex()}"
 
     @property
@@ -62,12 +66,14 @@ class ImageKey:
 class Recipe:
     """What turns an image's bytes into rows on this server; equal for every image.
 
-    `model` and `processor` are 32-byte fingerprints, `dtype` is the element type of a row.
+    `model` and `processor` are 32-byte fingerprints, `dtype` is the element type of a row. `video` says what decodes
+    videos, and how their pixels are normalised; empty where none are taken.
     """
 
     model: bytes
     processor: bytes
     dtype: str
+    video: bytes = b""
 
     def key(self, digest: bytes, min_pixels: int = 0, max_pixels: int = 0, salt: bytes = b"") -> ImageKey:
         """Return the key of the image with this content digest, in this variant, for this tenant."""
@@ -82,6 +88,23 @@ class Recipe:
             salt,
         )
         return ImageKey(address, digest, min_pixels, max_pixels, salt)
+
+    def frames_key(self, digest: bytes, frames: Frames, salt: bytes = b"") -> ImageKey:
+        """Return the key of a pair of frames of the video with this content digest, for this tenant.
+
+        How the frames were chosen is not in it: equal frames of equal size have equal rows at any rate.
+        """
+        address = _hash(
+            b"encoder-service frames v1",
+            digest,
+            self.model,
+            self.processor,
+            self.video,
+            *(number.to_bytes(8, "little") for number in (frames.first, frames.second, *frames.grid)),
+            self.dtype.encode(),
+            salt,
+        )
+        return ImageKey(address, digest, salt=salt, frames=frames)
 
 
 def put_key(

@@ -88,7 +88,7 @@ PUT = ("held", "yours", "wait", "kept", "failed")
 FETCHED = ("device", "host", "peer", "encoded", "failed")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
 TRIED = ("ok", "failed")
-DECODERS = ("dali", "pillow")
+DECODERS = ("dali", "pillow", "opencv")
 DEMAND = {True: "demanded", False: "speculative"}
 CLASSES = {"class": tuple(DEMAND.values())}
 

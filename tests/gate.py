@@ -8,8 +8,9 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.header import Header
+from encoder_contract.video import Frames, VideoInfo
 from encoder_service.image.decoder import Decoder
-from encoder_service.image.source import Source
+from encoder_service.image.source import Source, VideoFile
 from tests.waiting import START_S
 
 
@@ -30,6 +31,15 @@ class Gate:
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
         """Return what the decoder returns."""
         return self._decoder.read_header(file, formats)
+
+    def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
+        """Return what the decoder returns."""
+        return self._decoder.open_video(key, file)
+
+    def decode_frames(self, source: Source, frames: Frames) -> Tensor | EncoderError:
+        """Wait for the gate, then decode."""
+        assert self._open.wait(START_S), "nobody opened the gate"
+        return self._decoder.decode_frames(source, frames)
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Wait for the gate, then decode."""

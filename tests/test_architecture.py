@@ -64,6 +64,7 @@ FENCES = {
     },
     "nvidia": {"encoder_service/image/dali", "encoder_service/image/decoder_process"},
     "PIL": {"encoder_service/image/decoder", "encoder_service/image/pillow", "prefill_client/sglang/"},
+    "cv2": {"encoder_service/image/opencv"},  # FFmpeg parses no file in the server's process
     "rich": {"encoder_service/cli", "encoder_service/top"},
     "fastapi": {"prefill_reference/"},
     "starlette": {"prefill_client/http_server", "prefill_client/sglang_gateway/", "prefill_reference/"},
@@ -86,6 +87,7 @@ ENVIRONMENT = {
     "prefill_client/sglang/settings": "reads settings, which SGLang has no flag for",
     "encoder_service/image/dali": "sets how much DALI says",
     "encoder_service/image/decoder_pool": "sets how its children keep memory",
+    "encoder_service/image/opencv": "sets which formats FFmpeg reads",
     "encoder_contract/command_line": "sets how much gRPC says",
 }
 

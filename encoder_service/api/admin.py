@@ -19,10 +19,13 @@ SERVICE = "encoder_contract.v1.AdminService"
 class AdminService:
     """Stats, Evict and Flush over the store of one server."""
 
-    def __init__(self, store: Store, sources: SourceCache, jobs: JobQueue, identity: Identity) -> None:
+    def __init__(
+        self, store: Store, sources: SourceCache, videos: SourceCache, jobs: JobQueue, identity: Identity
+    ) -> None:
         self._identity = identity
         self._store = store
         self._sources = sources
+        self._videos = videos
         self._jobs = jobs
 
     async def stats(self, request: pb.StatsRequest, caller: Caller) -> pb.StatsResponse:
@@ -36,9 +39,10 @@ class AdminService:
         return pb.EvictResponse(evicted=self._store.evict(request.address))
 
     async def flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushResponse:
-        """Drop every embedding that is not pinned, and all sources."""
+        """Drop every embedding that is not pinned, and all files."""
         self._guard(request.proof, caller)
         self._sources.clear()
+        self._videos.clear()
         return pb.FlushResponse(entries=self._store.flush())
 
     def _guard(self, proof: bytes, caller: Caller) -> None:

@@ -65,8 +65,12 @@ def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) ->
             max_images_per_call=config.max_images_per_call,
             max_message_bytes=messages.PIECE_BYTES,
             max_grace_ms=budgets.max_grace_ms,
+            max_video_bytes=config.largest_video_bytes if model.videos else 0,
+            max_video_frames=config.max_video_frames if model.videos else 0,
+            max_video_seconds=config.max_video_seconds if model.videos else 0.0,
         ),
         replica_id=replica_id,
+        video_decoder=model.videos,
     )
 
 
@@ -80,6 +84,7 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
         if config.stores_only
         else f"{model.device.name}, {model.recipe.dtype}, attention {tower.attention}",
         "decoder": model.decoder.name,
+        "videos": model.videos or f"none: {model.no_videos}",
         "rows": f"{tower.width} wide ({tower.hidden} x {1 + tower.levels})",
         "geometry": str(tower.geometry),
         "limits": f"{config.max_image_bytes >> 20} MiB and {config.max_image_pixels / 1e6:g} megapixels an image, "

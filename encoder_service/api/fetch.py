@@ -161,7 +161,11 @@ async def row_requests(
     named: dict[tuple[object, ...], list[pb.FetchImage]] = {}
     for image in images:  # by name, as a name is cheaper to compare than an address is to make
         engine_key = image.engine_key.SerializeToString() if image.HasField("engine_key") else None
-        name = image.digest, image.variant.min_pixels, image.variant.max_pixels, engine_key
+        frames = None
+        if image.HasField("frames"):
+            grid = image.grid
+            frames = image.frames.first, image.frames.second, grid.t, grid.h, grid.w
+        name = image.digest, image.variant.min_pixels, image.variant.max_pixels, engine_key, frames
         named.setdefault(name, []).append(image)
     wanted: list[RowRequest] = []
     for some, pieces in name_turns(list(named.values())):

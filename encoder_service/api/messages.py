@@ -13,6 +13,7 @@ from encoder_contract.framing import parse_rows
 from encoder_contract.geometry import Geometry, Grid, GridRule
 from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.video import Frames
 from encoder_service.images import LookupResult, PutImage
 from encoder_service.keys import MAX_SALT_BYTES, ImageKey, Recipe, put_key
 from encoder_service.logs import known_error
@@ -23,7 +24,7 @@ M = TypeVar("M", bound=Message)
 # A request without a list holds names, proofs and addresses of tens of bytes, and a caller of some hundreds.
 SMALL_BYTES = 2048
 # A name in a Submit, Fetch or Put with every field at its largest, and the numbers before each field.
-NAME_BYTES = 192
+NAME_BYTES = 256
 # Images travel in pieces of this size. Larger pieces are no faster, and what has arrived of a message counts towards no
 # limit until the message is complete.
 PIECE_BYTES = 256 << 10
@@ -116,11 +117,31 @@ def check_caller(caller: pb.Caller) -> None:
         )
 
 
-def image_key(recipe: Recipe, digest: bytes, variant: pb.Variant, salt: bytes) -> ImageKey:
-    """Return the key of the image that a message names. Raises `InvalidRequestError` for an invalid digest."""
-    if len(digest) != DIGEST_BYTES:
-        raise InvalidRequestError(f"a digest must have {DIGEST_BYTES} bytes, got {len(digest)}")
-    return recipe.key(digest, variant.min_pixels, variant.max_pixels, salt)
+def image_key(recipe: Recipe, name: pb.ImageName | pb.FetchImage, salt: bytes) -> ImageKey:
+    """Return the key of the image, or pair of frames, that a message names. Raises `InvalidRequestError`."""
+    if len(name.digest) != DIGEST_BYTES:
+        raise InvalidRequestError(f"a digest must have {DIGEST_BYTES} bytes, got {len(name.digest)}")
+    is_video = isinstance(name, pb.ImageName) and name.video
+    if (is_video or name.HasField("frames")) and not recipe.video:
+        raise InvalidRequestError(
+            "this server takes no videos (`video_decoder` of its description is empty): submit images, or ask its "
+            "operator why"
+        )
+    if name.HasField("frames"):
+        return recipe.frames_key(name.digest, _frames(name), salt)
+    return recipe.key(name.digest, name.variant.min_pixels, name.variant.max_pixels, salt)
+
+
+def _frames(name: pb.ImageName | pb.FetchImage) -> Frames:
+    frames, grid = name.frames, name.grid
+    if not name.HasField("grid") or name.variant.min_pixels or name.variant.max_pixels:
+        raise InvalidRequestError("frames of a video must be named with their grid, and without a variant")
+    if frames.first > frames.second or (isinstance(name, pb.ImageName) and name.video):
+        raise InvalidRequestError(
+            f"frames {frames.first} and {frames.second}: the first must not come after the second, and a name is "
+            "either that of a video or of its frames"
+        )
+    return Frames(frames.first, frames.second, Grid(grid.t, grid.h, grid.w))
 
 
 def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -> ImageKey:
@@ -166,7 +187,20 @@ def claimed_grid(name: pb.ImageName) -> Grid | None:
 def state_message(index: int, address: bytes, known: LookupResult, tokens: int) -> pb.SubmitResponse:
     """Return the answer to a name or to bytes."""
     state = pb.ImageState(index=index, address=address)
-    if known.grid is None:
+    if known.video is not None:
+        said = known.video
+        state.state = pb.STATE_PROBED
+        state.video.CopyFrom(
+            pb.VideoState(
+                frames=said.frames,
+                readable_frames=said.readable_frames,
+                fps=said.fps,
+                width=said.width,
+                height=said.height,
+                rotation=said.rotation,
+            )
+        )
+    elif known.grid is None:
         state.state = pb.STATE_NEEDS_BYTES
     else:
         state.state = pb.STATE_CACHED if known.cached else pb.STATE_QUEUED

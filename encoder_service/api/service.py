@@ -170,7 +170,12 @@ class EncoderService:
         room = inbound.held.enter_context(self._budgets.upload_bytes.hold(caller, 0))
         return SubmitCall(
             self._images,
-            Uploads(room, max_image_bytes=limits.max_image_bytes, idle_s=self._budgets.upload_idle_s),
+            Uploads(
+                room,
+                max_image_bytes=limits.max_image_bytes,
+                max_video_bytes=limits.max_video_bytes,
+                idle_s=self._budgets.upload_idle_s,
+            ),
             call,
             inbound.requests,
             caller,
@@ -217,7 +222,7 @@ class EncoderService:
         return await row_requests(request.images, key_of, claim, self._turns, caller)
 
     def _key(self, salt: bytes, image: pb.ImageName | pb.FetchImage) -> ImageKey:
-        return messages.image_key(self._info.recipe, image.digest, image.variant, salt)
+        return messages.image_key(self._info.recipe, image, salt)
 
 
 def _claim(caller: Caller, call_id: str, chunk: int = 0, needed_at: float | None = None) -> Claim:

@@ -15,6 +15,7 @@ from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.exchange import Exchange
 from encoder_service.api.inbound import Requests
+from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, Keeper, LookupResult, SubmittedImage
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Caller, Hold, Turns
@@ -25,11 +26,14 @@ MIN_BYTES_PER_S = 64 << 10
 
 
 class Upload:
-    """The pieces of one image, in order."""
+    """The pieces of one image, or of the file of a video, in order."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, limit: str, *, is_video: bool = False) -> None:
+        """`limit` is what messages call `max_bytes`."""
         self.max_bytes = max_bytes
+        self.limit = limit
         self.size = 0
+        self.video = VideoFile() if is_video else None
         self._pieces: list[bytes] = []
         self._began = monotonic()
 
@@ -40,7 +44,10 @@ class Upload:
 
     def add(self, piece: bytes) -> None:
         """Append a piece."""
-        self._pieces.append(piece)
+        if self.video is None:
+            self._pieces.append(piece)
+        else:
+            self.video.add(piece)
         self.size += len(piece)
 
     def joined(self) -> bytes:
@@ -55,10 +62,10 @@ class Uploads:
     interleaves images may hold more, up to the size of the largest image allowed, if there is space.
     """
 
-    def __init__(self, room: Hold, *, max_image_bytes: int, idle_s: float) -> None:
+    def __init__(self, room: Hold, *, max_image_bytes: int, max_video_bytes: int, idle_s: float) -> None:
         """`room` is what the call holds of the bytes that all callers may upload."""
         self._room = room
-        self._max_bytes = min(max_image_bytes, room.most)
+        self._most = {False: min(max_image_bytes, room.most), True: min(max_video_bytes, room.most)}
         self._idle_s = idle_s
         self._images: dict[int, Upload] = {}
         self.patience_s = idle_s
@@ -69,26 +76,29 @@ class Uploads:
         """The images that are not complete."""
         return list(self._images)
 
-    def expect(self, index: int, size_bytes: int) -> None:
-        """Reserve space for an image; size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`."""
-        if size_bytes > self._max_bytes:
-            raise ImageLimitError(f"the image is larger than max_image_bytes = {self._max_bytes}")
+    def expect(self, index: int, size_bytes: int, *, is_video: bool = False) -> None:
+        """Reserve space for an image or a video; size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`."""
+        most, limit = self._most[is_video], "max_video_bytes" if is_video else "max_image_bytes"
+        if size_bytes > most:
+            raise ImageLimitError(f"the file is larger than {limit} = {most}")
         if not self._images:
             self.patience_s = self._idle_s
-        self._room.resize(max(self._room.amount, size_bytes or self._max_bytes))
-        self._images[index] = Upload(size_bytes or self._max_bytes)
+        self._room.resize(max(self._room.amount, size_bytes or most))
+        if 0 < size_bytes < most:
+            most, limit = size_bytes, "size_bytes of its name"
+        self._images[index] = Upload(most, limit, is_video=is_video)
 
     def add(self, index: int, piece: bytes) -> Upload:
         """Append a piece and return the upload; raises what `expect` does, before the piece is kept."""
         upload, size = self._images[index], len(piece)
         if upload.size + size > upload.max_bytes:
-            limit = "max_image_bytes" if upload.max_bytes == self._max_bytes else "size_bytes of its name"
-            raise ImageLimitError(f"the image is larger than {limit} = {upload.max_bytes}")
+            raise ImageLimitError(f"the file is larger than {upload.limit} = {upload.max_bytes}")
         held = size + sum(other.size for other in self._images.values())
-        if held > self._max_bytes:
+        is_any_video = any(other.video is not None for other in self._images.values())
+        if held > (most := self._most[is_any_video]):
+            limit = "max_video_bytes" if is_any_video else "max_image_bytes"
             raise ImageLimitError(
-                f"the call's incomplete images exceed max_image_bytes = {self._max_bytes}: "
-                "send images one after another"
+                f"the call's incomplete images exceed {limit} = {most}: send images one after another"
             )
         self._room.resize(max(self._room.amount, held))
         self.patience_s = min(self.patience_s + size / MIN_BYTES_PER_S, self._idle_s)
@@ -105,7 +115,8 @@ class Uploads:
 class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, SubmittedImage, pb.SubmitResponse]):
     """The images of one Submit call: wanted until their bytes have arrived, and queued then.
 
-    Images that the caller keeps are wanted again when a Fetch waits for them.
+    Images that the caller keeps are wanted again when a Fetch waits for them. Of the frames of one video, the first
+    that need its file are wanted, and the others are answered once that has arrived.
     """
 
     def __init__(
@@ -136,6 +147,8 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         self._keeper = Keeper()
         self._keeps_names = False  # those that are being answered
         self._kept: dict[bytes, SubmittedImage] = {}  # by address
+        self._behind: dict[bytes, list[SubmittedImage]] = {}  # by the key of a video that is wanted
+        self._refused: dict[bytes, EncoderError] = {}  # why a file did not become a source, by its key
 
     def check_end(self) -> None:
         """Raise `InvalidRequestError` if the caller must not end the call yet."""
@@ -171,14 +184,19 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
             # Bytes that arrived since the Fetch asked are queued, under the claim that this call has.
             if image.index not in self._wanted and not self._images.knows(image.key):
                 image = self._kept[address] = replace(image, claim=self._claim(image.index))
-                answers.append(self._answer(image, LookupResult(None)))
+                answers += self._answer(image, LookupResult(None))
         return answers
 
     def _stalled(self) -> list[pb.SubmitResponse]:
         if self._uploads.patience_s > 0:
             return []
         late = DeadlineError("the upload of the image stalled or is too slow: send it again")
-        return [self._fail(index, late) for index in tuple(self._wanted)]
+        behind = [image for images in self._behind.values() for image in images]
+        self._behind.clear()
+        return [
+            *(self._fail(index, late) for index in tuple(self._wanted)),
+            *(self._failure(image.index, late) for image in behind),
+        ]
 
     async def _next(self) -> pb.SubmitRequest:
         turned = self._keeper.turned if self._kept else None
@@ -197,8 +215,12 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
             async for answer in self._names(request.names.names):
                 yield answer
         elif kind == "bytes":
+            wanted = self._wanted.get(request.bytes.index)
             for answer in await self._piece(request.bytes.index, partial(self._bytes, request.bytes)):
                 yield answer
+            if wanted is not None and request.bytes.index not in self._wanted:
+                for answer in await self._answers_behind(wanted.key.source_key):
+                    yield answer
         else:
             raise InvalidRequestError("after `open`, a Submit call may send only `names` and `bytes`")
 
@@ -214,7 +236,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
     def _image(self, name: pb.ImageName) -> SubmittedImage:
         key = self._new_key(name)
         grid = messages.claimed_grid(name)
-        return SubmittedImage(name.index, key, grid, name.size_bytes, self._claim(name.index))
+        return SubmittedImage(name.index, key, grid, name.size_bytes, self._claim(name.index), name.video)
 
     def _claim(self, index: int) -> Claim:
         """Return a new claim on an image, which replaces the one that ended with its rows or its failure."""
@@ -224,38 +246,68 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         return claim
 
     async def _look_up(self, images: Sequence[SubmittedImage]) -> list[pb.SubmitResponse]:
-        answers = []
+        answers: list[pb.SubmitResponse] = []
         for image, known in zip(images, await self._images.lookup(images), strict=True):
             if isinstance(known, EncoderError):
                 answers.append(self._failure(image.index, known))
                 continue
-            answers.append(self._answer(image, known))
-            if self._keeps_names:
+            answers += self._answer(image, known)
+            if self._keeps_names and not image.is_video:
                 self._kept[image.key.address] = image
                 self._images.waiters.keep(image.key.address, self._keeper)
         return answers
 
-    def _answer(self, image: SubmittedImage, known: LookupResult) -> pb.SubmitResponse:
-        """Return the answer to an image; if its bytes are needed, from now on it is wanted."""
+    def _answer(self, image: SubmittedImage, known: LookupResult) -> list[pb.SubmitResponse]:
+        """Return the answer to an image; if its bytes are needed, from now on it is wanted.
+
+        There is none yet if its bytes are on their way: those of the video that it is in.
+        """
+        if known.video is not None:
+            return [messages.state_message(image.index, b"", known, 0)]
         if known.grid is not None:
             self._call.submitted("cached" if known.cached else "queued")
-            return messages.state_message(image.index, image.key.address, known, self._tokens(known.grid))
+            tokens = self._tokens(known.grid)
+            return [messages.state_message(image.index, image.key.address, known, tokens)]
+        if image.file_is_video:
+            if (behind := self._behind.get(image.key.source_key)) is not None:
+                behind.append(image)
+                return []
+            self._behind[image.key.source_key] = []
         try:
-            self._uploads.expect(image.index, image.size_bytes)
+            self._uploads.expect(image.index, image.size_bytes, is_video=image.file_is_video)
         except EncoderError as error:
+            self._behind.pop(image.key.source_key, None)
             self._images.forget(image.key)
-            return self._failure(image.index, error)
+            return [self._failure(image.index, error)]
         self._wanted[image.index] = image
-        return messages.state_message(image.index, image.key.address, known, 0)
+        return [messages.state_message(image.index, image.key.address, known, 0)]
+
+    async def _answers_behind(self, source_key: bytes) -> list[pb.SubmitResponse]:
+        """Return the answers to frames that waited for the file of their video, which came or was refused."""
+        behind, refused = self._behind.pop(source_key, ()), self._refused.pop(source_key, None)
+        if refused is not None:
+            return [self._failure(image.index, refused) for image in behind]
+        return await self._look_up(behind)
 
     async def _bytes(self, piece: pb.ImageBytes, image: SubmittedImage) -> pb.SubmitResponse | None:
+        try:
+            return await self._added(piece, image)
+        except EncoderError as error:
+            self._refused[image.key.source_key] = error
+            raise
+
+    async def _added(self, piece: pb.ImageBytes, image: SubmittedImage) -> pb.SubmitResponse | None:
         upload = self._uploads.add(piece.index, piece.data)
         if not piece.last:
             return None
         self._call.uploaded(upload.size, upload.seconds)
-        known = await self._images.receive(image, upload.joined())
+        if upload.video is not None:
+            known = await self._images.receive_video(image, upload.video)
+        else:
+            known = await self._images.receive(image, upload.joined())
         self._uploads.drop(piece.index)
-        return self._answer(image, known)
+        [answer] = self._answer(image, known)
+        return answer
 
     def _dropped(self, wanted: SubmittedImage) -> None:
         self._uploads.drop(wanted.index)

@@ -145,6 +145,7 @@ class Peers:
 
     def _request(self, key: ImageKey, *, local_only: bool) -> pb.FetchRequest:
         variant = pb.Variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
+        frames = key.frames
         return pb.FetchRequest(
             caller=pb.Caller(
                 model_fingerprint=self._model,
@@ -159,6 +160,8 @@ class Peers:
                     engine_key=key.engine_key.to_message() if key.engine_key else None,
                     variant=variant,
                     row_end=0 if local_only else 1,
+                    frames=frames and pb.Frames(first=frames.first, second=frames.second),
+                    grid=frames and pb.Grid(t=frames.grid.t, h=frames.grid.h, w=frames.grid.w),
                 )
             ],
             local_only=local_only,

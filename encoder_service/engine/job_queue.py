@@ -159,7 +159,14 @@ class JobQueue:
             now = monotonic()
             size, pixels = len(source.data), source.header.pixels
             self._scheduler.admit(
-                claim, key.address, grid.patches, size, now, source_pixels=pixels, apart=apart
+                claim,
+                key.address,
+                grid.patches,
+                size,
+                now,
+                source_pixels=pixels if key.frames is None else 2 * pixels,
+                apart=apart,
+                alone=key.frames is not None,
             )
             assert claim.task is not None
             job = self._jobs[key.address] = Job(key, source, grid, claim.task, now)
@@ -447,7 +454,7 @@ class FailureCache:
     """A bounded map from images to their errors, oldest out first. Used on the event loop.
 
     By source and not by address: a file that cannot be decoded cannot be in any of its variants. What is too large in
-    one variant may fit in another.
+    one variant may fit in another, and a video may have other frames.
     """
 
     def __init__(self) -> None:
@@ -456,7 +463,8 @@ class FailureCache:
     def note(self, key: ImageKey, error: EncoderError) -> None:
         """Remember `error` if it is the image's own fault; other failures may be temporary."""
         if isinstance(error, InvalidImageError):
-            self._errors[key.address if isinstance(error, ImageLimitError) else key.source_key] = error
+            is_one = isinstance(error, ImageLimitError) or key.frames is not None
+            self._errors[key.address if is_one else key.source_key] = error
 
     def check(self, key: ImageKey) -> None:
         """Raise the error remembered for the image, if there is one."""

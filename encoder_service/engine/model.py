@@ -4,19 +4,26 @@
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
 from encoder_contract.checkpoint import read_config
-from encoder_contract.processor import read_processor
+from encoder_contract.processor import ProcessorSettings, read_processor
+from encoder_contract.video import VideoSettings
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.families.choice import check_model, load_family
 from encoder_service.families.model import LoadOptions, VisionModel
 from encoder_service.image.dali import DaliJpegs
-from encoder_service.image.decoder import DECODE_PIXELS, Decoder, FileDecoder, PillowDecoder
+from encoder_service.image.decoder import (
+    DECODE_PIXELS,
+    Decoder,
+    FileDecoder,
+    PillowDecoder,
+    installed_opencv,
+)
 from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
 from encoder_service.image.pillow import missing
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
@@ -33,12 +40,17 @@ BATCHES_UNDER_WAY = 3
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is loaded from the checkpoint folder."""
+    """What is loaded from the checkpoint folder.
+
+    `videos` is what decodes videos; if none are taken, it is empty, and `no_videos` says why.
+    """
 
     tower: VisionModel
     recipe: Recipe
     decoder: Decoder
     device: Device
+    videos: str = ""
+    no_videos: str = "none are decoded here"
 
 
 def load_model(config: Config) -> Model:
@@ -58,7 +70,39 @@ def load_model(config: Config) -> Model:
         decoder.start()
     except (OSError, ValueError, DecoderStartError) as error:
         raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
-    return Model(tower, tower.recipe, decoder, Device(device))
+    try:
+        settings = _video_settings(config, tower)
+    except (OSError, ValueError) as error:
+        if config.video == "yes":
+            raise ConfigError(f"{flag('video')} yes: {error}") from error
+        return Model(tower, tower.recipe, decoder, Device(device), no_videos=str(error))
+    videos = installed_opencv()
+    recipe = replace(tower.recipe, video=videos.encode() + settings.canonical())
+    return Model(tower, recipe, decoder, Device(device), videos)
+
+
+def _video_settings(config: Config, tower: VisionModel) -> VideoSettings:
+    """Return how the model's videos are processed; raises `ValueError` or `OSError` saying why none are taken."""
+    if config.video == "no":
+        raise ValueError(f"{flag('video')} is no")
+    if config.stores_only:
+        raise ValueError(f"{flag('store_only')} decodes nothing")
+    if not tower.takes_frames:
+        raise ValueError(f"model_type {tower.model_type!r} has no tower of the server's own")
+    if config.decoder_process == "no":
+        raise ValueError(
+            f"{flag('decoder_process')} is no, and videos are decoded in separate processes only"
+        )
+    if not installed_opencv():
+        raise ValueError("OpenCV is not installed: pip install 'encoder-service[video]'")
+    videos, images = VideoSettings.from_folder(config.model), ProcessorSettings.from_folder(config.model)
+    for name in ("mean", "std", "rescale_factor"):
+        of_video, of_image = getattr(videos, name), getattr(images, name)
+        if of_video != of_image:
+            raise ValueError(
+                f"the {name} of videos is {of_video}, that of images {of_image}: they must be equal"
+            )
+    return videos
 
 
 def decode_threads(config: Config, device: Device) -> int:

@@ -154,14 +154,17 @@ class Prepare:
         self._cut(good, stream)
 
     def _prepare_apart(self, job: Job, stream: CudaStream) -> None:
-        began = monotonic()
+        began, frames = monotonic(), job.key.frames
         try:
-            pixels = self._decoder.decode(job.source)
+            if frames is None:
+                pixels = self._decoder.decode(job.source)
+            else:
+                pixels = self._decoder.decode_frames(job.source, frames)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             pixels = self._jobs.known_error(error)
         self._jobs.decoded([job], monotonic() - began)
         if self._decoded(job, pixels, began) and not isinstance(pixels, EncoderError):
-            self._metrics.decoded("pillow")
+            self._metrics.decoded("opencv" if frames else "pillow")
             self._cut([(job, pixels)], stream)
 
     def _decoded(self, job: Job, pixels: Tensor | EncoderError, began: float) -> bool:
@@ -290,7 +293,7 @@ class CopyOut:
 
 def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | None:
     """Return the error of pixels that are not what their header says: the grid was computed from that."""
-    height, width, _ = pixels.shape
+    *_, height, width, _ = pixels.shape
     if (width, height) == size:
         return None
     return InvalidImageError(

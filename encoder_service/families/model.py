@@ -64,6 +64,8 @@ class VisionModel(Protocol):
     batch_patches: int
     graph_batches: int
     eager_batches: int
+    takes_frames: bool
+    """Whether `inputs` takes two frames of a video too, uint8 [2, H, W, 3]: one image with rows of its own."""
 
     @property
     def model_type(self) -> str: ...
@@ -224,6 +226,7 @@ class OneByOne(ABC):
 
     graph_batches = 0
     eager_batches = 0
+    takes_frames = False
     padding_patches = 0
     attention = "the family's"
     forward_bytes = 0

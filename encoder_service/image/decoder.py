@@ -6,17 +6,20 @@ alone.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import PIL
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_contract.header import Header, unknown
+from encoder_contract.video import Frames, VideoInfo
 from encoder_service.image.dali import DALI_BYTES, DaliJpegs
 from encoder_service.image.pillow import Pixels, decode_file
-from encoder_service.image.source import Source
+from encoder_service.image.source import Source, VideoFile
 
 # Why a decoder process was replaced: it crashed; it used up its processor time; it did not answer in time; it ran out
 # of memory; another process or the kernel killed it (the latter when memory is short); its answer was invalid.
@@ -29,6 +32,21 @@ DECODE_PIXELS = 50_000_000
 # Images in a batch. nvJPEG is much faster on several; a change of demand waits for the whole batch, which is a few
 # milliseconds.
 BATCH_IMAGES = 32
+
+
+# The packages that have OpenCV: the first that is installed.
+_OPENCV_PACKAGES = ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless")
+
+
+def installed_opencv() -> str:
+    """Return the OpenCV that decodes videos, with the version of its package; empty if there is none.
+
+    The package includes FFmpeg, so its version decides pixels. Nothing is imported: that is for decoder processes.
+    """
+    for name in _OPENCV_PACKAGES:
+        with suppress(PackageNotFoundError):
+            return f"{name} {version(name)}"
+    return ""
 
 
 class FileDecoder(Protocol):
@@ -55,6 +73,12 @@ class FileDecoder(Protocol):
     def decode(self, source: Source) -> Pixels | EncoderError:
         """Return the upright pixels of an image, uint8 [H, W, 3], or the error of that image alone."""
 
+    def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
+        """Return what the container of a video says, or its error; `key` is that of its source."""
+
+    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
+        """Return two frames of a video, upright, uint8 [2, H, W, 3], or their error."""
+
     def close(self) -> None:
         """End what works for it; a further use starts it again."""
 
@@ -76,6 +100,14 @@ class PillowDecoder:
     def decode(self, source: Source) -> Pixels | EncoderError:
         """Decode an image, as `FileDecoder.decode`."""
         return decode_file(source)
+
+    def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:  # noqa: ARG002
+        """Refuse the file: videos are only decoded in decoder processes."""
+        return InvalidImageError("this server takes no videos")
+
+    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:  # noqa: ARG002
+        """Refuse, as `open_video`."""
+        return InvalidImageError("this server takes no videos")
 
     def close(self) -> None:
         """Do nothing: nothing works for it."""
@@ -129,9 +161,13 @@ class Decoder:
         """Return the header of a file in one of some `RARE_FORMATS`, as `FileDecoder.read_header`."""
         return self._files.read_header(file, formats)
 
+    def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
+        """Return what the container of a video says, or its error, as `FileDecoder.open_video`."""
+        return self._files.open_video(key, file)
+
     def batches(self, source: Source) -> bool:
         """Whether an image is for `decode_batch`."""
-        return self._jpegs is not None and self._jpegs.takes(source)
+        return self._jpegs is not None and source.video is None and self._jpegs.takes(source)
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Return the pixels of each image for which `batches` is true; None for those that are left to `decode`.
@@ -146,7 +182,13 @@ class Decoder:
         Raises `RuntimeError` if no decoder process starts or the device does not take the pixels: neither is the
         image's fault.
         """
-        pixels = self._files.decode(source)
+        return self._on_device(self._files.decode(source))
+
+    def decode_frames(self, source: Source, frames: Frames) -> Tensor | EncoderError:
+        """Return the pixels of two frames of a video, uint8 [2, H, W, 3], or their error; raises as `decode`."""
+        return self._on_device(self._files.read_frames(source, frames.first, frames.second))
+
+    def _on_device(self, pixels: Pixels | EncoderError) -> Tensor | EncoderError:
         if isinstance(pixels, EncoderError):
             return pixels
         return torch.from_numpy(pixels).to(self._device)

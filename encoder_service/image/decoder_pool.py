@@ -3,13 +3,14 @@
 `DecoderPool` starts the processes, one more than there are threads that decode: when one dies, the spare takes its
 place, and another is started in the background. A `DecoderChild` is the server's end of one: it sends a file, waits for
 the pixels, and ends a process that takes too long. `PixelMemory` is shared with it: files go in, pixels come out, and
-nothing is copied to be read.
+nothing is copied to be read. Of videos, some other processes each keep one open: they start with the first video.
 """
 
 import ctypes
 import fcntl
 import json
 import logging
+import math
 import mmap
 import os
 import signal
@@ -22,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from time import monotonic
@@ -31,13 +32,20 @@ from typing import Any, TypeVar
 import numpy as np
 import PIL
 
-from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError, UndecodableImageError
+from encoder_contract.errors import (
+    EncoderError,
+    InvalidImageError,
+    OverloadedError,
+    UndecodableImageError,
+    UnknownImageError,
+)
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
+from encoder_contract.video import VideoInfo
 from encoder_service.image.decoder import DEATHS
-from encoder_service.image.decoder_process import MESSAGE_BYTES, MESSAGE_CHARACTERS
+from encoder_service.image.decoder_process import MESSAGE_BYTES, MESSAGE_CHARACTERS, VIDEO
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, Pixels, is_shortage
-from encoder_service.image.source import Source
+from encoder_service.image.source import Source, VideoFile
 
 log = logging.getLogger(__name__)
 
@@ -139,10 +147,9 @@ class PixelMemory:
         """Write a file to the beginning."""
         self._bytes[: len(file)] = file
 
-    def lend(self, source: Source, begin: int) -> Pixels:
-        """Return the pixels that begin there, uint8 [H, W, 3]: this memory's for as long as the array is used."""
-        width, height = source.header.upright
-        pixels = np.frombuffer(self._bytes, np.uint8, 3 * width * height, begin).reshape(height, width, 3)
+    def lend(self, shape: tuple[int, ...], begin: int) -> Pixels:
+        """Return the pixels that begin there, uint8 of a shape: this memory's for as long as the array is used."""
+        pixels = np.frombuffer(self._bytes, np.uint8, math.prod(shape), begin).reshape(shape)
         number = next(self._numbers)
         self._lent.add(number)
         weakref.finalize(pixels, self._returned, number).atexit = False
@@ -169,7 +176,7 @@ def pixels_at(source: Source) -> int:
 class _Process:
     """A process that was started; `sandbox` is what the kernel enforces once it is ready."""
 
-    def __init__(self, printed: Printed, memory_bytes: int) -> None:
+    def __init__(self, printed: Printed, memory_bytes: int, *, videos: bool) -> None:
         """Start it. Raises `OSError` if there is no memory, process or descriptor for it."""
         # Two: while the pixels of one request are in use, the next can be answered. They cost nothing until they are
         # used, and all descriptors that a process takes are taken here: a long day takes no more.
@@ -177,7 +184,7 @@ class _Process:
         self.sandbox: tuple[str, ...] | None = None
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            settings = {"parent": os.getpid(), "memory_bytes": memory_bytes}
+            settings = {"parent": os.getpid(), "memory_bytes": memory_bytes, "videos": videos}
             program = _PROGRAM.format(
                 path=sys.path, module=_MODULE, descriptor=theirs.fileno(), settings=settings
             )
@@ -226,6 +233,8 @@ _CPU_CLOCK = 2  # of <linux/posix-timers.h>: CPUCLOCK_SCHED of a process
 _BESIDE_PIXELS_BYTES = 256 << 20
 # Of a processor, for a header that Pillow reads: a sound one takes a few milliseconds.
 _HEADER_CPU_S = 1.0
+# Of a processor, for each frame of a video that is decoded on the way: one of 2160p takes 30 ms.
+_FRAME_CPU_S = 0.1
 # Of the clock, for each second of a processor: it shares those with the vision tower.
 _WALL_PER_CPU, _WALL_S = 3.0, 3.0
 
@@ -242,22 +251,35 @@ class DecoderChild:
     """A process, and the next one when it has died; used by one thread at a time.
 
     It may take `memory_bytes`, and for an image `cpu_s` of a processor. `launcher` is the thread that starts processes:
-    they end with it. `read_header` and `decode` raise `DecoderDiedError`, and what `ready` raises.
+    they end with it. The methods that decode raise `DecoderDiedError`, and what `ready` raises. Only a child for
+    `videos` opens them.
     """
 
     def __init__(
-        self, launcher: ThreadPoolExecutor, printed: Printed, *, memory_bytes: int, cpu_s: float
+        self,
+        launcher: ThreadPoolExecutor,
+        printed: Printed,
+        *,
+        memory_bytes: int,
+        cpu_s: float,
+        videos: bool = False,
     ) -> None:
         self._launcher = launcher
         self._printed = printed
         self._memory_bytes = memory_bytes
         self._cpu_s = cpu_s
+        self._videos = videos
         self._launched: Future[_Process] | None = None
+        self.opened: bytes | None = None
+        """The key of the video that its process has open."""
+        self._decoded_frames = 0  # of that video, from the beginning
 
     def launch(self) -> None:
         """Have a process started, unless there is one; do not wait for it."""
         if self._launched is None:
-            self._launched = self._launcher.submit(_Process, self._printed, self._memory_bytes)
+            self._launched = self._launcher.submit(
+                _Process, self._printed, self._memory_bytes, videos=self._videos
+            )
 
     def ready(self) -> _Process:
         """Return its process, once that is ready.
@@ -284,9 +306,11 @@ class DecoderChild:
         memory.put(file)
         request = {"memory": number, "bytes": len(file), "formats": formats, "may_take": _BESIDE_PIXELS_BYTES}
         said = self._ask(process, memory, request, _HEADER_CPU_S)
-        if said is None or (isinstance(said, Header) and said.format not in formats):
+        if isinstance(said, tuple):
+            return self._error(said)
+        if not isinstance(said, Header) or said.format not in formats:
             raise self._died("senseless")
-        return said if isinstance(said, Header) else self._error(said)
+        return said
 
     def decode(self, source: Source) -> Pixels | EncoderError:
         """Return the pixels of an image, upright, or its error. The pixels live as long as the array."""
@@ -302,12 +326,43 @@ class DecoderChild:
             "may_take": may_take_bytes(source.header),
         }
         said = self._ask(process, memory, request, self._cpu_s)
-        if isinstance(said, Header):
+        if isinstance(said, (Header, VideoInfo)):
             raise self._died("senseless")
         if said is not None:
             return self._error(said)
-        pixels = memory.lend(source, out)
-        return pixels if process.memories[1 - number].is_free else pixels.copy()
+        width, height = source.header.upright
+        return _lent(process, number, (height, width, 3), out)
+
+    def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
+        """Open a video in place of the one before, and return what its container says, or its error."""
+        process = self.ready()
+        self.opened = None
+        request = {"memory": VIDEO, "may_take": self._memory_bytes}
+        said = self._ask(process, file, request, self._cpu_s)
+        if isinstance(said, tuple):
+            return self._error(said)
+        if not isinstance(said, VideoInfo):
+            raise self._died("senseless")
+        self.opened, self._decoded_frames = key, 0
+        return said
+
+    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
+        """Return two frames of the video that is open, upright, uint8 [2, H, W, 3], or their error."""
+        process = self.ready()
+        width, height = source.header.upright
+        number, memory = process.room(2 * 3 * source.header.pixels)
+        begin = self._decoded_frames if first >= self._decoded_frames else 0
+        self._decoded_frames = second + 1
+        request = {
+            "memory": number,
+            "frames": (first, second),
+            "shape": (height, width),
+            "may_take": self._memory_bytes,
+        }
+        said = self._ask(process, memory, request, self._cpu_s + _FRAME_CPU_S * (second - begin))
+        if isinstance(said, (Header, VideoInfo)):
+            raise self._died("senseless")
+        return self._error(said) if said is not None else _lent(process, number, (2, height, width, 3), 0)
 
     def _error(self, said: tuple[str, bool]) -> InvalidImageError:
         text, is_shortage_of_memory = said
@@ -318,6 +373,7 @@ class DecoderChild:
     def end(self) -> int:
         """End its process, if there is one; return the exit status, 0 without one. The next use starts another."""
         launched, self._launched = self._launched, None
+        self.opened = None
         if launched is None:
             return 0
         try:
@@ -325,16 +381,20 @@ class DecoderChild:
         except Exception:  # noqa: BLE001 - it was never started
             return 0
 
-    def _ask(self, process: _Process, memory: PixelMemory, request: dict[str, Any], cpu_s: float) -> "Answer":
+    def _ask(
+        self, process: _Process, memory: PixelMemory | VideoFile, request: dict[str, Any], cpu_s: float
+    ) -> "Answer":
         """Return what the process answers within `cpu_s` of a processor."""
         message = json.dumps({**request, "size": memory.size}).encode()
         try:
             began_s = _cpu_s(process.pid)
             process.channel.settimeout(_WALL_S + _WALL_PER_CPU * cpu_s)
-            socket.send_fds(process.channel, [message], [memory.descriptor] if memory.is_new else [])
+            is_sent = isinstance(memory, VideoFile) or memory.is_new
+            socket.send_fds(process.channel, [message], [memory.descriptor] if is_sent else [])
         except (ConnectionError, ProcessLookupError):  # it died before: that is not the image's fault
             raise self._died("killed") from None
-        memory.close_descriptor()
+        if isinstance(memory, PixelMemory):
+            memory.close_descriptor()
         try:
             reply = self._reply(process, began_s, cpu_s)
         except TimeoutError as late:
@@ -379,6 +439,12 @@ class DecoderChild:
         return DecoderDiedError(reason or ("killed" if status == -signal.SIGKILL else "crashed"), status)
 
 
+def _lent(process: _Process, number: int, shape: tuple[int, ...], begin: int) -> Pixels:
+    """Return pixels in a memory of a process: a copy, if its other memory is in use."""
+    pixels = process.memories[number].lend(shape, begin)
+    return pixels if process.memories[1 - number].is_free else pixels.copy()
+
+
 def _cpu_s(pid: int) -> float:
     """Return the processor time that a process has used, seconds. Raises `ProcessLookupError` if it is gone."""
     try:
@@ -392,8 +458,8 @@ def may_take_bytes(header: Header) -> int:
     return _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * header.pixels
 
 
-# Of a process: None for pixels, a header, or an error and whether memory was short.
-Answer = Header | tuple[str, bool] | None
+# Of a process: None for pixels, a header, what a video says, or an error and whether memory was short.
+Answer = Header | VideoInfo | tuple[str, bool] | None
 _MAX_SIDE = (1 << 31) - 1
 
 
@@ -412,10 +478,24 @@ def parsed(reply: bytes) -> Answer:
         case {"format": str(name), "width": int(width), "height": int(height), "channels": int(channels)}:
             if 1 <= width <= _MAX_SIDE and 1 <= height <= _MAX_SIDE:
                 return Header(name, width, height, UPRIGHT, channels)
+        case {
+            "frames": int(frames),
+            "readable_frames": int(readable),
+            "fps": float(fps),
+            "width": int(width),
+            "height": int(height),
+            "rotation": int(rotation),
+        }:
+            sizes = 1 <= width <= _MAX_SIDE and 1 <= height <= _MAX_SIDE
+            if sizes and 1 <= readable <= frames <= _MAX_SIDE and 0 <= fps < math.inf and 0 <= rotation < 360:
+                return VideoInfo(frames, readable, fps, width, height, rotation)
     raise ValueError("the answer is no header and no error")
 
 
 _RETRY_MS = 500
+# Videos that are open at a time, each in a process: callers that ask for pairs of more of them in turn make these begin
+# again and again.
+OPEN_VIDEOS = 2
 
 
 class DecoderPool:
@@ -426,12 +506,15 @@ class DecoderPool:
     An image whose process dies has an error: `UndecodableImageError` if it is to blame, else `OverloadedError`.
     `deaths` counts them by reason. It starts in the background; `start` waits for that, and `name` then says what the
     kernel enforces. `cpu_s` is the processor time that an image may take.
+
+    Of videos, each process keeps one open, at most `OPEN_VIDEOS` at a time; these processes are started when they are
+    needed.
     """
 
     def __init__(self, threads: int = 4, *, max_image_pixels: int = 100_000_000, cpu_s: float = 20.0) -> None:
         self.name = f"Pillow {PIL.__version__} in processes of their own"
         self._cpu_s = cpu_s
-        memory_bytes = _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels
+        memory_bytes = self._memory_bytes = _BESIDE_PIXELS_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels
         self._printed = Printed()
         self._counting = threading.Lock()
         self._deaths = dict.fromkeys(DEATHS, 0)
@@ -442,6 +525,12 @@ class DecoderPool:
             for _ in range(threads + 2)  # for headers, and to spare
         ]
         self._header_turn = threading.Lock()
+        self._video_children = [
+            DecoderChild(launcher, self._printed, memory_bytes=memory_bytes, cpu_s=cpu_s, videos=True)
+            for _ in range(OPEN_VIDEOS)
+        ]
+        self._idle_videos = deque(self._video_children)  # the one used last is last
+        self._has_idle_video = threading.Condition()
         # The last one used is the next: its memory is warm. One that is being started is last.
         self._idle = deque(self._children)
         self._has_idle = threading.Condition()
@@ -471,6 +560,9 @@ class DecoderPool:
     def close(self) -> None:
         """End all processes, each once it is done with its image; a further use starts them again."""
         self._of_all(DecoderChild.end)
+        with ExitStack() as stack:
+            for child in [stack.enter_context(self._taken_for(b"")) for _ in self._video_children]:
+                child.end()
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
         """Return the header of a file in one of some `RARE_FORMATS`, or its error, as `FileDecoder.read_header`."""
@@ -496,6 +588,62 @@ class DecoderPool:
             f"decoding this {source.header.format}", limits, lambda child: child.decode(source)
         )
 
+    def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
+        """Return what the container of a video says, or its error; it is then open for `read_frames`.
+
+        Raises `DecoderStartError` if there is no process for it.
+        """
+        return self._asked(
+            "opening this video",
+            self._limits,
+            lambda child: child.open_video(key, file),
+            self._taken_for(key),
+        )
+
+    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
+        """Return two frames of a video, upright, uint8 [2, H, W, 3], or their error.
+
+        Raises `DecoderStartError` if there is no process for it.
+        """
+
+        def read(child: DecoderChild) -> Pixels | EncoderError:
+            if child.opened != source.key:
+                if source.file is None or (file := source.file()) is None:
+                    return UnknownImageError(
+                        "the file of this video is no longer kept: submit it, then fetch"
+                    )
+                opened = child.open_video(source.key, file)
+                if isinstance(opened, EncoderError):
+                    return opened
+            return child.read_frames(source, first, second)
+
+        what = f"decoding frames {first} and {second} of this video"
+        return self._asked(what, self._limits, read, self._taken_for(source.key))
+
+    @property
+    def _limits(self) -> tuple[str, int]:
+        """Limits of a video, for messages."""
+        return f"{self._cpu_s:g} s of a processor, and {_FRAME_CPU_S:g} s a frame", self._memory_bytes
+
+    @contextmanager
+    def _taken_for(self, key: bytes) -> Iterator[DecoderChild]:
+        """Take the child that has this video open, once it is idle, or any other that is idle; or wait for one."""
+        with self._has_idle_video:
+            while True:
+                child = next((each for each in self._video_children if each.opened == key), None)
+                if child is None and self._idle_videos:
+                    child = self._idle_videos[0]
+                if child is not None and child in self._idle_videos:
+                    break
+                self._has_idle_video.wait()
+            self._idle_videos.remove(child)
+        try:
+            yield child
+        finally:
+            with self._has_idle_video:
+                self._idle_videos.append(child)
+                self._has_idle_video.notify_all()
+
     @contextmanager
     def _taken(self) -> Iterator[DecoderChild]:
         """Take a child that is idle, or wait for one."""
@@ -519,11 +667,15 @@ class DecoderPool:
             return [use(child) for child in [stack.enter_context(self._taken()) for _ in self._children]]
 
     def _asked(
-        self, what: str, limits: tuple[str, int], ask: Callable[[DecoderChild], Result]
+        self,
+        what: str,
+        limits: tuple[str, int],
+        ask: Callable[[DecoderChild], Result],
+        taken: AbstractContextManager[DecoderChild] | None = None,
     ) -> Result | EncoderError:
-        """Return what `ask` makes of an idle child, or the error of an image whose process died."""
+        """Return what `ask` makes of an idle child, or of `taken`, or the error of an image whose process died."""
         try:
-            with self._taken() as child:
+            with taken or self._taken() as child:
                 return ask(child)
         except DecoderDiedError as died:
             log.warning("a decoder process ended (%s) while %s", died, what)

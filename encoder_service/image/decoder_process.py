@@ -3,7 +3,7 @@
 It loads all that decoding needs, enters the sandbox, which the kernel enforces without privileges (no network, no
 files, no processes, bounded memory), and answers requests until the server has gone. What a kernel lacks is left out,
 and said. Each way a message is JSON, one a packet; the bytes of files and pixels are in memory that the server shares
-with it.
+with it. A process for videos keeps one open, whose frames it decodes as they are asked for.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import struct
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import (
@@ -38,6 +38,9 @@ from encoder_contract.orientation import UPRIGHT
 from encoder_service.image.pillow import READERS, Pixels, decode_file, read_rare_header
 from encoder_service.image.source import Source
 
+if TYPE_CHECKING:
+    from encoder_service.image.opencv import Clip
+
 # Pillow imports some of these only when an image needs them, which a process in the sandbox cannot do.
 
 
@@ -45,11 +48,11 @@ MESSAGE_BYTES = 1 << 16
 MESSAGE_CHARACTERS = 500  # of an error
 
 
-def main(descriptor: int, *, parent: int, memory_bytes: int) -> None:
+def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = False) -> None:
     """Load, enter the sandbox, say what the kernel enforces, and decode until the server closes its end of the socket.
 
     `parent` is the server's pid: this process ends with the thread there that started it. `memory_bytes` is the most
-    memory that it may take once it has loaded.
+    memory that it may take once it has loaded. With `videos`, it decodes those.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -57,6 +60,8 @@ def main(descriptor: int, *, parent: int, memory_bytes: int) -> None:
     # A server that was stopped may have gone before it is answered.
     with socket.socket(fileno=descriptor) as server, suppress(ConnectionError):
         _load()
+        if videos:
+            import encoder_service.image.opencv  # noqa: F401
         gc.freeze()  # what is loaded is no garbage
         statm = os.open("/proc/self/statm", os.O_RDONLY)
         bound_resources(memory_bytes)
@@ -76,6 +81,7 @@ def _load() -> None:
 
 def _answer_requests(server: socket.socket, statm: int) -> None:
     memories: dict[int, mmap.mmap] = {}
+    clip: Clip | None = None
     while True:
         message, descriptors, _, _ = socket.recv_fds(server, MESSAGE_BYTES, 1)
         if not message:
@@ -83,10 +89,48 @@ def _answer_requests(server: socket.socket, statm: int) -> None:
         request = json.loads(message)
         number = request["memory"]
         for descriptor in descriptors:
-            memories[number] = mmap.mmap(descriptor, request["size"])
+            mapped = mmap.mmap(descriptor, request["size"], prot=_PROTECTIONS[number != VIDEO])
+            memories[number] = mapped
             os.close(descriptor)
         _allow_memory(request["may_take"], statm)
-        server.send(json.dumps(_answer(memories[number], request)).encode())
+        if number == VIDEO:
+            clip, answer = _opened(memories.pop(number))
+        elif "frames" in request:
+            answer = _read_frames(clip, memories[number], request)
+        else:
+            answer = _answer(memories[number], request)
+        server.send(json.dumps(answer).encode())
+
+
+# In place of a memory's number: the file of a video, which is only read.
+VIDEO = -1
+_PROTECTIONS = (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _opened(content: mmap.mmap) -> "tuple[Clip | None, Any]":
+    """Open a video in place of the one before; return it, and what its container says, or its error."""
+    from encoder_service.image.opencv import Clip
+
+    try:
+        clip = Clip(content)
+        info = clip.info()
+    except InvalidImageError as error:
+        return None, _said(error)
+    return (None, _said(info)) if isinstance(info, EncoderError) else (clip, asdict(info))
+
+
+def _read_frames(clip: "Clip | None", memory: mmap.mmap, request: dict[str, Any]) -> Any:
+    """Write two frames to the beginning of a memory; return None, or the error of a frame."""
+    assert clip is not None, "frames are asked of an open video"
+    first, second = request["frames"]
+    height, width = request["shape"]
+    out = np.frombuffer(memory, np.uint8, 2 * height * width * 3).reshape(2, height, width, 3)
+    error = clip.read(first, second, out)
+    return None if error is None else _said(error)
+
+
+def _said(error: EncoderError) -> list[Any]:
+    return [error.message[:MESSAGE_CHARACTERS], not isinstance(error, InvalidImageError)]
 
 
 def _allow_memory(more_bytes: int, statm: int) -> None:
@@ -115,7 +159,7 @@ def _answer(memory: mmap.mmap, request: dict[str, Any]) -> Any:
         return asdict(found)
     if isinstance(found, np.ndarray):
         return None
-    return [found.message[:MESSAGE_CHARACTERS], not isinstance(found, InvalidImageError)]
+    return _said(found)
 
 
 # From linux/prctl.h, linux/seccomp.h, linux/landlock.h and asm-generic/unistd.h.

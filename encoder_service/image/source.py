@@ -1,14 +1,67 @@
-"""A source: an image file as it was submitted, and its header, which is read once."""
+"""A source: an image file as it was submitted, and its header, which is read once; or a video, and what it says."""
 
+import mmap
+import os
+import weakref
 from dataclasses import dataclass, field
 
+import blake3
+
 from encoder_contract.header import Header
+from encoder_contract.orientation import UPRIGHT
+from encoder_contract.video import HEAD_BYTES, VideoInfo, container_of
+
+
+class VideoFile:
+    """The file of a video, in memory of its own that decoder processes map: it is copied once, as it arrives.
+
+    The memory is freed with the last reference. One thread writes; when that is done, any thread reads.
+    """
+
+    def __init__(self) -> None:
+        """Raise `OSError` if there is no descriptor for it."""
+        self.size = 0
+        self.descriptor = os.memfd_create("video", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def add(self, piece: bytes) -> None:
+        """Append a piece. Raises `OSError` if memory is short."""
+        view = memoryview(piece)
+        while view:
+            written = os.write(self.descriptor, view)
+            self.size += written
+            view = view[written:]
+
+    def digest(self) -> bytes:
+        """Return the content digest, as `content_digest`; for a worker thread."""
+        hasher = blake3.blake3()
+        if self.size:
+            with mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ) as content:
+                hasher.update(content)
+        return hasher.digest()
+
+    @property
+    def container(self) -> str | None:
+        """Which container it is by its first bytes, or None."""
+        return container_of(os.pread(self.descriptor, HEAD_BYTES, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A validated file: it has its digest and is within the limits. `key` is the `source_key` of its `ImageKey`."""
+    """A validated file: it has its digest and is within the limits. `key` is the `source_key` of its `ImageKey`.
+
+    Of a video, `data` is empty, `header` describes a frame, and the file lives only as long as it is kept in its cache:
+    images that are queued hold none.
+    """
 
     key: bytes
     data: bytes = field(repr=False)
     header: Header
+    video: VideoInfo | None = None
+    file: "weakref.ref[VideoFile] | None" = field(default=None, repr=False)
+
+    @classmethod
+    def of_video(cls, key: bytes, file: VideoFile, info: VideoInfo) -> "Source":
+        """Return the source of a video."""
+        header = Header("VIDEO", info.width, info.height, UPRIGHT, 3)
+        return cls(key, b"", header, info, weakref.ref(file))

@@ -1,4 +1,4 @@
-"""Image files that were submitted: the checks on their bytes and grid, and their cache.
+"""Files that were submitted, images and videos: the checks on their bytes and grid, and their cache.
 
 The cache keeps files for a while, so that an evicted embedding can be computed again without the client.
 """
@@ -15,7 +15,13 @@ from time import monotonic
 from typing import TypeVar
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import DigestMismatchError, EncoderError, InvalidRequestError
+from encoder_contract.errors import (
+    DigestMismatchError,
+    EncoderError,
+    ImageLimitError,
+    InvalidImageError,
+    InvalidRequestError,
+)
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.header import (
     FORMATS,
@@ -26,7 +32,8 @@ from encoder_contract.header import (
     read_header,
     unknown,
 )
-from encoder_service.image.source import Source
+from encoder_contract.video import VideoInfo
+from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey
 
 # Hashing this much and reading its header cost less than a hand-off to a thread; only a compressed text chunk costs
@@ -34,6 +41,8 @@ from encoder_service.keys import ImageKey
 ON_LOOP_BYTES = 4 << 10
 # Reads the header of a file in one of some rare formats; see `FileDecoder.read_header`.
 ReadHeader = Callable[[bytes, Sequence[str]], Header | EncoderError]
+# Returns what the container of a video says; see `FileDecoder.open_video`.
+OpenVideo = Callable[[bytes, VideoFile], VideoInfo | EncoderError]
 # Two: hashing releases the GIL and reading a header does not, so more threads would only take turns. A pool of its
 # own, so that no other blocking work delays validation.
 THREADS = 2
@@ -88,6 +97,21 @@ class ThreadTurns:
         self._free += 1
 
 
+@dataclass(frozen=True, slots=True)
+class VideoLimits:
+    """Limits of a video: its frames, and how long it is by their rate. Those of its file are checked as it arrives."""
+
+    frames: int
+    seconds: float
+
+    def check(self, video: VideoInfo) -> None:
+        """Raise `ImageLimitError` naming the limit that a video exceeds."""
+        if video.frames > self.frames:
+            raise ImageLimitError(f"{video.frames} frames exceed max_video_frames {self.frames}")
+        if video.seconds > self.seconds:
+            raise ImageLimitError(f"{video.seconds:.1f} s exceed max_video_seconds {self.seconds:g}")
+
+
 class Validator:
     """Checks bytes against their digest and the limits without decoding pixels. Used from the event loop."""
 
@@ -99,9 +123,11 @@ class Validator:
         max_image_pixels: int,
         formats: Sequence[str] = (*FORMATS, *RARE_FORMATS),
         read_rare_header: ReadHeader,
+        open_video: OpenVideo,
+        video_limits: VideoLimits,
         on_hash: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
-        """`read_rare_header` may take long; `on_hash` is called with the seconds that hashing an image took."""
+        """`read_rare_header` and `open_video` may take long; `on_hash` is told the seconds that hashing a file took."""
         self.geometry = geometry
         self._max_image_bytes = max_image_bytes
         self._max_image_pixels = max_image_pixels
@@ -112,6 +138,9 @@ class Validator:
         self._threads = ThreadTurns(THREADS, "validation")
         # Decoder processes read these one at a time: no other file waits for them.
         self._rare_headers = ThreadTurns(1, "rare-headers")
+        self._open_video = open_video
+        self._video_limits = video_limits
+        self._videos = ThreadTurns(1, "videos")
 
     async def take(self, key: ImageKey, data: bytes, caller: str) -> Source:
         """Return `data` as a source if it has the digest of `key` and is within the limits.
@@ -135,15 +164,37 @@ class Validator:
             await self._threads.run(caller, partial(self.geometry.grid, *header.upright))
         return Source(key.source_key, data, header)
 
+    async def take_video(self, key: ImageKey, file: VideoFile, caller: str) -> Source:
+        """Return the source of a video if it has the digest of `key` and is within the limits.
+
+        Raises as `take` does.
+        """
+        info = await self._videos.run(caller, partial(self._opened, key, file))
+        self._video_limits.check(info)
+        source = Source.of_video(key.source_key, file, info)
+        check_limits(
+            source.header, file.size, max_image_bytes=file.size, max_image_pixels=self._max_image_pixels
+        )
+        return source
+
+    def _opened(self, key: ImageKey, file: VideoFile) -> VideoInfo:
+        began = monotonic()
+        digest = file.digest()
+        self._on_hash(monotonic() - began)
+        _check_digest(key, digest)
+        if file.container is None:
+            raise InvalidImageError("no video in a supported container: MP4, MOV, WebM or MKV")
+        info = self._open_video(key.source_key, file)
+        if isinstance(info, EncoderError):
+            raise info
+        return info
+
     def _check(self, key: ImageKey, data: bytes) -> Header | None:
         """Check the digest and return the header; None if the file may have a rare format."""
         began = monotonic()
         digest = content_digest(data)
         self._on_hash(monotonic() - began)
-        if digest != key.digest:
-            raise DigestMismatchError(
-                f"the bytes hash to {digest.hex()}, but were sent under {key.digest.hex()}"
-            )
+        _check_digest(key, digest)
         if format_of(data) is not None:
             return read_header(data, self._formats)
         if not self._rare_formats:
@@ -158,6 +209,7 @@ class Validator:
 
     def check_name(self, key: ImageKey, claimed: Grid | None) -> None:
         """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
+        claimed = key.frames.grid if key.frames else claimed
         geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         if claimed is not None and not geometry.has(claimed):
             raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which is not a valid grid")
@@ -172,10 +224,23 @@ class Validator:
     def grid(self, key: ImageKey, source: Source, claimed: Grid | None = None) -> Grid:
         """Return the grid of an image with this source, in the variant of its key.
 
-        Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid.
+        Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid. Frames of a video have
+        the grid of their key; `InvalidRequestError` if the video has fewer.
         """
+        if key.frames is not None:
+            assert source.video is not None, "a file under the name of frames is a video"
+            if key.frames.second >= source.video.frames:
+                raise InvalidRequestError(
+                    f"frame {key.frames.second} does not exist: the video has {source.video.frames} frames"
+                )
+            return key.frames.grid
         geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         return confirm(geometry.grid(*source.header.upright), claimed)
+
+
+def _check_digest(key: ImageKey, digest: bytes) -> None:
+    if digest != key.digest:
+        raise DigestMismatchError(f"the bytes hash to {digest.hex()}, but were sent under {key.digest.hex()}")
 
 
 def confirm(grid: Grid, claimed: Grid | None) -> Grid:
@@ -190,8 +255,13 @@ def confirm(grid: Grid, claimed: Grid | None) -> Grid:
 @dataclass(slots=True)
 class _Kept:
     source: Source
+    file: VideoFile | None  # a video's, which lives as long as this
     holder: str
     used_s: float
+
+    @property
+    def size(self) -> int:
+        return len(self.source.data) if self.file is None else self.file.size
 
 
 class SourceCache:
@@ -236,10 +306,10 @@ class SourceCache:
             if (kept := self._images.get(source.key)) is not None:
                 holder = kept.holder
                 self._remove(source.key)
-            size = len(source.data)
-            if size > self.max_bytes:
+            kept = _Kept(source, source.file() if source.file else None, holder, self._clock())
+            if (size := kept.size) > self.max_bytes:
                 return
-            self._images[source.key] = _Kept(source, holder, self._clock())
+            self._images[source.key] = kept
             self._of.setdefault(holder, OrderedDict())[source.key] = None
             self._bytes_of[holder] = self._bytes_of.get(holder, 0) + size
             self._held_bytes += size
@@ -287,7 +357,7 @@ class SourceCache:
 
     def _remove(self, key: bytes) -> None:
         kept = self._images.pop(key)
-        size = len(kept.source.data)
+        size = kept.size
         self._held_bytes -= size
         self._bytes_of[kept.holder] -= size
         del self._of[kept.holder][key]

@@ -25,7 +25,7 @@ class State(StrEnum):
 
     WAITING = "waiting"  # its bytes are held, but not decoded
     APART = "apart"  # likewise, to be decoded by itself
-    LARGE = "large"  # likewise, with more source pixels than are decoded at a time
+    LARGE = "large"  # likewise, with more source pixels than are decoded at a time, or frames of a video
     PREPARING = "preparing"  # taken to be decoded and preprocessed
     PREPARING_APART = "preparing_apart"  # likewise, by itself
     PREPARED = "prepared"  # its patches are ready for a batch
@@ -43,6 +43,7 @@ class Task:
     source_bytes: int
     holder: str  # the holder that admitted it, whose share of the queue it counts towards
     source_pixels: int = 0  # of the image file: the cost of decoding
+    alone: bool = False  # decoded beside other images as a large one is
     state: State = State.WAITING
     claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set
     demands: int = 0

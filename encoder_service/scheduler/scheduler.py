@@ -244,16 +244,18 @@ class Scheduler:
         *,
         source_pixels: int = 0,
         apart: bool = False,
+        alone: bool = False,
     ) -> bool:
         """Attach a claim to the task of an address; return whether the task is new.
 
-        A task that is `apart` waits for `next_apart`. One of few patches may have many pixels: variants bound patches.
+        A task that is `apart` waits for `next_apart`, and with `alone` counts as large there. One of few patches may
+        have many pixels: variants bound patches.
         Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, and
         `ImageLimitError` for an image that could never fit; the claim is then not attached.
         """
         if self.claim(claim, address, now):
             return False
-        task = Task(address, patches, source_bytes, claim.holder, source_pixels)
+        task = Task(address, patches, source_bytes, claim.holder, source_pixels, alone=alone)
         if apart:
             task.state = self._apart(task)
         self._admission.admit(task)
@@ -330,8 +332,8 @@ class Scheduler:
         return []
 
     def is_large(self, task: Task) -> bool:
-        """Whether a task has more source pixels than are decoded at a time."""
-        return task.source_pixels > self._large_pixels
+        """Whether a task has more source pixels than are decoded at a time, or is decoded as if it had."""
+        return task.alone or task.source_pixels > self._large_pixels
 
     def decoded(self, tasks: Sequence[Task], seconds: float) -> None:
         """Report for how many seconds a thread was decoding these tasks together, whether or not they are good.

@@ -180,6 +180,7 @@ class Tower:
 
     graph_batches = 0
     eager_batches = 0
+    takes_frames = True
 
     def __init__(
         self,

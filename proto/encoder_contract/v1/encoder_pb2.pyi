@@ -78,6 +78,8 @@ class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     """Send the bytes."""
     STATE_FAILED: _State.ValueType  # 4
     """This image failed; see `error`."""
+    STATE_PROBED: _State.ValueType  # 5
+    """The file of a video is held; see `video`."""
 
 class State(_State, metaclass=_StateEnumTypeWrapper): ...
 
@@ -90,6 +92,8 @@ STATE_NEEDS_BYTES: State.ValueType  # 3
 """Send the bytes."""
 STATE_FAILED: State.ValueType  # 4
 """This image failed; see `error`."""
+STATE_PROBED: State.ValueType  # 5
+"""The file of a video is held; see `video`."""
 Global___State: typing_extensions.TypeAlias = State
 
 class _Source:
@@ -174,6 +178,7 @@ class DescribeResponse(google.protobuf.message.Message):
     CLOCK_S_FIELD_NUMBER: builtins.int
     DEVICE_PROBE_FIELD_NUMBER: builtins.int
     DEVICE_PROBE_BYTES_FIELD_NUMBER: builtins.int
+    VIDEO_DECODER_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Semantic version of the server."""
     model_type: builtins.str
@@ -207,6 +212,8 @@ class DescribeResponse(google.protobuf.message.Message):
     asks for other transports.
     """
     device_probe_bytes: builtins.int
+    video_decoder: builtins.str
+    """What decodes videos; part of the address of their frames. Empty: the server takes no videos."""
     @property
     def geometry(self) -> Global___Geometry:
         """Unset where only the server can compute grids and tokens: the caller then names images without a grid, and reads
@@ -239,9 +246,10 @@ class DescribeResponse(google.protobuf.message.Message):
         clock_s: builtins.float = ...,
         device_probe: builtins.bytes = ...,
         device_probe_bytes: builtins.int = ...,
+        video_decoder: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "device_probe", b"device_probe", "device_probe_bytes", b"device_probe_bytes", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "device_probe", b"device_probe", "device_probe_bytes", b"device_probe_bytes", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "video_decoder", b"video_decoder", "width", b"width"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -283,6 +291,9 @@ class Limits(google.protobuf.message.Message):
     MAX_IMAGES_PER_CALL_FIELD_NUMBER: builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     MAX_GRACE_MS_FIELD_NUMBER: builtins.int
+    MAX_VIDEO_BYTES_FIELD_NUMBER: builtins.int
+    MAX_VIDEO_FRAMES_FIELD_NUMBER: builtins.int
+    MAX_VIDEO_SECONDS_FIELD_NUMBER: builtins.int
     max_image_bytes: builtins.int
     max_image_pixels: builtins.int
     """Width x height as stored in the file, before resizing."""
@@ -294,6 +305,10 @@ class Limits(google.protobuf.message.Message):
     """
     max_grace_ms: builtins.int
     """Longest grace a Fetch may name."""
+    max_video_bytes: builtins.int
+    """Of a video: its file, and how long it is by the number of its frames and their rate."""
+    max_video_frames: builtins.int
+    max_video_seconds: builtins.float
     def __init__(
         self,
         *,
@@ -302,8 +317,11 @@ class Limits(google.protobuf.message.Message):
         max_images_per_call: builtins.int = ...,
         max_message_bytes: builtins.int = ...,
         max_grace_ms: builtins.int = ...,
+        max_video_bytes: builtins.int = ...,
+        max_video_frames: builtins.int = ...,
+        max_video_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_grace_ms", b"max_grace_ms", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images_per_call", b"max_images_per_call", "max_message_bytes", b"max_message_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_grace_ms", b"max_grace_ms", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images_per_call", b"max_images_per_call", "max_message_bytes", b"max_message_bytes", "max_video_bytes", b"max_video_bytes", "max_video_frames", b"max_video_frames", "max_video_seconds", b"max_video_seconds"]) -> None: ...
 
 Global___Limits: typing_extensions.TypeAlias = Limits
 
@@ -351,6 +369,28 @@ class Grid(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["h", b"h", "t", b"t", "w", b"w"]) -> None: ...
 
 Global___Grid: typing_extensions.TypeAlias = Grid
+
+@typing.final
+class Frames(google.protobuf.message.Message):
+    """Two frames of a video, which the tower encodes together: `first` <= `second`, counted from 0 in the order in which
+    they are shown.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    SECOND_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    second: builtins.int
+    def __init__(
+        self,
+        *,
+        first: builtins.int = ...,
+        second: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "second", b"second"]) -> None: ...
+
+Global___Frames: typing_extensions.TypeAlias = Frames
 
 @typing.final
 class Caller(google.protobuf.message.Message):
@@ -452,6 +492,8 @@ class ImageName(google.protobuf.message.Message):
     VARIANT_FIELD_NUMBER: builtins.int
     GRID_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    VIDEO_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Chosen by the caller, unique in this call; the answer repeats it."""
     digest: builtins.bytes
@@ -459,11 +501,19 @@ class ImageName(google.protobuf.message.Message):
     """Size of the file. Room for it is set aside when the name is answered NEEDS_BYTES, and bytes beyond it are an error
     of this image. 0: not said; then there must be room for the largest image that the server takes.
     """
+    video: builtins.bool
+    """The file is a video, and the answer is what its container says; nothing is encoded."""
     @property
     def variant(self) -> Global___Variant: ...
     @property
     def grid(self) -> Global___Grid:
         """The grid the caller computed, or unset. A difference is an error of this image."""
+
+    @property
+    def frames(self) -> Global___Frames:
+        """The image is these frames of a video, whose file has this digest and size. `grid` is required: the frames are
+        resized to it, and it is part of the address. Variants are not for videos.
+        """
 
     def __init__(
         self,
@@ -473,9 +523,11 @@ class ImageName(google.protobuf.message.Message):
         variant: Global___Variant | None = ...,
         grid: Global___Grid | None = ...,
         size_bytes: builtins.int = ...,
+        frames: Global___Frames | None = ...,
+        video: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "grid", b"grid", "index", b"index", "size_bytes", b"size_bytes", "variant", b"variant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["frames", b"frames", "grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "frames", b"frames", "grid", b"grid", "index", b"index", "size_bytes", b"size_bytes", "variant", b"variant", "video", b"video"]) -> None: ...
 
 Global___ImageName: typing_extensions.TypeAlias = ImageName
 
@@ -532,6 +584,7 @@ class ImageState(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    VIDEO_FIELD_NUMBER: builtins.int
     index: builtins.int
     state: Global___State.ValueType
     tokens: builtins.int
@@ -543,6 +596,10 @@ class ImageState(google.protobuf.message.Message):
 
     @property
     def error(self) -> Global___ImageError: ...
+    @property
+    def video(self) -> Global___VideoState:
+        """Set while the state is PROBED."""
+
     def __init__(
         self,
         *,
@@ -552,11 +609,49 @@ class ImageState(google.protobuf.message.Message):
         tokens: builtins.int = ...,
         address: builtins.bytes = ...,
         error: Global___ImageError | None = ...,
+        video: Global___VideoState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error", "grid", b"grid"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "error", b"error", "grid", b"grid", "index", b"index", "state", b"state", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "grid", b"grid", "video", b"video"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "error", b"error", "grid", b"grid", "index", b"index", "state", b"state", "tokens", b"tokens", "video", b"video"]) -> None: ...
 
 Global___ImageState: typing_extensions.TypeAlias = ImageState
+
+@typing.final
+class VideoState(google.protobuf.message.Message):
+    """What the container of a video says, as the server's decoder reads it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: builtins.int
+    READABLE_FRAMES_FIELD_NUMBER: builtins.int
+    FPS_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    HEIGHT_FIELD_NUMBER: builtins.int
+    ROTATION_FIELD_NUMBER: builtins.int
+    frames: builtins.int
+    """Those that it promises, which sampling is computed from."""
+    readable_frames: builtins.int
+    """Those that the file has data of, from the first on: fewer if the end is missing."""
+    fps: builtins.float
+    """Frames a second, on average; 0: it does not say."""
+    width: builtins.int
+    """Pixels of a frame, upright."""
+    height: builtins.int
+    rotation: builtins.int
+    """By how much stored frames are turned clockwise to be upright: 0, 90, 180 or 270 degrees."""
+    def __init__(
+        self,
+        *,
+        frames: builtins.int = ...,
+        readable_frames: builtins.int = ...,
+        fps: builtins.float = ...,
+        width: builtins.int = ...,
+        height: builtins.int = ...,
+        rotation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fps", b"fps", "frames", b"frames", "height", b"height", "readable_frames", b"readable_frames", "rotation", b"rotation", "width", b"width"]) -> None: ...
+
+Global___VideoState: typing_extensions.TypeAlias = VideoState
 
 @typing.final
 class ImageError(google.protobuf.message.Message):
@@ -643,6 +738,8 @@ class FetchImage(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     NEEDED_IN_MS_FIELD_NUMBER: builtins.int
     ENGINE_KEY_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    GRID_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Chosen by the caller, unique in this call; the answers repeat it."""
     digest: builtins.bytes
@@ -659,6 +756,12 @@ class FetchImage(google.protobuf.message.Message):
     def engine_key(self) -> Global___EngineKey:
         """Instead of a digest, if the call names a producer."""
 
+    @property
+    def frames(self) -> Global___Frames:
+        """These frames of a video, as in `ImageName`, with their grid."""
+
+    @property
+    def grid(self) -> Global___Grid: ...
     def __init__(
         self,
         *,
@@ -670,9 +773,11 @@ class FetchImage(google.protobuf.message.Message):
         chunk: builtins.int = ...,
         needed_in_ms: builtins.int = ...,
         engine_key: Global___EngineKey | None = ...,
+        frames: Global___Frames | None = ...,
+        grid: Global___Grid | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine_key", b"engine_key", "variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "digest", b"digest", "engine_key", b"engine_key", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine_key", b"engine_key", "frames", b"frames", "grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "digest", b"digest", "engine_key", b"engine_key", "frames", b"frames", "grid", b"grid", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]) -> None: ...
 
 Global___FetchImage: typing_extensions.TypeAlias = FetchImage
 

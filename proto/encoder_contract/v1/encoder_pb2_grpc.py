@@ -78,6 +78,11 @@ class EncoderServiceServicer(object):
         stream. The images stay submitted, as speculative work until a Fetch asks for them. If a call is cancelled, or its
         caller dies, the server withdraws its images unless another caller wants them.
 
+        A video is an album of pairs of frames: each pair is an image, with an address and rows of its own. A caller names
+        the file first, as a `video`: NEEDS_BYTES if the server lacks it, and then PROBED with what its container says. From
+        that the caller samples frames, and names each pair of them by `frames` and `grid`. If the server lacks the file by
+        then, it asks for it by the index of one of the pairs, and answers the others of that file once it has arrived.
+
         A caller may name images as `kept`. It then keeps the call open for as long as it wants their rows. If a Fetch asks
         for a kept image whose rows and bytes the server has lost, the server answers its name NEEDS_BYTES once more. The
         caller sends the bytes again, and the server answers them as before. A server that drains ends such a call with

@@ -14,7 +14,7 @@ def room_of(size_bytes: int) -> Budget:
 
 def uploads(room: Budget, *holders: str, max_image_bytes: int = 50) -> Uploads:
     held = room.hold(caller(*holders or ("someone",)), 0)
-    return Uploads(held, max_image_bytes=max_image_bytes, idle_s=10)
+    return Uploads(held, max_image_bytes=max_image_bytes, max_video_bytes=0, idle_s=10)
 
 
 def test_pieces_are_joined_in_order_and_then_no_longer_counted() -> None:

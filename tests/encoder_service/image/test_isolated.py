@@ -313,7 +313,8 @@ def test_every_reason_of_a_decoder_death_has_its_own_error(pool: DecoderPool) ->
 
 def test_a_memory_is_emptied_before_another_request_may_have_it() -> None:
     memory, was_free = PixelMemory(128 << 20), list[bool]()
-    pixels = [memory.lend(source_of(PHOTO), begin) for begin in (0, 1 << 20)]
+    width, height = source_of(PHOTO).header.upright
+    pixels = [memory.lend((height, width, 3), begin) for begin in (0, 1 << 20)]
     memory._empty = lambda: was_free.append(memory.is_free)  # type: ignore[method-assign]
     del pixels[0]
     assert (was_free, memory.is_free) == ([], False)

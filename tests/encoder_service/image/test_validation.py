@@ -6,7 +6,7 @@ from contextlib import suppress
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError
 from encoder_contract.geometry import Geometry
-from encoder_service.image.sources import THREADS, Validator
+from encoder_service.image.sources import THREADS, Validator, VideoLimits
 from encoder_service.keys import ImageKey
 from testing.decoding import pillow_decoder
 from testing.photos import photo
@@ -21,6 +21,8 @@ def new_validator() -> Validator:
         max_image_bytes=1 << 25,
         max_image_pixels=1 << 25,
         read_rare_header=pillow_decoder().read_header,
+        open_video=pillow_decoder().open_video,
+        video_limits=VideoLimits(100, 100.0),
     )
 
 

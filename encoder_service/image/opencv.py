@@ -1,0 +1,145 @@
+"""OpenCV's part of decoding: frames of a video to upright RGB pixels. Only decoder processes import it.
+
+FFmpeg inside OpenCV reads the file and decodes, in one thread. A frame's number is how many were grabbed before it from
+the beginning of the file, as vLLM's loader counts: what a container says of times does not decide which frame it is. So
+frames are reached by decoding all before them, and one that was passed by beginning again.
+"""
+
+import io
+import math
+import mmap
+import os
+from contextlib import suppress
+from typing import Any
+
+import cv2
+import numpy as np
+
+from encoder_contract.errors import EncoderError, InvalidImageError
+from encoder_contract.video import VideoInfo
+from encoder_service.image.pillow import Pixels
+
+cv2.setNumThreads(1)
+_OPTIONS = [cv2.CAP_PROP_N_THREADS, 1]
+# FFmpeg takes a file for no other format than those that are accepted: a playlist would name other files.
+os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = "threads;1|format_whitelist;mov,matroska,webm"
+
+
+class _Reader(io.BufferedIOBase):
+    """A mapped file as OpenCV reads it."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content = memoryview(content)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        end = len(self._content) if size is None or size < 0 else self._at + size
+        piece = bytes(self._content[self._at : end])
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+class Clip:
+    """An open video: decoded forwards, from the beginning again for a frame that was passed."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        """Raise `InvalidImageError` for a file that holds no video."""
+        self._content = content
+        self._open()
+
+    def info(self) -> VideoInfo | EncoderError:
+        """Return what the container says, or the error of a video without frames; then begin again."""
+        capture = self._capture
+        frames = _frames(capture)
+        fps = capture.get(cv2.CAP_PROP_FPS)
+        width, height = (
+            int(capture.get(each)) for each in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
+        )
+        rotation = int(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 360
+        if width < 1 or height < 1:
+            return InvalidImageError(f"damaged video: {width}x{height} pixels")
+        readable = self._packets()
+        self._open()
+        if not readable:
+            return InvalidImageError("damaged video: it has no frames")
+        if frames < 1:  # a recording that was never finished does not say
+            frames = readable
+        if not math.isfinite(fps) or fps < 0:
+            fps = 0.0
+        return VideoInfo(frames, min(frames, readable), fps, width, height, rotation)
+
+    def read(self, first: int, second: int, out: Pixels) -> EncoderError | None:
+        """Write two frames into `out` [2, H, W, 3], upright RGB; return the error of a frame that is not there."""
+        if first < self._next:
+            self._open()
+        for slot, number in enumerate((first, second)):
+            if slot and number == first:
+                out[1] = out[0]
+                break
+            if (error := self._read_one(number, out[slot])) is not None:
+                return error
+        return None
+
+    def _read_one(self, number: int, out: Pixels) -> EncoderError | None:
+        while self._next <= number:
+            if not self._capture.grab():
+                return InvalidImageError(
+                    f"frame {number} cannot be decoded: the video is damaged, or ends after {self._next} frames"
+                )
+            self._next += 1
+        is_read, frame = self._capture.retrieve()
+        if not is_read or frame is None:
+            return InvalidImageError(f"frame {number} cannot be decoded: the video is damaged")
+        if frame.shape != out.shape or frame.dtype != np.uint8:
+            height, width = frame.shape[:2]
+            return InvalidImageError(
+                f"frame {number} has {width}x{height} pixels, the video {out.shape[1]}x{out.shape[0]}"
+            )
+        cv2.cvtColor(frame, cv2.COLOR_BGR2RGB, dst=out)
+        return None
+
+    def _packets(self) -> int:
+        """Return how many pieces of encoded video the file has: nothing is decoded."""
+        self._capture.set(cv2.CAP_PROP_FORMAT, -1)
+        count = 0
+        while self._capture.grab():
+            count += 1
+        return count
+
+    def _open(self) -> None:
+        self._next = 0
+        self._capture: Any = None
+        reader: Any = _Reader(self._content)
+        with suppress(cv2.error):
+            self._capture = cv2.VideoCapture(reader, cv2.CAP_FFMPEG, _OPTIONS)
+        if self._capture is None or not self._capture.isOpened():
+            raise InvalidImageError("damaged or unsupported video: it cannot be opened")
+
+
+def _frames(capture: Any) -> int:
+    """Return how many frames are to be shown, as vLLM's loader counts them; it moves the position.
+
+    A container counts frames that an edit list hides as well: seeking to the end tells how many are shown.
+    """
+    frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+    if frames > 0 and capture.set(cv2.CAP_PROP_POS_AVI_RATIO, 1.0):
+        shown = int(capture.get(cv2.CAP_PROP_POS_FRAMES))
+        is_at_end = not capture.grab()
+        capture.set(cv2.CAP_PROP_POS_FRAMES, 0)
+        if is_at_end and 0 < shown < frames - 1:
+            return shown
+    return frames

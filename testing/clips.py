@@ -1,0 +1,116 @@
+"""Seeded videos that OpenCV writes, their true frames, and changes to containers that it cannot write."""
+
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from testing.photos import pixels
+
+CODECS = {"mp4": "mp4v", "mov": "mp4v", "webm": "VP80", "mkv": "mp4v"}
+
+
+@lru_cache(maxsize=32)
+def clip(
+    container: str = "mp4",
+    *,
+    frames: int = 60,
+    fps: float = 30.0,
+    width: int = 160,
+    height: int = 96,
+    seed: int = 0,
+    codec: str = "",
+) -> bytes:
+    """Return the file of a video: a photo that moves, so that no two frames are equal."""
+    picture = pixels(width, height, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / f"clip.{container}")
+        fourcc = cv2.VideoWriter.fourcc(*(codec or CODECS[container]))
+        writer = cv2.VideoWriter(path, fourcc, fps, (width, height))
+        if not writer.isOpened():
+            raise RuntimeError(f"this OpenCV writes no {codec or CODECS[container]} into {container}")
+        for number in range(frames):
+            moved = np.roll(picture, (number, 3 * number), axis=(0, 1))
+            moved[:8, : 2 + 2 * (number % 64)] = 255
+            writer.write(moved)
+        writer.release()
+        return Path(path).read_bytes()
+
+
+def true_frames(file: bytes) -> Iterator[NDArray[np.uint8]]:
+    """Yield the frames of a video, uint8 [H, W, 3] RGB, one after the other, as OpenCV reads them from a path."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clip"
+        path.write_bytes(file)
+        capture = cv2.VideoCapture(os.fspath(path), cv2.CAP_FFMPEG)
+        while True:
+            is_read, frame = capture.read()
+            if not is_read:
+                return
+            yield np.asarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB), np.uint8)
+
+
+def rotated(mp4: bytes, degrees: int) -> bytes:
+    """Return an MP4 whose frames are to be turned clockwise by 90, 180 or 270 degrees."""
+    matrix = {90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}[degrees]
+
+    def turn(header: bytes) -> bytes:
+        at = 40 if header[0] == 0 else 52
+        a, b, c, d = (number << 16 for number in matrix)
+        turned = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+        return header[:at] + turned + header[at + 36 :]
+
+    return _with_box(mp4, (b"moov", b"trak", b"tkhd"), turn)
+
+
+def of_variable_rate(mp4: bytes) -> bytes:
+    """Return an MP4 whose frames are shown for one, two and three times as long in turn."""
+
+    def vary(times: bytes) -> bytes:
+        count, delta = struct.unpack_from(">II", times, 8)
+        entries = b"".join(struct.pack(">II", 1, delta * (1 + number % 3)) for number in range(count))
+        return times[:4] + struct.pack(">I", count) + entries
+
+    return _with_box(mp4, (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stts"), vary)
+
+
+def with_index_first(mp4: bytes) -> bytes:
+    """Return an MP4 whose index is before its frames, as in files for the web: one that is cut can still be read."""
+    boxes: dict[bytes, bytes] = {}
+    at = 0
+    while at < len(mp4):
+        size, kind = struct.unpack_from(">I4s", mp4, at)
+        size = struct.unpack_from(">Q", mp4, at + 8)[0] if size == 1 else size
+        boxes[kind] = mp4[at : at + size]
+        at += size
+    index = boxes.pop(b"moov")
+
+    def move(places: bytes) -> bytes:
+        (count,) = struct.unpack_from(">I", places, 4)
+        moved = (place + len(index) for place in struct.unpack_from(f">{count}I", places, 8))
+        return places[:8] + struct.pack(f">{count}I", *moved)
+
+    index = _with_box(index, (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stco"), move)
+    return boxes.pop(b"ftyp") + index + b"".join(boxes.values())
+
+
+def _with_box(data: bytes, path: tuple[bytes, ...], change: Callable[[bytes], bytes]) -> bytes:
+    """Return MP4 boxes with the content of the first at `path` changed; what lies behind it moves."""
+    at = 0
+    while at + 8 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        begin = 8
+        if size == 1:
+            size, begin = struct.unpack_from(">Q", data, at + 8)[0], 16
+        if kind == path[0]:
+            content = data[at + begin : at + size]
+            content = _with_box(content, path[1:], change) if len(path) > 1 else change(content)
+            return data[:at] + struct.pack(">I4s", 8 + len(content), kind) + content + data[at + size :]
+        at += size
+    raise ValueError(f"no box {path[0].decode()}")

@@ -1,0 +1,162 @@
+"""Videos in decoder processes: the frames that were asked for, whichever way they are reached, or one error."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from encoder_contract.errors import (
+    EncoderError,
+    InvalidImageError,
+    UndecodableImageError,
+    UnknownImageError,
+)
+from encoder_contract.video import VideoInfo
+from encoder_service.image import decoder_pool
+from encoder_service.image.decoder_pool import OPEN_VIDEOS, DecoderPool
+from encoder_service.image.source import Source, VideoFile
+from testing.clips import clip, of_variable_rate, rotated, true_frames, with_index_first
+
+CLIPS = {
+    "mp4": clip("mp4"),
+    "mov": clip("mov", frames=31, fps=12.5, width=98, height=162, seed=1),
+    "mkv": clip("mkv", frames=45, fps=60.0, seed=2),
+    "webm": clip("webm", frames=40, fps=10.0, seed=3),
+    "vp9": clip("webm", frames=24, seed=4, codec="VP90"),
+    "turned": rotated(clip("mp4", frames=20, seed=5), 90),
+    "upside down": rotated(clip("mp4", frames=20, seed=5), 180),
+    "variable": of_variable_rate(clip("mp4", frames=50, seed=6)),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecoderPool]:
+    pool = DecoderPool(1, cpu_s=10.0)
+    yield pool
+    pool.close()
+
+
+def file_of(data: bytes) -> VideoFile:
+    file = VideoFile()
+    for begin in range(0, len(data), 100_000):
+        file.add(data[begin : begin + 100_000])
+    return file
+
+
+def opened(pool: DecoderPool, key: bytes, data: bytes) -> tuple[Source, VideoFile]:
+    """Return the source of a video, and its file, which lives as long as it is kept."""
+    file = file_of(data)
+    info = pool.open_video(key, file)
+    assert isinstance(info, VideoInfo), info
+    return Source.of_video(key, file, info), file
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_frames_are_those_of_a_reader_that_takes_one_after_the_other(pool: DecoderPool, name: str) -> None:
+    expected = list(true_frames(CLIPS[name]))
+    source, _file = opened(pool, name.encode(), CLIPS[name])
+    assert source.video is not None
+    assert source.video.frames == source.video.readable_frames == len(expected)
+    assert (source.video.height, source.video.width) == expected[0].shape[:2]
+    draw = random.Random(0)
+    forwards = [(number, number + 1) for number in range(0, len(expected) - 1, 5)]
+    anywhere = [tuple(sorted(draw.sample(range(len(expected)), 2))) for _ in range(6)]
+    for first, second in [*forwards, *anywhere, (3, 3)]:
+        pixels = pool.read_frames(source, first, second)
+        assert isinstance(pixels, np.ndarray), pixels
+        assert np.array_equal(pixels, [expected[first], expected[second]]), (first, second)
+
+
+def test_the_container_says_rate_and_rotation(pool: DecoderPool) -> None:
+    source, _file = opened(pool, b"mov", CLIPS["mov"])
+    assert source.video is not None
+    assert source.video.fps == pytest.approx(12.5)
+    turned, _other = opened(pool, b"turned", CLIPS["turned"])
+    assert turned.video == VideoInfo(20, 20, 30.0, 96, 160, 90)
+
+
+def test_more_videos_than_are_open_at_a_time_are_read_in_turn(pool: DecoderPool) -> None:
+    kept = [opened(pool, name.encode(), CLIPS[name]) for name in ("mp4", "mkv", "webm", "vp9")]
+    assert len(kept) > OPEN_VIDEOS
+    expected = [list(true_frames(CLIPS[name])) for name in ("mp4", "mkv", "webm", "vp9")]
+    for number in range(0, 20, 4):
+        for (source, _), frames in zip(kept, expected, strict=True):
+            assert np.array_equal(
+                pool.read_frames(source, number, number + 2), frames[number : number + 3 : 2]
+            )
+
+
+def test_a_video_that_is_kept_no_longer_is_to_be_submitted_again(pool: DecoderPool) -> None:
+    source, file = opened(pool, b"gone", CLIPS["mp4"])
+    for name in ("mkv", "webm"):  # no process has it open any more
+        opened(pool, name.encode(), CLIPS[name])
+    del file
+    assert isinstance(pool.read_frames(source, 0, 1), UnknownImageError)
+
+
+@pytest.mark.parametrize("name", ["mkv", "webm", "mp4"])
+def test_a_truncated_video_has_the_frames_that_exist(pool: DecoderPool, name: str) -> None:
+    whole = with_index_first(CLIPS[name]) if name == "mp4" else CLIPS[name]
+    expected = list(true_frames(whole))
+    assert len(expected) == len(list(true_frames(CLIPS[name])))
+    source, _file = opened(pool, b"cut" + name.encode(), whole[: len(whole) // 2])
+    assert source.video is not None
+    readable = source.video.readable_frames
+    assert 5 < readable < len(expected)
+    assert readable <= source.video.frames <= len(expected)
+    last = readable - 2  # the very last piece may be cut in the middle
+    assert np.array_equal(pool.read_frames(source, 2, last), [expected[2], expected[last]])
+    behind = pool.read_frames(source, readable, readable + 1)
+    assert isinstance(behind, InvalidImageError)
+    assert "cannot be decoded" in behind.message
+    assert np.array_equal(pool.read_frames(source, 0, 1), expected[:2]), "it goes on"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        clip("mp4")[:2000],  # its index is at the end
+        b"\x00\x00\x00\x18ftypisom" + bytes(500),
+        b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",  # a playlist names other files
+        b"ffconcat version 1.0\nfile /etc/passwd\n",
+        bytes(1000),
+    ],
+)
+def test_what_holds_no_video_is_one_error(pool: DecoderPool, data: bytes) -> None:
+    found = pool.open_video(b"bad", file_of(data))
+    assert isinstance(found, InvalidImageError)
+    assert not isinstance(found, UndecodableImageError)
+
+
+def test_a_video_that_takes_too_long_fails_alone(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = clip("mp4", frames=900, width=640, height=360)
+    source, _file = opened(pool, b"long", long)
+    monkeypatch.setattr(decoder_pool, "_FRAME_CPU_S", 0.0)
+    child = next(each for each in pool._video_children if each.opened == b"long")
+    monkeypatch.setattr(child, "_cpu_s", 0.05)
+    found = pool.read_frames(source, 890, 899)
+    assert isinstance(found, UndecodableImageError)
+    assert "takes more than" in found.message
+    monkeypatch.undo()
+    assert isinstance(pool.read_frames(source, 0, 1), np.ndarray)
+
+
+def test_damaged_videos_give_right_frames_or_one_error(pool: DecoderPool) -> None:
+    whole = clip("mp4", frames=12, seed=9)
+    draw = random.Random(7)
+    for number in range(40):
+        data = bytearray(whole)
+        for _ in range(draw.choice((1, 3, 30))):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        file = file_of(bytes(data))
+        info = pool.open_video(number.to_bytes(2), file)
+        if isinstance(info, EncoderError):
+            continue
+        source = Source.of_video(number.to_bytes(2), file, info)
+        for first in range(0, 12, 2):
+            found = pool.read_frames(source, first, first + 1)
+            assert isinstance(found, (np.ndarray, EncoderError))
+            again = pool.read_frames(source, first, first + 1)
+            if isinstance(found, np.ndarray):
+                assert np.array_equal(found, again), "a frame is the same whichever way it is reached"

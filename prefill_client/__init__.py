@@ -30,6 +30,7 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.version import __version__
+from encoder_contract.video import VideoSettings
 from prefill_client.images import (
     FetchedRows,
     Image,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from prefill_client.fleet.fetch_stream import FetchStream
     from prefill_client.fleet.put_session import PutSession
     from prefill_client.transport.connection import Description, traceparent
+    from prefill_client.video import Video, VideoTokens, mark_pairs, read_videos
 else:
     # Loaded when first used, because they need gRPC: a process that only plans, or reads rows by handle, does not.
     _WITH_GRPC = {
@@ -63,6 +65,10 @@ else:
         "EncoderClient": "prefill_client.client",
         "FetchStream": "prefill_client.fleet.fetch_stream",
         "PutSession": "prefill_client.fleet.put_session",
+        "Video": "prefill_client.video",
+        "VideoTokens": "prefill_client.video",
+        "mark_pairs": "prefill_client.video",
+        "read_videos": "prefill_client.video",
         "traceparent": "prefill_client.transport.connection",
     }
 
@@ -117,12 +123,17 @@ __all__ = [
     "UnavailableError",
     "UndecodableImageError",
     "UnknownImageError",
+    "Video",
+    "VideoSettings",
+    "VideoTokens",
     "Window",
     "__version__",
     "content_digest",
     "expand_prompt",
+    "mark_pairs",
     "plan",
     "read",
     "read_images",
+    "read_videos",
     "traceparent",
 ]

@@ -5,22 +5,24 @@ from collections.abc import Sequence
 from typing import Self
 from uuid import uuid4
 
+from cachetools import LRUCache
+
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
-from encoder_contract.errors import (
-    InvalidRequestError,
-)
+from encoder_contract.errors import EncoderError, InternalError, InvalidRequestError
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.video import VideoInfo
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.submission import KeptImages, SentImages, Submission
-from prefill_client.images import File, RowRequest, Submitted, read_images
+from prefill_client.images import File, Image, RowRequest, Submitted, read_images
 from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
 
 DEFAULT_GRACE_MS = 10_000  # another process may submit an image this long after it is fetched
+VIDEOS = 4096  # whose frames are remembered, some 200 bytes each
 DEFAULT_TIMEOUT_S = 120.0  # users do not wait longer for a first token
 
 
@@ -34,6 +36,7 @@ class EncoderClient:
         self.description: Description = pool.description
         self._pool = pool
         self._recent = SentImages()
+        self._videos: LRUCache[bytes, VideoInfo] = LRUCache(VIDEOS)
         self._client_id = client_id
         self._tenant_salt = tenant_salt
 
@@ -113,6 +116,36 @@ class EncoderClient:
         read = await asyncio.to_thread(read_images, files, self.description.geometry)
         submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
         return await submission.submit(read, timeout_s)
+
+    async def probe(
+        self,
+        files: Sequence[bytes],
+        digests: Sequence[bytes],
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[VideoInfo | EncoderError]:
+        """Return what the containers of videos say, or the error of each; servers are sent files that they lack.
+
+        `digests` are those of the files. What a server said of a file is remembered: it is not sent for that again.
+        """
+        known = {digest: self._videos[digest] for digest in digests if digest in self._videos}
+        asked = {
+            digest: Image(file, digest, None, 0, is_video=True)
+            for file, digest in zip(files, digests, strict=True)
+            if digest not in known
+        }
+        found: dict[bytes, VideoInfo | EncoderError] = {**known}
+        submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
+        answers = await submission.submit(list(asked.values()), timeout_s) if asked else []
+        for digest, answer in zip(asked, answers, strict=True):
+            if answer.video is not None:
+                self._videos[digest] = answer.video
+            found[digest] = (
+                answer.video or answer.error or InternalError("the server did not say what the video is")
+            )
+        return [found[digest] for digest in digests]
 
     async def keep(
         self,

@@ -20,6 +20,7 @@ from encoder_contract.handle import Handle
 from encoder_contract.header import format_of, read_header
 from encoder_contract.producer import EngineKey
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.video import Frames, VideoInfo
 from prefill_client.transport.rows import OwnRows, Rows
 
 if TYPE_CHECKING:
@@ -35,17 +36,33 @@ class Image:
     `data` is the file. `digest` has 32 bytes (BLAKE3). `tokens` is the number of its rows and of its prompt tokens.
     Only the server reads the header of a file in a rare format (TIFF, AVIF, ...), and for some models only the server
     counts rows (`Description.geometry`): `grid` is None and `tokens` 0, and the answer to its Submit has both.
+
+    With `frames`, the file is a video, and the image is two of its frames (`prefill_client.Video`). With `is_video` it
+    is the video itself, which has no rows: the answer says what its container does.
     """
 
     data: bytes = field(repr=False)
     digest: bytes
     grid: Grid | None
     tokens: int
+    frames: Frames | None = None
+    is_video: bool = False
+
+    @property
+    def name(self) -> bytes:
+        """What tells it from other images: its digest, and its frames."""
+        return _name(self.digest, self.frames)
 
     def to_message(self, index: int) -> pb.ImageName:
         """Return the message that names the image in a Submit call."""
-        grid = pb.Grid(t=self.grid.t, h=self.grid.h, w=self.grid.w) if self.grid else None
-        return pb.ImageName(index=index, digest=self.digest, grid=grid, size_bytes=len(self.data))
+        return pb.ImageName(
+            index=index,
+            digest=self.digest,
+            grid=_grid_message(self.grid),
+            size_bytes=len(self.data),
+            frames=_frames_message(self.frames),
+            video=self.is_video,
+        )
 
 
 File: TypeAlias = bytes | str | PathLike[str] | Image
@@ -58,7 +75,7 @@ class Submitted:
 
     `address` names its rows at the server (32 bytes). `cached`: the server had the rows already. `upload_s` is when the
     upload began and ended, in seconds of `time.monotonic`; None if the server did not need the file. `endpoint` is the
-    server that answered.
+    server that answered. Of a video itself, `video` is what its container says.
     """
 
     digest: bytes
@@ -69,6 +86,7 @@ class Submitted:
     error: EncoderError | None = None
     upload_s: tuple[float, float] | None = None
     endpoint: str = ""
+    video: VideoInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,8 @@ class RowRequest:
 
     `chunk` is the prefill chunk that needs them and `needed_in_ms` how soon it runs; 0 means that it waits for them.
     `digest` names an image that was submitted, `engine_key` rows that a producer put under its own key.
-    `submitted_to` is the server that the image was submitted to, if another process did that.
+    `submitted_to` is the server that the image was submitted to, if another process did that. `frames` are those of a
+    video, whose file has this digest.
     """
 
     digest: bytes = b""
@@ -89,6 +108,17 @@ class RowRequest:
     max_pixels: int = 0
     engine_key: EngineKey | None = None
     submitted_to: str = ""
+    frames: Frames | None = None
+
+    @classmethod
+    def of(cls, image: Image) -> Self:
+        """Return the request for all rows of an image that was submitted."""
+        return cls(image.digest, frames=image.frames)
+
+    @property
+    def name(self) -> bytes:
+        """What tells its image from others, as `Image.name`."""
+        return _name(self.digest, self.frames)
 
     @property
     def routed_by(self) -> bytes:
@@ -106,7 +136,21 @@ class RowRequest:
             chunk=self.chunk,
             needed_in_ms=self.needed_in_ms,
             engine_key=self.engine_key.to_message() if self.engine_key else None,
+            frames=_frames_message(self.frames),
+            grid=_grid_message(self.frames.grid if self.frames else None),
         )
+
+
+def _name(digest: bytes, frames: Frames | None) -> bytes:
+    return digest if frames is None else digest + repr(tuple(frames)).encode()
+
+
+def _grid_message(grid: Grid | None) -> pb.Grid | None:
+    return pb.Grid(t=grid.t, h=grid.h, w=grid.w) if grid else None
+
+
+def _frames_message(frames: Frames | None) -> pb.Frames | None:
+    return pb.Frames(first=frames.first, second=frames.second) if frames else None
 
 
 @dataclass(frozen=True, slots=True)

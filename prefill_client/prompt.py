@@ -56,9 +56,9 @@ class Layout:
 
 
 def expand_prompt(
-    token_ids: Sequence[int] | TokenIds, placeholder: int, image_tokens: Sequence[int]
+    token_ids: Sequence[int] | TokenIds, placeholder: int | Sequence[int], image_tokens: Sequence[int]
 ) -> Layout:
-    """Return the layout of a prompt in which the token `placeholder` marks the images, in order.
+    """Return the layout of a prompt in which the token `placeholder`, or any of several, marks the images, in order.
 
     `token_ids` has the shape [tokens]; `image_tokens` holds the number of tokens of each image. The prompt marks every
     image by one placeholder, as a chat template does, or every image by all its tokens, as a Hugging Face processor
@@ -69,7 +69,7 @@ def expand_prompt(
         raise InvalidRequestError(f"a prompt is one row of token ids, not an array of shape {ids.shape}")
     if any(tokens < 1 for tokens in image_tokens):
         raise InvalidRequestError(f"every image must have at least one token, got {list(image_tokens)}")
-    marked = np.flatnonzero(ids == placeholder)
+    marked = np.flatnonzero(np.isin(ids, placeholder))
     if len(marked) == len(image_tokens):
         return _expanded(ids, marked, image_tokens)
     if len(marked) != sum(image_tokens):

@@ -40,6 +40,7 @@ class Trace:
         self.trace_id = trace_id(traceparent)
         self.began_s = time.monotonic()
         self.spans: list[Span] = []
+        self._names: list[bytes] = []
         self._lanes: dict[bytes, str] = {}
         self._encoded: set[bytes] = set()
         self._held: set[bytes] = set()
@@ -58,18 +59,20 @@ class Trace:
         yield
         self.add(lane, name, began_s, time.monotonic())
 
-    def images(self, digests: Sequence[bytes]) -> None:
-        """Give every image a lane. An image that occurs twice has one lane."""
-        for number, digest in enumerate(digests):
-            self._lanes.setdefault(digest, f"image {number}")
+    def images(self, names: Sequence[bytes]) -> None:
+        """Give every image a lane: `names` are their `Image.name`. An image that occurs twice has one lane."""
+        self._names = list(names)
+        for number, name in enumerate(names):
+            self._lanes.setdefault(name, f"image {number}")
 
     def submitted(self, answers: Mapping[int, Submitted]) -> None:
         """Add the uploads, and note which images the servers had already."""
-        for answer in answers.values():
+        for number, answer in answers.items():
+            name = self._names[number] if number < len(self._names) else answer.digest
             if answer.cached:
-                self._held.add(answer.digest)
+                self._held.add(name)
             if answer.upload_s is not None:
-                self.add(self._lane(answer.digest), "upload", *answer.upload_s)
+                self.add(self._lane(name), "upload", *answer.upload_s)
 
     def watch(self, fetch: Fetch) -> Fetch:
         """Return `fetch` with a span added for every image, from the request to the arrival of its rows."""
@@ -92,10 +95,10 @@ class Trace:
             yield outcome
 
     def _arrived(self, outcome: FetchedRows, request: RowRequest, asked_s: float, arrived_s: float) -> None:
-        lane = self._lane(outcome.digest)
+        lane = self._lane(request.name)
         self.add(
             lane,
-            "hit" if outcome.digest in self._held else "fetch",
+            "hit" if request.name in self._held else "fetch",
             asked_s,
             arrived_s,
             chunk=request.chunk,
@@ -110,8 +113,8 @@ class Trace:
             return
         stages = _stages(outcome)
         self.add(lane, "transfer", min(stages[-1][2], arrived_s), arrived_s, chunk=request.chunk)
-        if outcome.digest not in self._encoded:  # every fetch of an image reports the same stages
-            self._encoded.add(outcome.digest)
+        if request.name not in self._encoded:  # every fetch of an image reports the same stages
+            self._encoded.add(request.name)
             for name, began_s, ended_s in stages:
                 at = (began_s - self.began_s, ended_s - self.began_s)
                 self.spans.append(Span(lane, name, *at, "encoder", {"server": outcome.endpoint}))

@@ -10,9 +10,11 @@ from itertools import islice
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import numpy as np
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, ModelMismatchError
+from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError
+from encoder_contract.video import VideoSettings
 from prefill_client import (
     Chunk,
     EncoderClient,
@@ -29,13 +31,14 @@ from prefill_client import (
     read_images,
 )
 from prefill_client.prefetch import of_image
+from prefill_client.video import Video, VideoTokens, mark_pairs, read_videos
 from prefill_reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_reference.prefix import PrefixCache
 
 Result = TypeVar("Result")
 
 # {"role": ..., "content": text or parts}; a part is
-# {"type": "text", "text": str} or {"type": "image", "image": bytes or Image}.
+# {"type": "text", "text": str}, {"type": "image", "image": bytes or Image} or {"type": "video", "video": bytes}.
 Message = Mapping[str, Any]
 
 
@@ -56,7 +59,7 @@ class Prefilled:
 
     `prefix_tokens` of the prompt were covered by the KV cache of an earlier one; `runs` are the chunks behind it,
     and `submitted` holds the encoder's answer to each image that has rows there. Behind it the model has room for an
-    answer of `room` tokens.
+    answer of `room` tokens. `names` are what the KV cache knows its images by.
     """
 
     prompt: Prompt
@@ -67,6 +70,7 @@ class Prefilled:
     prefix_tokens: int
     runs: tuple[ChunkRun, ...]
     room: int
+    names: tuple[bytes, ...]
 
 
 class Chat:
@@ -84,8 +88,12 @@ class Chat:
         *,
         chunk_tokens: int,
         prefixes: PrefixCache | None = None,
+        videos: VideoSettings | None = None,
     ) -> None:
-        """Raises `ModelMismatchError` if encoder and language model merge different numbers of patches into a row."""
+        """`videos` are the settings of the checkpoint's video processor; without, videos are refused.
+
+        Raises `ModelMismatchError` if encoder and language model merge different numbers of patches into a row.
+        """
         geometry, ours = client.description.geometry, engine.language_model.merge_size
         theirs = geometry.merge_size if geometry else 1
         if theirs != ours:
@@ -95,6 +103,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._chunk_tokens = chunk_tokens
         self._prefixes = prefixes or PrefixCache(max_tokens=0)
+        self._video_settings = videos
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     def close(self) -> None:
@@ -114,14 +123,18 @@ class Chat:
         """
         trace = trace or Trace(uuid4().hex)
         with trace.span("hash"):
-            images = await asyncio.to_thread(self._read, messages)
-        trace.images([image.digest for image in images])
-        images = await self._with_grids(images, trace.request_id)
+            stills = await asyncio.to_thread(self._read, messages)
+        stills = await self._with_grids(stills, trace.request_id)
+        with trace.span("videos"):
+            videos = await self._videos(messages, trace.request_id)
+        images, later = self._in_order(messages, stills, videos)
+        trace.images([image.name for image in images])
         with trace.span("lay out"):
-            layout = await asyncio.to_thread(self._layout, messages, images)
-        prefix = self._prefixes.take(layout, [image.digest for image in images])
+            layout = await asyncio.to_thread(self._layout, messages, images, videos)
+        names = [image.name + str(so_much).encode() for image, so_much in zip(images, later, strict=True)]
+        prefix = self._prefixes.take(layout, names)
         grids = [image.grid for image in images if image.grid is not None]
-        prompt = self._engine.start(layout, grids, prefix)
+        prompt = self._engine.start(layout, grids, prefix, later)
         begin = prompt.done
         with trace.span("submit"):
             submitted = await self._submit(
@@ -134,7 +147,7 @@ class Chat:
         async with PrefetchSession(
             partial(trace.watch(self.client.fetch), request_id=trace.request_id),
             plan(layout, self._chunk_tokens, begin=begin),
-            [RowRequest(image.digest) for image in images],
+            [RowRequest.of(image) for image in images],
             row_bytes=self.client.description.row_bytes,
         ) as session:
             async for ready in session:
@@ -150,7 +163,9 @@ class Chat:
                 on_chunk(run)
         assert logits is not None, "a prefix never covers the whole prompt"
         room = self._engine.room(prompt)
-        return Prefilled(prompt, logits, layout, tuple(images), submitted, begin, tuple(runs), room)
+        return Prefilled(
+            prompt, logits, layout, tuple(images), submitted, begin, tuple(runs), room, tuple(names)
+        )
 
     async def decode(
         self, prefilled: Prefilled, *, max_tokens: int, choose: Choose = greedy
@@ -159,8 +174,8 @@ class Chat:
         steps = islice(self._engine.decode(prefilled.prompt, prefilled.logits, choose), max_tokens)
         while (token := await self._on_model(next, steps, None)) is not None:
             yield token
-        digests = [image.digest for image in prefilled.images]
-        self._prefixes.put(prefilled.layout, prefilled.prompt.generated, digests, prefilled.prompt.cache)
+        prompt = prefilled.prompt
+        self._prefixes.put(prefilled.layout, prompt.generated, prefilled.names, prompt.cache)
 
     def _read(self, messages: Sequence[Message]) -> list[Image]:
         """Hash the images and read their headers: all that the prompt's layout needs."""
@@ -171,6 +186,51 @@ class Chat:
                 raise of_image(number, image)
             images.append(image)
         return images
+
+    async def _videos(self, messages: Sequence[Message], request_id: str) -> list[Video]:
+        """Return the videos of all messages, with the pairs of frames that the model is shown."""
+        files = [part["video"] for part in _parts(messages) if part["type"] == "video"]
+        if not files:
+            return []
+        if self._video_settings is None:
+            raise InvalidRequestError("this checkpoint has no video processor: send images")
+        videos = []
+        for number, video in enumerate(
+            await read_videos(self.client, files, self._video_settings, request_id=request_id)
+        ):
+            if isinstance(video, EncoderError):
+                text = f"video {number}: {video.message}"
+                raise type(video)(text, retry_after_ms=video.retry_after_ms)
+            videos.append(video)
+        return videos
+
+    def _in_order(
+        self, messages: Sequence[Message], stills: Sequence[Image], videos: Sequence[Video]
+    ) -> tuple[list[Image], list[int | None]]:
+        """Return the images of the prompt, in order, and how much later each is than its video (`mrope_positions`)."""
+        left, albums = iter(stills), iter(videos)
+        images: list[Image] = []
+        later: list[int | None] = []
+        for part in _parts(messages):
+            if part["type"] == "image":
+                images.append(next(left))
+                later.append(None)
+            elif part["type"] == "video":
+                video = next(albums)
+                images += video.images
+                later += self._later(video)
+        return images, later
+
+    def _later(self, video: Video) -> list[int | None]:
+        """Return how much later each pair is than the first, in positions, for a model that counts time in them."""
+        assert self._video_settings is not None
+        if self._video_settings.writes_time:
+            return [None] * len(video.images)
+        interval = self._engine.language_model.positions_per_s * video.clip.seconds_per_pair
+        return [
+            None,
+            *(int(np.float32(number) * np.float32(interval)) for number in range(1, len(video.images))),
+        ]
 
     async def _with_grids(self, images: Sequence[Image], request_id: str) -> list[Image]:
         """Return the images with their grids. Those in a rare format are submitted: the answer has theirs."""
@@ -191,14 +251,18 @@ class Chat:
                 raise of_image(number, image.error)
         return submitted
 
-    def _layout(self, messages: Sequence[Message], images: Sequence[Image]) -> Layout:
-        """Render the messages, one placeholder an image, and expand them."""
+    def _layout(
+        self, messages: Sequence[Message], images: Sequence[Image], videos: Sequence[Video]
+    ) -> Layout:
+        """Render the messages, one placeholder an image and one a video, and expand them."""
         encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return expand_prompt(
-            encoded["input_ids"],
-            self._engine.language_model.image_token,
-            [image.tokens for image in images],
-        )
+        ids, model = encoded["input_ids"], self._engine.language_model
+        if videos:
+            assert self._video_settings is not None
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            ids = mark_pairs(ids, videos, VideoTokens(*model.video_marks, encode), self._video_settings)
+        tokens = [image.tokens for image in images]
+        return expand_prompt(ids, (model.image_token, model.video_marks[0]), tokens)
 
     async def _on_model(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._model_thread, function, *arguments)

@@ -33,6 +33,19 @@ class ImagePart(_Strict):
     image_url: ImageUrl
 
 
+class VideoUrl(_Strict):
+    """Where a video is."""
+
+    url: str
+
+
+class VideoPart(_Strict):
+    """A video of a message, as vLLM and SGLang take it."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
 class TextPart(_Strict):
     """A text of a message."""
 
@@ -40,7 +53,7 @@ class TextPart(_Strict):
     text: str
 
 
-Part = Annotated[ImagePart | TextPart, Field(discriminator="type")]
+Part = Annotated[ImagePart | VideoPart | TextPart, Field(discriminator="type")]
 
 
 class ChatMessage(_Strict):
@@ -85,25 +98,35 @@ class ChatRequest(_Strict):
         """The URLs of all images, in prompt order."""
         return [part.image_url.url for part in self._parts() if isinstance(part, ImagePart)]
 
-    def prompt_messages(self, images: Sequence[bytes | Image]) -> list[Mapping[str, Any]]:
-        """Return the messages as the chat takes them, with the images in place of their URLs."""
-        left = iter(images)
+    @property
+    def video_urls(self) -> list[str]:
+        """The URLs of all videos, in prompt order."""
+        return [part.video_url.url for part in self._parts() if isinstance(part, VideoPart)]
+
+    def prompt_messages(
+        self, images: Sequence[bytes | Image], videos: Sequence[bytes] = ()
+    ) -> list[Mapping[str, Any]]:
+        """Return the messages as the chat takes them, with images and videos in place of their URLs."""
+        left_images, left_videos = iter(images), iter(videos)
+
+        def filled(part: ImagePart | VideoPart | TextPart) -> Mapping[str, Any]:
+            if isinstance(part, TextPart):
+                return {"type": "text", "text": part.text}
+            if isinstance(part, VideoPart):
+                return {"type": "video", "video": next(left_videos)}
+            return {"type": "image", "image": next(left_images)}
+
         return [
             {
                 "role": message.role,
                 "content": message.content
                 if isinstance(message.content, str)
-                else [
-                    {"type": "text", "text": part.text}
-                    if isinstance(part, TextPart)
-                    else {"type": "image", "image": next(left)}
-                    for part in message.content
-                ],
+                else [filled(part) for part in message.content],
             }
             for message in self.messages
         ]
 
-    def _parts(self) -> list[ImagePart | TextPart]:
+    def _parts(self) -> list[ImagePart | VideoPart | TextPart]:
         return [
             part for message in self.messages if isinstance(message.content, list) for part in message.content
         ]

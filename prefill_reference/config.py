@@ -35,13 +35,14 @@ class ServiceConfig(EncoderSettings):
     max_requests: int = knob(64, help="most requests at the same time; further ones are answered with 429")
     max_body_bytes: int = knob(256 << 20, help="largest request body, bytes")
     max_image_bytes: int = knob(32 << 20, help="largest image file in a request, bytes")
+    max_video_bytes: int = knob(128 << 20, help="largest video file in a request, bytes")
     request_s: float = knob(
         300.0, help="seconds a request may take to its first token, and again from there to its last"
     )
     image_hosts: str = knob(
         "",
-        help="hosts that image URLs may name, comma-separated: host names, addresses, networks, or `public` for every "
-        "public host; empty: only data URLs are accepted",
+        help="hosts that URLs of images and videos may name, comma-separated: host names, addresses, networks, or "
+        "`public` for every public host; empty: only data URLs are accepted",
     )
     trace_folder: str = knob(
         "", help="folder for the timing traces of the newest requests, one file each; empty: no traces"

@@ -62,15 +62,21 @@ class Engine:
         language_model.require_width(row_width)
         self.language_model = language_model
 
-    def start(self, layout: Layout, grids: Sequence[Grid], prefix: Prefix | None = None) -> Prompt:
-        """Return a prompt of which nothing, or the given prefix, is done.
+    def start(
+        self,
+        layout: Layout,
+        grids: Sequence[Grid],
+        prefix: Prefix | None = None,
+        later: Sequence[int | None] = (),
+    ) -> Prompt:
+        """Return a prompt of which nothing, or the given prefix, is done; for `later` see `mrope_positions`.
 
         Raises `InvalidRequestError` when it is longer than the model's limit.
         """
         model = self.language_model
         if layout.tokens > model.max_tokens:
             raise InvalidRequestError(f"{layout.tokens} tokens exceed the model's {model.max_tokens}")
-        positions = torch.from_numpy(mrope_positions(layout, grids, model.merge_size))
+        positions = torch.from_numpy(mrope_positions(layout, grids, model.merge_size, later))
         token_ids = torch.from_numpy(layout.token_ids.copy())
         return Prompt(
             token_ids=token_ids[None].to(model.device),

@@ -95,6 +95,7 @@ class HttpService:
         model: str,
         *,
         image_loader: ImageLoader,
+        video_loader: ImageLoader,
         metrics: Metrics,
         limits: Limits,
         traces: TraceFolder | None = None,
@@ -103,6 +104,7 @@ class HttpService:
         self._tokenizer = tokenizer
         self._model = model
         self._image_loader = image_loader
+        self._video_loader = video_loader
         self._metrics = metrics
         self._limits = limits
         self._traces = traces
@@ -187,9 +189,10 @@ class HttpService:
 
     async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:
         images = await self._image_loader.load_all(asked.image_urls)
+        videos = await self._video_loader.load_all(asked.video_urls)
         with self._metrics.first_token_seconds.time():
             prefilled = await self._chat.prefill(
-                asked.prompt_messages(images), on_chunk=self._metrics.on_chunk, trace=trace
+                asked.prompt_messages(images, videos), on_chunk=self._metrics.on_chunk, trace=trace
             )
         self._metrics.prompt_tokens.labels("cached").inc(prefilled.prefix_tokens)
         self._metrics.prompt_tokens.labels("prefilled").inc(prefilled.layout.tokens - prefilled.prefix_tokens)

@@ -36,7 +36,8 @@ class LanguageModel:
 
     `hidden` is the width of its states, `levels` the DeepStack levels it adds, so that an image row has
     hidden × (1 + levels) elements: [main | level 0 | level 1 | ...]. `model` is a `transformers`
-    `...ForConditionalGeneration` whose tower is gone.
+    `...ForConditionalGeneration` whose tower is gone. `video_marks` are its tokens for a pair of frames, and before and
+    after one; a model that counts time in positions has `positions_per_s` of them a second.
     """
 
     model: Any
@@ -46,6 +47,8 @@ class LanguageModel:
     image_token: int
     end_tokens: frozenset[int]
     max_tokens: int
+    video_marks: tuple[int, int, int]
+    positions_per_s: float = 0.0
 
     @property
     def width(self) -> int:
@@ -143,6 +146,8 @@ def load_language_model(
         image_token=config.image_token_id,
         end_tokens=_end_tokens(model),
         max_tokens=text.max_position_embeddings,
+        video_marks=(config.video_token_id, config.vision_start_token_id, config.vision_end_token_id),
+        positions_per_s=float(getattr(vision, "tokens_per_second", 0.0) or 0.0),
     )
 
 

@@ -1,5 +1,6 @@
 """The reference prefill service as a process: constructs and wires its components, and serves."""
 
+import logging
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import uvicorn
 
 from encoder_contract.certificates import Certificates
 from encoder_contract.version import __version__
+from encoder_contract.video import VideoSettings
 from prefill_client import EncoderClient
 from prefill_client.http_server import HttpServer
 from prefill_client.media.image_loader import ImageLoader
@@ -20,6 +22,8 @@ from prefill_reference.language_model import load_language_model
 from prefill_reference.metrics import Metrics
 from prefill_reference.prefix import PrefixCache
 from prefill_reference.trace_folder import TraceFolder
+
+log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 DRAIN_S = 30  # what running requests are given after SIGTERM
@@ -42,25 +46,46 @@ async def serve(config: ServiceConfig, listener: socket.socket) -> None:
     async with await EncoderClient.connect(config.encoder, credentials=config.credentials) as client:
         engine = Engine(language_model, row_width=client.description.width)
         prefixes = PrefixCache(config.prefix_tokens)
-        chat = Chat(client, engine, tokenizer, chunk_tokens=config.chunk_tokens, prefixes=prefixes)
-        loader = ImageLoader(
-            config.image_destinations,
-            max_bytes=config.max_image_bytes,
-            timeout_s=config.image_s,
-            cache_bytes=int(config.image_cache_gib * GIB),
-            unsaid_fresh_s=config.image_fresh_s,
+        chat = Chat(
+            client,
+            engine,
+            tokenizer,
+            chunk_tokens=config.chunk_tokens,
+            prefixes=prefixes,
+            videos=_video_settings(config.model),
+        )
+        images, videos = (
+            ImageLoader(
+                config.image_destinations,
+                max_bytes=max_bytes,
+                timeout_s=config.image_s,
+                cache_bytes=int(config.image_cache_gib * GIB),
+                unsaid_fresh_s=config.image_fresh_s,
+                what=what,
+            )
+            for what, max_bytes in (("image", config.max_image_bytes), ("video", config.max_video_bytes))
         )
         service = HttpService(
             chat,
             tokenizer,
             name,
-            image_loader=loader,
+            image_loader=images,
+            video_loader=videos,
             metrics=Metrics(),
             limits=Limits(config.max_requests, config.max_body_bytes, config.request_s),
             traces=TraceFolder(Path(config.trace_folder)) if config.trace_folder else None,
         )
         await _answer(service, config, name, listener, certificates)
         chat.close()
+
+
+def _video_settings(folder: Path) -> VideoSettings | None:
+    """Return the settings of a checkpoint's video processor; None if it has none that is supported."""
+    try:
+        return VideoSettings.from_folder(folder)
+    except (OSError, ValueError) as error:
+        log.info("no videos: %s", error)
+        return None
 
 
 async def _answer(

@@ -108,7 +108,13 @@ class FetchStream:
 
     def _sent(self, index: int) -> Image | None:
         """Return the image to submit again if its rows are lost; None if rows were put, or another client keeps it."""
-        return None if self._producer or self._kept else self._recent.image(self._requests[index].digest)
+        request = self._requests[index]
+        if self._producer or self._kept or (image := self._recent.image(request.digest)) is None:
+            return None
+        if request.frames is None:
+            return image
+        # What was sent last of a video are other frames of it, or the video itself.
+        return replace(image, frames=request.frames, grid=request.frames.grid, is_video=False)
 
     def _route(self, name: bytes) -> str | None:
         if self._producer:
@@ -222,17 +228,17 @@ class FetchStream:
 
     async def _submit_again(self, indexes: list[int]) -> list[int]:
         """Submit images that a server does not know. Return those to fetch; the others get their outcome."""
-        digests = [self._requests[index].digest for index in indexes]
-        for digest in digests:
-            self._recent.lost(digest)
-        images = [image for digest in digests if (image := self._recent.image(digest)) is not None]
+        for index in indexes:
+            self._recent.lost(self._requests[index].digest)
+        images = {index: image for index in indexes if (image := self._sent(index)) is not None}
         known: list[int] = []
         left_s = min(self._attempts[index].left_s() for index in indexes) if indexes else 0.0
         submission = Submission(self._pool, self._recent, self._caller)
-        answers = {answer.digest: answer for answer in await submission.submit(images, left_s)}
-        for index, digest in zip(indexes, digests, strict=True):
-            answer = answers.get(digest)
+        answers = dict(zip(images, await submission.submit(list(images.values()), left_s), strict=True))
+        for index in indexes:
+            answer = answers.get(index)
             if answer is not None and answer.error is not None:
+                digest = self._requests[index].digest
                 self._outcomes.put_nowait(FetchedRows(index, digest, error=answer.error))
             else:
                 known.append(index)

@@ -1,4 +1,4 @@
-"""Loads the bytes behind image URLs: data URLs, and http and https URLs of allowed destinations."""
+"""Loads the bytes behind URLs of images or videos: data URLs, and http and https URLs of allowed destinations."""
 
 import asyncio
 import base64
@@ -111,10 +111,15 @@ class ImageLoader:
         unsaid_fresh_s: float = 60.0,
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
+        what: str = "image",
     ) -> None:
-        """`max_bytes` bounds an image. `timeout_s` bounds its download with redirects and the wait for a free slot."""
+        """`max_bytes` bounds an image. `timeout_s` bounds its download with redirects and the wait for a free slot.
+
+        `what` is what messages call what is loaded.
+        """
         self._destinations = destinations
         self._max_bytes = max_bytes
+        self._what = what
         self._timeout_s = timeout_s
         self._unsaid_fresh_s = unsaid_fresh_s
         self._resolve = resolve or Resolver().addresses
@@ -135,7 +140,7 @@ class ImageLoader:
             try:
                 return await self.load(url, lookups)
             except EncoderError as error:
-                message = f"image {index}: {error.message}"
+                message = f"{self._what} {index}: {error.message}"
                 raise type(error)(message, retry_after_ms=error.retry_after_ms) from error
 
         loading = [asyncio.ensure_future(load(index, url)) for index, url in enumerate(urls)]
@@ -252,7 +257,7 @@ class ImageLoader:
     def _decode(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise InvalidImageError("a data URL of an image must have the form data:image/...;base64,...")
+            raise InvalidImageError(f"a data URL must have the form data:{self._what}/...;base64,...")
         if len(body) // 4 * 3 > self._max_bytes + 2:
             raise ImageLimitError(f"the data URL holds more than {self._max_bytes} bytes")
         try:

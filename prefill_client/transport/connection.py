@@ -41,7 +41,8 @@ class Description:
     A row has `width` elements of type `dtype`: `hidden` for the language model's input, and as many again for each of
     `deepstack_levels`. `geometry` gives an image's grid and tokens from its size, so that the client lays out prompts
     without asking; where only the server can count rows it is None, and the answer to an image's Submit has both.
-    Limits are in bytes, pixels, images and milliseconds.
+    Limits are in bytes, pixels, images and milliseconds. `video_decoder` is what decodes videos; empty: the server
+    takes none.
     """
 
     version: str
@@ -60,6 +61,7 @@ class Description:
     max_message_bytes: int
     max_grace_ms: int
     replica_id: str
+    video_decoder: str = ""
 
     @property
     def row_bytes(self) -> int:
@@ -87,6 +89,7 @@ class Description:
             max_message_bytes=message.limits.max_message_bytes,
             max_grace_ms=message.limits.max_grace_ms,
             replica_id=message.replica_id,
+            video_decoder=message.video_decoder,
         )
 
 

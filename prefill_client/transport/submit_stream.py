@@ -7,6 +7,7 @@ from typing import Any
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.video import VideoInfo
 from prefill_client.images import Image, Submitted
 from prefill_client.transport.channels import from_message
 from prefill_client.transport.exchange import Exchange
@@ -74,6 +75,12 @@ class SubmitStream(Exchange):
         digest = self._images[state.index].digest
         if state.state == pb.STATE_FAILED:
             return Submitted(digest, error=from_message(state.error))
+        if state.state == pb.STATE_PROBED:
+            said = state.video
+            video = VideoInfo(
+                said.frames, said.readable_frames, said.fps, said.width, said.height, said.rotation
+            )
+            return Submitted(digest, upload_s=upload_s, endpoint=self._endpoint, video=video)
         return Submitted(
             digest,
             Grid(state.grid.t, state.grid.h, state.grid.w),

@@ -10,6 +10,7 @@ from pathlib import Path
 import prefill_client
 from encoder_contract import errors
 from encoder_service.app import Server
+from testing.clips import clip
 from testing.photos import photo
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 CLIENTS = {"EncoderClient", "FetchStream", "BlockingClient", "BlockingFetch", "Description", "TRANSPORTS"}
 PUT = {"PutSession", "BlockingPut", "Producer", "EngineKey", "PutImage", "PutAnswer"}
 IMAGES = {"Image", "read_images", "content_digest", "Geometry", "Grid", "RowRequest", "Submitted"}
+VIDEOS = {"Video", "VideoSettings", "VideoTokens", "mark_pairs", "read_videos"}
 ROWS = {"FetchedRows", "read", "Handle", "SharedRows", "DeviceRows"}
 PROMPTS = {"expand_prompt", "Layout", "Span", "plan", "Chunk", "Window", "PrefetchSession", "ReadyChunk"}
 OTHERS = {"Credentials", "Trace", "traceparent", "__version__"}
@@ -30,7 +32,7 @@ ERRORS = {
 
 
 def test_the_public_names_are_these_and_each_is_there() -> None:
-    assert set(prefill_client.__all__) == CLIENTS | PUT | IMAGES | ROWS | PROMPTS | OTHERS | ERRORS
+    assert set(prefill_client.__all__) == CLIENTS | PUT | IMAGES | VIDEOS | ROWS | PROMPTS | OTHERS | ERRORS
     assert len(prefill_client.__all__) == len(set(prefill_client.__all__))
     for name in prefill_client.__all__:
         assert getattr(prefill_client, name) is not None
@@ -62,7 +64,7 @@ def test_the_page_has_every_public_name_and_imports_only_them() -> None:
 
 
 async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None:
-    (example,) = EXAMPLES
+    example, _videos = EXAMPLES
     prefilled = []
     given = {
         "files": [photo(128, 96, 3), photo(64, 64, 4)],
@@ -83,6 +85,33 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
     assert sum(tokens for tokens, _, _ in prefilled) == 3 + sum(image.tokens for image in images)  # type: ignore[attr-defined]
     assert all(wanted == got for _, wanted, got in prefilled)
     assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
+
+
+async def test_the_example_of_videos_lays_out_a_prompt(
+    client: prefill_client.EncoderClient, checkpoint: Path
+) -> None:
+    class Tokenizer:
+        def encode(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    given = {
+        "checkpoint": checkpoint,
+        "client": client,
+        "file": clip("mp4", frames=30, fps=10.0),
+        "token_ids": [301, 303, 302, 3],
+        "image_token": 300,
+        "vision_start": 301,
+        "vision_end": 302,
+        "video_token": 303,
+        "tokenizer": Tokenizer(),
+    }
+    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), given)
+    layout, video = given["layout"], given["video"]
+    assert len(layout.spans) == len(given["images"]) == len(video.images) > 1  # type: ignore[attr-defined,arg-type]
+    for span, seconds in zip(layout.spans, video.clip.seconds, strict=True):  # type: ignore[attr-defined]
+        text = [*f"<{seconds:.1f} seconds>".encode(), 301]
+        assert layout.token_ids[span.begin - len(text) : span.begin].tolist() == text  # type: ignore[attr-defined]
+        assert layout.token_ids[span.end] == 302  # type: ignore[attr-defined]
 
 
 def test_importing_the_client_loads_no_heavy_modules() -> None:

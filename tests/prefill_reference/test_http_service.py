@@ -1,6 +1,7 @@
 """The reference prefill service over HTTP, with the official OpenAI client and with bad input."""
 
 import asyncio
+import base64
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ import transformers
 import uvicorn
 
 from encoder_contract.settings import ConfigError
+from encoder_contract.video import VideoSettings
 from encoder_service.app import Server
 from prefill_client import EncoderClient
 from prefill_client.cli import main
@@ -31,6 +33,7 @@ from prefill_reference.language_model import load_language_model
 from prefill_reference.metrics import Metrics
 from prefill_reference.prefix import PrefixCache
 from prefill_reference.trace_folder import TraceFolder
+from testing.clips import clip
 from testing.photos import data_url, photo
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
@@ -69,12 +72,20 @@ async def serving(
     language_model = load_language_model(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     engine, metrics = Engine(language_model, row_width=client.description.width), Metrics()
-    chat = Chat(client, engine, tokenizer, chunk_tokens=50, prefixes=PrefixCache(10_000))
+    chat = Chat(
+        client,
+        engine,
+        tokenizer,
+        chunk_tokens=50,
+        prefixes=PrefixCache(10_000),
+        videos=VideoSettings.from_folder(checkpoint),
+    )
     http = HttpService(
         chat,
         tokenizer,
         MODEL,
         image_loader=loader or ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1),
+        video_loader=ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1, what="video"),
         metrics=metrics,
         limits=limits,
         traces=traces,
@@ -290,3 +301,16 @@ def test_an_unservable_model_ends_the_start(capsys: pytest.CaptureFixture[str], 
     assert "no config.json" in capsys.readouterr().err
     assert main(["serve", "--model", str(tmp_path), "--chunk-tokens", "0"]) == 2
     assert "--chunk-tokens must be positive" in capsys.readouterr().err
+
+
+async def test_a_chat_about_a_video_is_answered_and_a_bad_one_is_named(service: Service) -> None:
+    def about(data: bytes) -> dict[str, Any]:
+        url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+        parts = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What happens?"}]
+        return {"role": "user", "content": parts}
+
+    answer = await service.ask(about(clip("mp4", frames=30, fps=10.0)))
+    assert answer.usage.prompt_tokens > 40
+    assert answer.usage.completion_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="video 0: no video in a supported container"):
+        await service.ask(about(b"no video"))

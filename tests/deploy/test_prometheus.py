@@ -181,6 +181,8 @@ async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Se
         "encsvc_sources_offered_total",
         "encsvc_sources_size_bytes",
         "encsvc_sources_images",
+        "encsvc_videos",
+        "encsvc_videos_size_bytes",
         "encsvc_store_largest_free_bytes",
         "encsvc_store_moves_total",
         "encsvc_store_refusals_total",

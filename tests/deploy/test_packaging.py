@@ -90,6 +90,19 @@ def environment(site: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(site)}
 
 
+def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    tree = wheel.parent.parent
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, timeout=WAIT_S, capture_output=True)
+    (source,) = tmp_path.iterdir()
+    pip("wheel", "--no-build-isolation", "--wheel-dir", tmp_path / "dist", source)
+    (again,) = (tmp_path / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as theirs:
+        names = {name for name in ours.namelist() if ".dist-info/" not in name}
+        assert names == {name for name in theirs.namelist() if ".dist-info/" not in name}
+        assert all(ours.read(name) == theirs.read(name) for name in names)
+
+
 def test_the_line_of_the_readme_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """As it is typed, where `make wheel` left it; what it depends on is installed already."""
     (line,) = re.findall(r"^pip (install \S*dist/.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)

@@ -264,6 +264,19 @@ def test_every_point_of_the_review_of_the_cuda_code_is_held_by_something() -> No
         assert row.removesuffix("|").rpartition(" | ")[2].strip(), row
 
 
+def test_issue_forms_ask_for_something_once() -> None:
+    forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+    assert len(forms) == 3
+    for form in forms:
+        asked = yaml.safe_load(form.read_text())
+        assert asked["name"], form.name
+        assert asked["description"], form.name
+        fields = [each for each in asked["body"] if each["type"] != "markdown"]
+        assert len({each["id"] for each in fields}) == len(fields) > 0
+        assert any(each["validations"]["required"] for each in fields if "validations" in each)
+        assert all(each["attributes"]["label"] for each in fields)
+
+
 def test_what_the_matrix_of_vllm_calls_tested_names_its_test() -> None:
     page = (ROOT / "docs/vllm.md").read_text()
     rows = re.findall(r"^\| .+ \| ([✓◐✗]) \| (.*) \|$", page, re.MULTILINE)

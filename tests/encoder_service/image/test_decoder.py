@@ -257,6 +257,13 @@ def test_dali_where_it_cannot_decode_is_an_error_at_start(config, device, settin
         _jpegs(replace(config, decoder="dali", **settings), device, 1)
 
 
+def test_a_gpu_server_without_dali_says_what_it_lacks(config, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    assert _jpegs(config, "cuda:0", 1) is None
+    assert "decoded on the CPU" in caplog.text
+    assert "the extra gpu" in caplog.text
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_an_error_at_start(config):
     with pytest.raises(ConfigError, match=r"--device cuda:3: torch .* sees 0 CUDA devices; use --device cpu"):

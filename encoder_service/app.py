@@ -75,6 +75,9 @@ def require_host_memory(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+MAX_VIDEOS = 256  # files of videos kept, each with a descriptor
+
+
 class Server:
     """One serving process. Construct it on the event loop that is to serve."""
 
@@ -104,7 +107,7 @@ class Server:
         self._memory_plan.check()
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
-        self._videos = SourceCache(int(config.video_gib * GIB), config.source_ttl_s)
+        self._videos = SourceCache(int(config.video_gib * GIB), config.source_ttl_s, max_files=MAX_VIDEOS)
         self.budgets = budgets or Budgets.of(config)
         self.jobs = self._build_jobs()
         self.engine = self._build_engine()

@@ -125,8 +125,7 @@ class Chat:
         with trace.span("hash"):
             stills = await asyncio.to_thread(self._read, messages)
         stills = await self._with_grids(stills, trace.request_id)
-        with trace.span("videos"):
-            videos = await self._videos(messages, trace.request_id)
+        videos = await self._videos(messages, trace)
         images, later = self._in_order(messages, stills, videos)
         trace.images([image.name for image in images])
         with trace.span("lay out"):
@@ -187,17 +186,17 @@ class Chat:
             images.append(image)
         return images
 
-    async def _videos(self, messages: Sequence[Message], request_id: str) -> list[Video]:
+    async def _videos(self, messages: Sequence[Message], trace: Trace) -> list[Video]:
         """Return the videos of all messages, with the pairs of frames that the model is shown."""
         files = [part["video"] for part in _parts(messages) if part["type"] == "video"]
         if not files:
             return []
         if self._video_settings is None:
             raise InvalidRequestError("this checkpoint has no video processor: send images")
+        with trace.span("videos"):
+            found = await read_videos(self.client, files, self._video_settings, request_id=trace.request_id)
         videos = []
-        for number, video in enumerate(
-            await read_videos(self.client, files, self._video_settings, request_id=request_id)
-        ):
+        for number, video in enumerate(found):
             if isinstance(video, EncoderError):
                 text = f"video {number}: {video.message}"
                 raise type(video)(text, retry_after_ms=video.retry_after_ms)

@@ -25,6 +25,7 @@ def test_some_calls_find_nothing_and_leave_nothing_on_a_server() -> None:
         "submit",
         "fetch",
         "images",
+        "videos",
         "put",
         "crowds",
         "--cases",

@@ -33,7 +33,9 @@ class Upload:
         self.max_bytes = max_bytes
         self.limit = limit
         self.size = 0
-        self.video = VideoFile() if is_video else None
+        self.is_video = is_video
+        self.video: VideoFile | None = None
+        """The file of a video, from its first piece on: it takes a descriptor."""
         self._pieces: list[bytes] = []
         self._began = monotonic()
 
@@ -44,10 +46,11 @@ class Upload:
 
     def add(self, piece: bytes) -> None:
         """Append a piece."""
-        if self.video is None:
-            self._pieces.append(piece)
-        else:
+        if self.is_video:
+            self.video = self.video or VideoFile()
             self.video.add(piece)
+        else:
+            self._pieces.append(piece)
         self.size += len(piece)
 
     def joined(self) -> bytes:
@@ -94,7 +97,9 @@ class Uploads:
         if upload.size + size > upload.max_bytes:
             raise ImageLimitError(f"the file is larger than {upload.limit} = {upload.max_bytes}")
         held = size + sum(other.size for other in self._images.values())
-        is_any_video = any(other.video is not None for other in self._images.values())
+        is_any_video = any(other.is_video for other in self._images.values())
+        if upload.is_video and any(other.video for other in self._images.values() if other is not upload):
+            raise ImageLimitError("the call sends two videos at a time: send them one after another")
         if held > (most := self._most[is_any_video]):
             limit = "max_video_bytes" if is_any_video else "max_image_bytes"
             raise ImageLimitError(

@@ -4,6 +4,7 @@ The cache keeps files for a while, so that an evicted embedding can be computed 
 """
 
 import asyncio
+import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -275,8 +276,17 @@ class SourceCache:
     always want more have equal shares.
     """
 
-    def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        ttl_s: float,
+        clock: Callable[[], float] = monotonic,
+        *,
+        max_files: float = math.inf,
+    ) -> None:
+        """At most `max_files` are kept: a video takes a descriptor."""
         self.max_bytes = max_bytes
+        self._max_files = max_files
         self._ttl_s = ttl_s
         self._clock = clock
         self._turn = threading.Lock()
@@ -313,7 +323,7 @@ class SourceCache:
             self._of.setdefault(holder, OrderedDict())[source.key] = None
             self._bytes_of[holder] = self._bytes_of.get(holder, 0) + size
             self._held_bytes += size
-            while self._held_bytes > self.max_bytes:
+            while self._held_bytes > self.max_bytes or len(self._images) > self._max_files:
                 self._remove(self._victim(source.key))
 
     def get(self, key: bytes) -> Source | None:

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -141,6 +142,68 @@ async def images(channel: Any, seed: int, _draw: random.Random) -> None:
     await check(fetched, errors)
 
 
+async def videos(channel: Any, _seed: int, draw: random.Random) -> None:
+    """A damaged video is probed, and pairs of its frames are fetched: rows, or one error that blames it for each."""
+    file = mutated(draw, draw.choice(_videos()))
+    digest, grid = content_digest(file), pb.Grid(t=1, h=4, w=4)
+    call: Any = channel.stream_stream(f"{SERVICE}/Submit")()
+    probe = pb.ImageName(index=0, digest=digest, video=True)
+    pairs = [
+        pb.Frames(first=(first := draw.randrange(14)), second=first + draw.randrange(3)) for _ in range(4)
+    ]
+    names = [
+        pb.ImageName(index=1 + number, digest=digest, frames=pair, grid=grid)
+        for number, pair in enumerate(pairs)
+    ]
+    steps = [
+        pb.SubmitRequest(open=pb.Caller()),
+        pb.SubmitRequest(names=pb.ImageNames(names=[probe])),
+        pb.SubmitRequest(bytes=pb.ImageBytes(index=0, data=file, last=True)),
+        pb.SubmitRequest(names=pb.ImageNames(names=names)),
+    ]
+    errors: list[pb.ImageError] = []
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        for step in steps:
+            await call.write(step.SerializeToString())
+        while len(errors) < len(names) + 1 and (raw := await call.read()) is not grpc.aio.EOF:
+            state = pb.SubmitResponse.FromString(raw).state
+            if state.state == pb.STATE_NEEDS_BYTES and state.index:  # it was refused before
+                piece = pb.ImageBytes(index=state.index, data=file, last=True)
+                await call.write(pb.SubmitRequest(bytes=piece).SerializeToString())
+            elif state.state != pb.STATE_NEEDS_BYTES:
+                errors.append(state.error)
+        await call.done_writing()
+        assert pb.SubmitResponse.FromString(await call.read()) == pb.SubmitResponse()
+    await check(call, errors)
+    wanted = [
+        pb.FetchImage(index=number, digest=digest, frames=pair, grid=grid)
+        for number, pair in enumerate(pairs)
+    ]
+    fetched: Any = channel.unary_stream(f"{SERVICE}/Fetch")(
+        pb.FetchRequest(images=wanted).SerializeToString()
+    )
+    outcomes: list[int] = []
+    with suppress(grpc.aio.AioRpcError):
+        async for raw in fetched:
+            answer = pb.FetchResponse.FromString(raw)
+            kind = answer.WhichOneof("message")
+            if kind == "error":
+                errors.append(answer.error)
+            if kind != "rows":
+                outcomes.append(answer.error.index if kind == "error" else answer.ready.index)
+    await check(fetched, errors)
+    assert sorted(outcomes) == list(range(len(pairs))), outcomes
+
+
+@cache
+def _videos() -> list[bytes]:
+    from testing.clips import clip, with_index_first
+
+    small: dict[str, Any] = {"frames": 12, "width": 64, "height": 48}
+    mp4 = clip("mp4", **small)
+    return [mp4, with_index_first(mp4), clip("mkv", **small), clip("webm", **small)]
+
+
 async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
     """A message of many sub-messages, most of them empty, in the place of images."""
     count = draw.choice((0, 1, 511, 512, 513, 5_000, 50_000))
@@ -159,7 +222,7 @@ async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
     await check(call, [])
 
 
-CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, put, crowds)}
+CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, videos, put, crowds)}
 _FILES = [b"", b"no image", *(photo(40 + 8 * n, 40, n) for n in range(4)), *(damaged(n) for n in range(6))]
 
 

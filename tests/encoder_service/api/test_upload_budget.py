@@ -94,3 +94,23 @@ def test_slow_uploads_end_and_fast_ones_continue() -> None:
         ours.patience_s -= 1.0
         ours.add(1, b"x")
     assert ours.patience_s < 0
+
+
+def test_a_call_sends_one_video_after_another_and_each_is_bounded_as_one() -> None:
+    room = room_of(1000)
+    held = room.hold(caller("someone"), 0)
+    ours = Uploads(held, max_image_bytes=50, max_video_bytes=200, idle_s=10)
+    with pytest.raises(ImageLimitError, match="max_video_bytes = 200"):
+        ours.expect(0, 201, is_video=True)
+    for index in (1, 2):
+        ours.expect(index, 150, is_video=True)
+    ours.add(1, bytes(100))
+    with pytest.raises(ImageLimitError, match="one after another"):
+        ours.add(2, bytes(1))
+    upload = ours.add(1, bytes(50))
+    assert upload.video is not None
+    assert upload.video.size == 150
+    ours.drop(1)
+    ours.add(2, bytes(150))
+    with pytest.raises(ImageLimitError, match="size_bytes of its name"):
+        ours.add(2, bytes(1))

@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from encoder_contract.header import Header
-from encoder_service.image.source import Source
+from encoder_contract.video import VideoInfo
+from encoder_service.image.source import Source, VideoFile
 from encoder_service.image.sources import SourceCache
 
 
@@ -127,3 +128,18 @@ def test_a_file_counts_against_the_holder_that_sent_it_first() -> None:
     sources.put(of(b"c", 10), "second")
     sources.put(of(b"d", 10), "third")
     assert [sources.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+
+
+def test_videos_are_kept_up_to_a_number_and_live_no_longer() -> None:
+    videos = SourceCache(max_bytes=1000, ttl_s=100, max_files=2)
+    sources = []
+    for name in (b"a", b"b", b"c"):
+        file = VideoFile()
+        file.add(bytes(10))
+        sources.append(Source.of_video(name, file, VideoInfo(2, 2, 1.0, 8, 8)))
+        videos.put(sources[-1])
+        del file
+    assert [videos.get(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
+    assert videos.held_bytes == 20
+    alive = [source.file is not None and source.file() is not None for source in sources]
+    assert alive == [False, True, True], "who has the source alone has no file"

@@ -18,6 +18,7 @@ from tests.sglang.conftest import (
     variables,
 )
 from tests.sglang.counters import by_own_tower, fetched
+from tests.sglang.gateways import fed
 from tests.sglang.test_faults import asked_as_the_service_dies
 from tests.vllm.restartable import Restartable
 
@@ -52,6 +53,16 @@ def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, numb
     assert_equal(engine.ask(ASKED[number]), own(ASKED[number]))
     assert fetched(engine) - before == len(images_in(ASKED[number]))
     assert by_own_tower(engine) == 0
+
+
+def test_an_engine_that_the_gateway_feeds_answers_as_by_its_own_tower(
+    checkpoint: Path, service: Restartable, own: Own
+) -> None:
+    with fed(checkpoint, service, encoders=3) as (engine, gateway):
+        for parts in ASKED:
+            before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in parts)
+            assert_equal(engine.ask(parts), own(parts))
+            assert gateway.count("images") - before == images
 
 
 def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(

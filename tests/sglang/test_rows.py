@@ -88,13 +88,14 @@ def test_a_service_that_does_not_answer_is_asked_again_after_a_pause(
 ) -> None:
     wanted, right = encoded(service)
     rows = ChunkRows(Settings(endpoints=(service.endpoint,)))
+    now_s = monotonic()
+    monkeypatch.setattr(chunk_rows, "monotonic", lambda: now_s)
     service.kill()
     assert rows.fetch(wanted, LIKE) == [None] * len(FILES)
     service.start()
     encoded(service)
     assert rows.fetch(wanted, LIKE) == [None] * len(FILES), "within the pause"
-    now_s = monotonic() + chunk_rows.PAUSE_S
-    monkeypatch.setattr(chunk_rows, "monotonic", lambda: now_s)
+    now_s += chunk_rows.PAUSE_S
     found = rows.fetch(wanted, LIKE)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 

@@ -15,8 +15,8 @@ import pytest
 
 from testing.photos import data_url, photo
 from testing.server_process import ServerProcess
+from testing.sglang_gateway import GatewayProcess, running_gateway
 from tests.processes import run, running
-from tests.sglang_gateway_process import GatewayProcess, running_gateway
 from tests.sglang_messages import body_of
 from tests.sglang_receiver import LanguageServer
 from tests.small_store import STORE_GIB

@@ -1,0 +1,44 @@
+"""An SGLang with nothing of ours installed, fed by gateways."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from testing.sglang_engine import SglangEngine, free_port, serving
+from testing.sglang_gateway import GatewayProcess, running_gateway
+from tests.vllm.restartable import Restartable
+
+# SGLang counts a failed check of health every so many seconds, and leaves an encoder out after three.
+HEALTH_S = 1.0
+
+
+@contextmanager
+def language_server(
+    checkpoint: Path, *flags: str, back_end: str = "zmq_to_tokenizer", urls: Sequence[str] = ()
+) -> Iterator[tuple[SglangEngine, str]]:
+    """Run an SGLang that has no tower in use; yield it, and where gateways register at it."""
+    port = free_port()
+    given = ["--language-only", "--encoder-transfer-backend", back_end, "--encoder-bootstrap-port", str(port)]
+    variables = {
+        "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": str(HEALTH_S),
+        "SGLANG_ENCODER_RECV_TIMEOUT": "120",
+    }
+    listed = ["--encoder-urls", *urls] if urls else []
+    with serving(checkpoint, *given, *flags, *listed, environment=variables) as engine:
+        yield engine, f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def fed(
+    checkpoint: Path,
+    service: Restartable,
+    *flags: str,
+    encoders: int,
+    back_end: str = "zmq_to_tokenizer",
+    **settings: object,
+) -> Iterator[tuple[SglangEngine, GatewayProcess]]:
+    """Run an SGLang, and a gateway that is so many encoders to it; 0: one without a path."""
+    with running_gateway(service.endpoint, language_model=checkpoint, **settings) as gateway:
+        urls = [f"{gateway.url}/v{number}" for number in range(encoders)] or [gateway.url]
+        with language_server(checkpoint, *flags, back_end=back_end, urls=urls) as (engine, _):
+            yield engine, gateway

@@ -1,0 +1,52 @@
+"""Two SGLangs, one by each door, and a vLLM share a service: what one has asked for is not encoded again."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from testing.photos import photo
+from testing.sglang_engine import SglangEngine
+from testing.vllm_environment import ENVIRONMENT
+from testing.vllm_environment import PYTHON as VLLM
+from tests.sglang.conftest import PROMPTS, Own, assert_equal
+from tests.sglang.counters import by_own_tower, server_of
+from tests.sglang.gateways import fed
+from tests.vllm.restartable import Restartable
+
+
+def test_two_sglangs_and_a_vllm_share_what_one_has_encoded(
+    engine: SglangEngine, service: Restartable, checkpoint: Path, own: Own, tmp_path: Path
+) -> None:
+    python = Path(os.environ.get("VLLM_PYTHON", VLLM))
+    if not python.exists():
+        pytest.skip("make test-vllm installs vLLM")
+    images = [photo(200, 150, 5000), photo(128, 128, 5001, "PNG")]
+    parts = [*images, "What is this?"]
+    encoded = server_of(service).encodes()
+    first = engine.ask(parts)
+    assert server_of(service).encodes() - encoded == len(images)
+    with fed(checkpoint, service, encoders=2) as (other, gateway):
+        assert_equal(other.ask(parts), first)
+        assert gateway.count("images") == len(images)
+        assert_equal(other.ask(PROMPTS["one jpeg"]), own(PROMPTS["one jpeg"]))
+        encoded_by_other = server_of(service).encodes()
+        assert_equal(engine.ask(PROMPTS["one jpeg"]), own(PROMPTS["one jpeg"]))
+        assert server_of(service).encodes() == encoded_by_other
+    files = [tmp_path / str(number) for number in range(len(images))]
+    for file, image in zip(files, images, strict=True):
+        file.write_bytes(image)
+    before = server_of(service).encodes()
+    said = subprocess.run(
+        [python, "-m", "tests.sglang.ask_vllm", checkpoint, service.endpoint, *files],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    assert tuple(json.loads(said.stdout.splitlines()[-1])) == first.tokens
+    assert server_of(service).encodes() == before
+    assert by_own_tower(engine) == 0

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.processor import ProcessorSettings
 
 
@@ -24,6 +24,11 @@ class ReferenceTower:
         self.module = model.model.visual.eval().to(device)
         self.dtype, self.device = dtype, device
         self._processor = ProcessorSettings.from_folder(folder)
+
+    @property
+    def geometry(self) -> Geometry:
+        """The geometry of its image processor."""
+        return self._processor.geometry
 
     def pixels(self, patches: Sequence[Tensor]) -> Tensor:
         """What the processor hands over: rescaled, normalised, float32; a still image's frame twice, or two frames."""

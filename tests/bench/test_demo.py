@@ -87,3 +87,15 @@ def test_demo_keeps_its_promises(
     assert "BROKEN" not in shown
     assert str(tmp_path / "demo" / "timeline.html") in shown
     assert {"trace-1.json", "trace-2.json"} <= {file.name for file in (tmp_path / "demo").iterdir()}
+
+
+def test_demo_with_a_video_keeps_its_promises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from demo import video
+
+    assert video.demo(tmp_path / "demo") == 0
+    shown = capfd.readouterr().out
+    assert "turn 1: 20 images new, 0 held from before" in shown
+    assert "turn 2: 0 images new, 20 held from before" in shown
+    assert shown.count("  kept  ") == 6
+    assert "BROKEN" not in shown
+    assert "image 19" in (tmp_path / "demo" / "video-timeline.html").read_text()

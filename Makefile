@@ -78,7 +78,8 @@ wheel: ## Build the wheel, to install on other machines, into dist/
 .PHONY: demo
 demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat over 8 images, end to end (IMAGES=folder for yours, VIDEO=1: about a video)
 	@$(if $(VIDEO),$(PY) -c 'import cv2' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[video]' $(QUIETLY),:)
-	@$(PY) -m $(if $(VIDEO),demo.video,demo.run $(if $(IMAGES),--images '$(IMAGES)'))
+	@$(if $(VIDEO),$(PY) -m demo.video)
+	@$(if $(VIDEO),,$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)'))
 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from encoder_contract.checkpoint import read_config
+from encoder_contract.checkpoint import LANGUAGE_MODEL, model_fingerprint, read_config
 from encoder_service.families.model import DTYPES, LoadOptions, OneByOne, one_line
 from encoder_service.keys import Recipe
 
@@ -42,9 +42,6 @@ TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 FLOATS = {"F64", "F32", "F16", "BF16"}
 QUANTISED_NAME = re.compile(
     r"((weight|input|activation)_(scale|scale_inv|packed|zero_point)|\.(qweight|qzeros|scales|absmax|SCB))$"
-)
-LANGUAGE_MODEL = re.compile(
-    r"(^|\.)(language_model|text_model|lm_head|llm)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )
 INTEGERS = re.compile(r"(position_ids|num_batches_tracked|relative_position_index)$")
 
@@ -78,7 +75,7 @@ class TransformersModel(OneByOne):
             model_type=config.model_type,
             hidden=config.get_text_config().hidden_size,
             levels=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
-            recipe=Recipe(_fingerprint(config, model), _digest(settings), options.dtype),
+            recipe=Recipe(model_fingerprint(folder), _digest(settings), options.dtype),
         )
         self.attention = f"transformers {transformers.__version__}, {model.config._attn_implementation}"
         model.to(self.device)
@@ -184,7 +181,7 @@ def _placeholder(config: Any) -> int:
 
 
 def _processor_settings(processor: Any) -> dict[str, Any]:
-    """Return all that decides inputs: settings, and the versions of the code."""
+    """Return all that decides rows beside the checkpoint: settings, and the versions of the code."""
     left_out = ("tokenizer", "chat_template", "video_processor", "feature_extractor", "audio_processor")
     settings = {name: value for name, value in processor.to_dict().items() if name not in left_out}
     return {
@@ -272,20 +269,6 @@ def _stored_types(folder: Path) -> Iterator[tuple[str, str]]:
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 yield name, shard.get_slice(name).get_dtype()
-
-
-# Fingerprints
-
-
-def _fingerprint(config: Any, model: Any) -> bytes:
-    """32 bytes over the configuration without that of the language model, transformers' version, and the weights."""
-    left_out = {"text_config", "_name_or_path", "transformers_version", "architectures", "dtype"}
-    said = {name: value for name, value in config.to_dict().items() if name not in left_out}
-    hasher = blake3.blake3(_digest({"config": said, "transformers": transformers.__version__}))
-    for name, tensor in sorted(model.state_dict().items()):
-        hasher.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return hasher.digest()
 
 
 def _digest(content: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint folder as both sides read it: configuration, vision tensors, the model's fingerprint."""
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -9,10 +10,25 @@ from typing import Any, get_args
 import blake3
 
 from encoder_contract.json_file import read_json_object
-from encoder_contract.tower_spec import Precision, TowerSpec, full_blocks, spec_of
+from encoder_contract.tower_spec import FAMILIES, Precision, TowerSpec, full_blocks, spec_of
 
 # Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
 PREFIXES = ("visual.", "model.visual.")
+
+OWN_TYPES = frozenset(model_type for family in FAMILIES for model_type in family.model_types)
+"""The model types of the server's own towers."""
+
+LANGUAGE_MODEL = re.compile(
+    r"(^|\.)(language_model|text_model|lm_head|llm)\.|^(model\.)?(layers|embed_tokens|norm)\."
+)
+"""Names of a language model's tensors, in checkpoints of all families. What it does not find may decide rows."""
+
+NOT_OF_ROWS = {
+    "_name_or_path", "architectures", "dtype", "llm_config", "quantization_config", "text_config", "torch_dtype",
+    "transformers_version",
+}  # fmt: skip
+"""What config.json says that decides no row."""
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 # Part of the fingerprint: raise it when our arithmetic changes rows, so that old and new embeddings have different
 # addresses.
@@ -73,22 +89,22 @@ def vision_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Reads the headers of files alone. Raises `FileNotFoundError` or `ValueError` naming what is missing or damaged.
     """
-    places = _places(folder)
-    found = {name: full_name for full_name in places if (name := _without_prefix(full_name)) is not None}
+    found = _tensors(folder, _without_prefix)
     if not found:
         raise ValueError(f"{folder} holds no vision tensors (none begins with {' or '.join(PREFIXES)})")
-    headers = {path: _header(path) for path in {places[full_name] for full_name in found.values()}}
-    return {name: _stored(places[found[name]], found[name], headers) for name in sorted(found)}
+    return found
 
 
 def weights_fingerprint(folder: Path) -> bytes:
     """32 bytes, BLAKE3 over names, shapes, dtypes and raw bytes of the vision tensors, in order of their names.
 
-    The bytes are hashed in pieces, on all cores: one GB takes well under a second once it is in memory. Raises what
+    Of a family without a tower of the server's own, they are all tensors that are not of the language model. The bytes
+    are hashed in pieces, on all cores: one GB takes well under a second once it is in memory. Raises what
     `vision_tensors` does.
     """
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    for name, tensor in vision_tensors(folder).items():
+    tensors = vision_tensors(folder) if _is_own(folder) else _tensors(folder, _outside_language_model)
+    for name, tensor in tensors.items():
         hasher.update(json.dumps([name, tensor.dtype, tensor.shape, tensor.size_bytes]).encode())
         for piece in tensor.pieces():
             hasher.update(piece)
@@ -98,23 +114,39 @@ def weights_fingerprint(folder: Path) -> bytes:
 def model_fingerprint(folder: Path, precision: Precision = "full") -> bytes:
     """32 bytes, BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
 
-    Products of another precision than that of the weights are part of it. Folders with the same fingerprint give the
-    same rows for the same patches, however they are sharded. Raises `FileNotFoundError` or `ValueError` naming what is
-    missing, damaged or not supported.
+    Of a family without a tower of the server's own: over what config.json says of anything but the language model, the
+    files of the processor, and the weights that are not of the language model. Products of another precision than that
+    of the weights are part of it. Folders with the same fingerprint give the same rows for the same patches, however
+    they are sharded. Raises `FileNotFoundError` or `ValueError` naming what is missing, damaged or not supported.
     """
     return model_fingerprints(folder)[precision]
 
 
 def model_fingerprints(folder: Path) -> Mapping[Precision, bytes]:
-    """Return `model_fingerprint` for every precision; the weights are read once."""
+    """Return `model_fingerprint` for every precision that the family has; the weights are read once."""
+    if not _is_own(folder):
+        return {"full": _hash_of_files(folder).update(weights_fingerprint(folder)).digest()}
     spec, weights = read_spec(folder), weights_fingerprint(folder)
     precisions: tuple[Precision, ...] = get_args(Precision)
     return {precision: _hash_of(spec, precision).update(weights).digest() for precision in precisions}
 
 
 def configuration_fingerprint(folder: Path) -> bytes:
-    """32 bytes, BLAKE3 over architecture and vision configuration: for a server without weights."""
-    return _hash_of(read_spec(folder), "full").update(b"no weights").digest()
+    """32 bytes, BLAKE3 over what `model_fingerprint` covers but the weights: for a server without them."""
+    said = _hash_of(read_spec(folder), "full") if _is_own(folder) else _hash_of_files(folder)
+    return said.update(b"no weights").digest()
+
+
+def _is_own(folder: Path) -> bool:
+    model_type = read_config(folder).get("model_type")
+    return not isinstance(model_type, str) or model_type in OWN_TYPES
+
+
+def _hash_of_files(folder: Path) -> "blake3.blake3":
+    config = {name: value for name, value in read_config(folder).items() if name not in NOT_OF_ROWS}
+    files = [path for name in _PROCESSOR_FILES if (path := folder / name).is_file()]
+    canonical = {"config": config, "processor": {path.name: read_json_object(path) for path in files}}
+    return blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _hash_of(spec: TowerSpec, precision: Precision) -> "blake3.blake3":
@@ -143,11 +175,23 @@ def _places(folder: Path) -> dict[str, Path]:
     path = folder / "model.safetensors"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has neither {index.name} nor {path.name}")
-    return dict.fromkeys(_header(path)[0], path)
+    return dict.fromkeys((name for name in _header(path)[0] if name != "__metadata__"), path)
+
+
+def _tensors(folder: Path, named: Callable[[str], str | None]) -> dict[str, StoredTensor]:
+    """Return the tensors for which `named` has a name, by that name, in the order of names."""
+    places = _places(folder)
+    found = {name: full_name for full_name in places if (name := named(full_name)) is not None}
+    headers = {path: _header(path) for path in {places[full_name] for full_name in found.values()}}
+    return {name: _stored(places[found[name]], found[name], headers) for name in sorted(found)}
 
 
 def _without_prefix(name: str) -> str | None:
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), None)
+
+
+def _outside_language_model(name: str) -> str | None:
+    return None if LANGUAGE_MODEL.search(name) else name
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -81,6 +81,50 @@ def test_fingerprints_are_pinned(model_type: str, tmp_path: Path) -> None:
     assert tuple(each.hex()[:16] for each in found) == PINNED[model_type]
 
 
+OTHER: dict[str, Any] = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 256,
+    "text_config": {"hidden_size": 4},
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+OTHER_TENSORS: Tensors = {
+    "language_model.model.layers.0.mlp.up_proj.weight": ("F32", [1], bytes(4)),
+    "model.language_model.embed_tokens.weight": ("F32", [1], bytes(4)),
+    "lm_head.weight": ("F32", [1], bytes(4)),
+    "multi_modal_projector.mm_input_projection_weight": ("F32", [1], b"proj"),
+    "vision_tower.vision_model.encoder.layers.0.layer_norm1.bias": ("F32", [1], b"bias"),
+}
+
+
+def write_other(folder: Path, config: dict[str, Any] | None = None, tensors: Tensors | None = None) -> Path:
+    """Write a checkpoint of a family that has no tower of the server's own."""
+    (folder / "config.json").write_text(json.dumps({**OTHER, **(config or {})}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5]}))
+    (folder / "model.safetensors").write_bytes(safetensors({**OTHER_TENSORS, **(tensors or {})}))
+    return folder
+
+
+def test_a_fingerprint_of_another_family_covers_all_but_the_language_model(tmp_path: Path) -> None:
+    known = {model_fingerprint(write_other(tmp_path)), configuration_fingerprint(tmp_path)}
+    assert len(known) == 2
+    assert model_fingerprints(tmp_path).keys() == {"full"}
+    tuned: Tensors = {name: ("F32", [1], b"tune") for name in OTHER_TENSORS if "lang" in name or "lm" in name}
+    assert len(tuned) == 3
+    text = {"text_config": {"hidden_size": 8}, "quantization_config": {"quant_method": "fp8"}}
+    assert model_fingerprint(write_other(tmp_path, text, tuned)) in known
+    for name in OTHER_TENSORS.keys() - tuned.keys():
+        changed = model_fingerprint(write_other(tmp_path, tensors={name: ("F32", [1], b"else")}))
+        assert changed not in known
+        known.add(changed)
+    for config in ({"mm_tokens_per_image": 64}, {"vision_config": {}}, {"model_type": "paligemma"}):
+        changed = model_fingerprint(write_other(tmp_path, config))
+        assert changed not in known
+        known.add(changed)
+    write_other(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4, 0.5, 0.5]}))
+    assert model_fingerprint(tmp_path) not in known
+
+
 def test_both_precisions_are_found_in_one_reading(tmp_path: Path) -> None:
     folder = write(tmp_path)
     assert model_fingerprints(folder) == {

@@ -199,7 +199,7 @@ def _serve_with(config: Config) -> int:
     config.peer_certificates()
     config.fleet_key()
     read_tenants(config)
-    check_model(config.model)
+    check_model(config.model, stores_only=config.stores_only, width=config.row_width)
     _say_that_it_loads(config)
     # torch takes seconds to import: not before the flags are known to be good.
     from encoder_service.app import LOST_DEVICE, Server, require_host_memory

@@ -166,6 +166,12 @@ class Config(Settings):
         "no",
         help="only store rows that clients put or peers hold, and never encode; needs no weights and no GPU",
     )
+    row_width: int = knob(
+        0,
+        zero=True,
+        help="with --store-only and --dtype: values in a row, for a model of which no folder is here; --model is then "
+        "only its name; 0: that of the model in the folder",
+    )
     model_fingerprint: str = knob(
         "",
         help="with --store-only: model fingerprint of the encoding replicas that share the index, 64 hexadecimal "
@@ -257,6 +263,8 @@ class Config(Settings):
             raise ConfigError(
                 f"{flag('model_fingerprint')} is for {flag('store_only')}: weights have their own"
             )
+        if self.row_width and (not self.stores_only or self.dtype == "auto"):
+            raise ConfigError(f"{flag('row_width')} needs {flag('store_only')} and {flag('dtype')}")
         self._require(
             not (self.stores_only and self.store_device_gib),
             "store_device_gib",

@@ -10,12 +10,13 @@ from typing import Self
 import torch
 
 from encoder_contract.checkpoint import read_config
-from encoder_contract.processor import ProcessorSettings, read_processor
+from encoder_contract.processor import ProcessorSettings
 from encoder_contract.video import VideoSettings
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.families.choice import check_model, load_family
 from encoder_service.families.model import LoadOptions, VisionModel
+from encoder_service.families.stored import stored_model
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import (
     DECODE_PIXELS,
@@ -28,7 +29,6 @@ from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
 from encoder_service.image.pillow import missing
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
 from encoder_service.keys import Recipe
-from encoder_service.vision import NoTower
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def load_model(config: Config) -> Model:
 
     A server that only stores needs neither weights nor a device: of its folder only the configuration is read.
     """
-    check_model(config.model)
+    check_model(config.model, stores_only=config.stores_only, width=config.row_width)
     device = "cpu" if config.stores_only else _device(config.device)
     if lacking := missing(config.accepted_formats):
         raise ConfigError(
@@ -153,8 +153,8 @@ def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
 
 def _tower(config: Config, device: str, dtype: str) -> VisionModel:
     if config.stores_only:
-        processor, fingerprint = read_processor(config.model), bytes.fromhex(config.model_fingerprint)
-        return NoTower(config.model, dtype=dtype, processor=processor, fingerprint=fingerprint)
+        fingerprint = bytes.fromhex(config.model_fingerprint)
+        return stored_model(config.model, dtype=dtype, width=config.row_width, fingerprint=fingerprint)
     options = LoadOptions(
         device=device,
         dtype=dtype,

@@ -9,11 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from encoder_contract.checkpoint import read_config
+from encoder_contract.checkpoint import OWN_TYPES, read_config
 from encoder_contract.command_line import install
 from encoder_contract.processor import read_processor
 from encoder_contract.settings import ConfigError, flag, require_folder
-from encoder_contract.tower_spec import FAMILIES
 
 if TYPE_CHECKING:
     from encoder_service.families.model import Load, LoadOptions, VisionModel
@@ -21,15 +20,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROUP = "encoder_service.families"
-OWN_TYPES = frozenset(model_type for family in FAMILIES for model_type in family.model_types)
 NEEDED = ("transformers", "torchvision")
 
 
-def check_model(folder: Path) -> None:
-    """Raise `ConfigError` if the model in `folder` cannot be served, as far as its configuration tells."""
+def check_model(folder: Path, *, stores_only: bool = False, width: int = 0) -> None:
+    """Raise `ConfigError` if the model in `folder` cannot be served, as far as its configuration tells.
+
+    A server that only stores needs only the width of a row; if that is given, there need be no folder.
+    """
+    if width:
+        return
     require_folder("model", folder)
     try:
-        model_type = _model_type(folder)
+        model_type = model_type_of(folder)
+        if stores_only and model_type not in OWN_TYPES:
+            row_width(folder)
+            return
         if _plug_in(model_type) is not None:
             return
         if model_type not in OWN_TYPES:
@@ -47,7 +53,7 @@ def load_family(folder: Path, options: "LoadOptions") -> "VisionModel":
     """
     from encoder_service.families.model import OneByOne
 
-    model_type = _model_type(folder)
+    model_type = model_type_of(folder)
     model = _load(model_type)(folder, options)
     if isinstance(model, OneByOne):
         model.warm_up()
@@ -94,7 +100,23 @@ def _check_generic(folder: Path, model_type: str) -> None:
         )
 
 
-def _model_type(folder: Path) -> str:
+def row_width(folder: Path) -> tuple[int, int]:
+    """Return the width of the language model and the number of DeepStack levels, as config.json says.
+
+    Raises `ValueError` if it does not.
+    """
+    config = read_config(folder)
+    text = [config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)]
+    hidden = next((part["hidden_size"] for part in (*text, config) if "hidden_size" in part), None)
+    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+        raise ValueError(f"config.json names no hidden_size of a language model: say {flag('row_width')}")
+    vision = config.get("vision_config")
+    levels = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    return hidden, len(levels or ())
+
+
+def model_type_of(folder: Path) -> str:
+    """Return what config.json names; raises `ValueError` if it names nothing."""
     model_type = read_config(folder).get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{folder / 'config.json'} names no model_type")

@@ -245,7 +245,7 @@ class OneByOne(ABC):
         self.device, self.dtype = torch.device(options.device), DTYPES[options.dtype]
         self.batch_patches = options.batch_patches or BATCH_ROWS[self.device.type]
         self.ahead_patches = 2 * max(self.batch_patches, ROWS_AHEAD)
-        self.geometry = CountedRows(self.rows)
+        self.geometry: GridRule = CountedRows(self.rows)
         self._flops_per_row = 0.0
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The vision towers: inference code for each architecture, tested against `transformers`."""
 
 from encoder_service.vision.flops import flops
-from encoder_service.vision.load import NoTower, load_tower
+from encoder_service.vision.load import load_tower
 from encoder_service.vision.tower import Tower
 
-__all__ = ["NoTower", "Tower", "flops", "load_tower"]
+__all__ = ["Tower", "flops", "load_tower"]

@@ -1,12 +1,11 @@
 """Loading a tower from a checkpoint folder: read, check, fold, pack, warm up.
 
-Between the products Triton's kernels run where they compile and are right, else torch. A server that only stores rows
-has `NoTower`: its configuration says what a row is.
+Between the products Triton's kernels run where they compile and are right, else torch.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from encoder_contract.checkpoint import (
     StoredTensor,
-    configuration_fingerprint,
     model_fingerprint,
     read_spec,
     vision_tensors,
@@ -214,52 +212,6 @@ def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported ({', '.join(DTYPES)})")
     return DTYPES[name]
-
-
-class NoTower(Tower):
-    """Has the width and element type of a tower's rows, no weights, and encodes nothing."""
-
-    def __init__(
-        self, folder: str | Path, *, dtype: str, processor: ProcessorSettings, fingerprint: bytes = b""
-    ) -> None:
-        """Read config.json of a checkpoint folder; `fingerprint` is the model's, else that of its configuration.
-
-        Raises `ValueError` or `FileNotFoundError` naming what is unsupported or missing.
-        """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not supported ({', '.join(DTYPES)})")
-        self.spec = read_spec(Path(folder))
-        check_geometry(self.spec, processor)
-        self.device = torch.device("cpu")
-        self.dtype = DTYPES[dtype]
-        self.batch_patches = 0
-        self.geometry = processor.geometry
-        model = fingerprint or configuration_fingerprint(Path(folder))
-        self.recipe = Recipe(model, processor.fingerprint, dtype)
-
-    @property
-    def attention(self) -> str:
-        """There is none."""
-        return "none"
-
-    @property
-    def table_bytes(self) -> int:
-        """There are no tables."""
-        return 0
-
-    @property
-    def padding_patches(self) -> int:
-        """Nothing is padded."""
-        return 0
-
-    def encode(
-        self,
-        patches: Sequence[Tensor],
-        grids: Sequence[Grid],
-        between: Callable[[], None] = lambda: None,
-    ) -> list[Tensor]:
-        """Fail: no image is ever queued on a server that only stores."""
-        raise NotImplementedError("this server has no tower")
 
 
 def make_pointwise(spec: TowerSpec, device: torch.device, dtype: torch.dtype) -> Pointwise:

@@ -161,3 +161,14 @@ class Geometry:
         if not 1 <= new_min <= new_max:
             raise ImageLimitError(f"variant min_pixels {new_min} must lie between 1 and max_pixels {new_max}")
         return replace(self, min_pixels=new_min, max_pixels=new_max)
+
+
+def grid_of_rows(rows: int, geometry: Geometry | None) -> Grid:
+    """Return a grid of this many rows, for rows that are named by their number alone; None: the server counts."""
+    merge = geometry.merge_size if geometry else 1
+    return Grid(1, rows * merge, merge)
+
+
+def rows_of_grid(grid: Grid, geometry: Geometry | None) -> int:
+    """Return how many rows a grid has; None: the server counts, and grids are (1, rows, 1)."""
+    return geometry.tokens(grid) if geometry else grid.patches

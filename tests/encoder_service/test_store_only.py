@@ -1,5 +1,6 @@
 """A server without a tower: it needs no weights, keeps what is put and what peers hold, and says no to Submit."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 
 from encoder_contract.errors import ModelMismatchError, UnknownImageError
+from encoder_contract.geometry import grid_of_rows
+from encoder_contract.producer import EngineKey
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model, load_model
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient, PutImage, RowRequest
 from testing.photos import photo
+from testing.server_process import ServerProcess
 from tests.cluster_replica import PROMPTLY, starting
 from tests.processes import running
 from tests.put_calls import PRODUCER, fetch_put, new_image, rows_for
@@ -56,6 +60,51 @@ async def test_a_store_only_server_serves_put_rows_and_refuses_images(folder: Pa
             (submitted,) = await client.submit([photo(64, 64, 1)])
             assert isinstance(submitted.error, ModelMismatchError)
             assert "--store-only" in str(submitted.error)
+
+
+# Of a family that has no tower of the server's own, and to which nothing of `transformers` is needed.
+GEMMA = {
+    "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560},
+    "vision_config": {"model_type": "siglip_vision_model"},
+    "dtype": "bfloat16",
+}
+
+
+async def put_and_fetch(server: ServerProcess, width: int) -> None:
+    """Put rows that are named by their number alone, and fetch them as another client."""
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await EncoderClient.connect(server.endpoint) as other,
+    ):
+        assert (client.description.width, client.description.geometry) == (width, None)
+        image = PutImage(grid_of_rows(7, client.description.geometry), engine_key=EngineKey("test", b"k"))
+        rows = np.arange(7 * width, dtype=np.uint16).reshape(7, width) % 256  # bfloat16 as the client has it
+        async with client.put(PRODUCER) as session:
+            assert (await session.put((await session.name([image]))[0], rows)).state == "held"
+        assert np.array_equal((await fetch_put(other, image)).array, rows)
+
+
+async def test_rows_of_any_model_are_stored_from_its_configuration_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    with running(tmp_path, store_only="yes", accept_put="yes", dtype="auto") as server:
+        await put_and_fetch(server, 2560)
+
+
+async def test_rows_of_a_model_that_is_not_here_are_stored_by_their_width() -> None:
+    settings = {"row_width": 5120, "dtype": "bfloat16"}
+    with running(Path("org/a-model"), store_only="yes", accept_put="yes", **settings) as server:
+        assert any("a-model" in line for line in server.lines)
+        await put_and_fetch(server, 5120)
+
+
+def test_a_store_needs_a_width_from_somewhere(stores: Config, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "text_config": {}}))
+    with pytest.raises(ConfigError, match="names no hidden_size of a language model: say --row-width"):
+        load_model(replace(stores, model=tmp_path))
+    for changed in ({"store_only": "no", "model_fingerprint": ""}, {"dtype": "auto"}):
+        with pytest.raises(ConfigError, match="--row-width needs --store-only and --dtype"):
+            replace(stores, row_width=64, **changed)
 
 
 def test_model_fingerprint_must_be_valid_and_needs_store_only(stores: Config) -> None:

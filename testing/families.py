@@ -348,10 +348,18 @@ CHECKPOINTS = {
 
 
 def write_family_checkpoint(
-    folder: str | Path, model_type: str, *, seed: int = 0, text_layers: int = 2
+    folder: str | Path,
+    model_type: str,
+    *,
+    seed: int = 0,
+    text_layers: int = 2,
+    family: FamilyCheckpoint | None = None,
 ) -> Path:
-    """Write a checkpoint folder of a family (a key of `CHECKPOINTS`), float32, and return its path."""
-    family, folder = CHECKPOINTS[model_type], Path(folder)
+    """Write a checkpoint folder of a family (a key of `CHECKPOINTS`), float32, and return its path.
+
+    `family` replaces the one of that name.
+    """
+    family, folder = family or CHECKPOINTS[model_type], Path(folder)
     special = ("<pad>", "<eos>", "<bos>", *family.special)
     ids = {token: FIRST_SPECIAL + number for number, token in enumerate(special)}
     config = transformers.AutoConfig.for_model(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import grid_of_rows
 from prefill_client import BlockingClient, PutAnswer, PutImage
 from prefill_client.vllm.engine_checkpoint import producer_of_engine
 from prefill_client.vllm.image_name import image_key
@@ -37,8 +37,9 @@ class SharingEngine(Engine):
         encode = self.model.embed_multimodal
 
         def counted(**given: Any) -> Any:
-            self.encoded += len(given["image_grid_thw"])
-            return encode(**given)
+            rows = encode(**given)
+            self.encoded += len(rows)
+            return rows
 
         self.model.embed_multimodal = counted
 
@@ -98,9 +99,9 @@ class OtherEngine:
 
     def name(self, parts: Sequence[Part]) -> PutAnswer:
         """Name the first image of a prompt."""
-        data = self._engine.feature(parts).data
-        grid = Grid(*data["image_grid_thw"].data.flatten().tolist())
-        (answer,) = self._put.name([PutImage(grid, engine_key=image_key(data, ""))])
+        feature = self._engine.feature(parts)
+        grid = grid_of_rows(feature.mm_position.get_num_embeds(), self._client.description.geometry)
+        (answer,) = self._put.name([PutImage(grid, engine_key=image_key(feature.data, ""))])
         return answer
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import blake3
 import vllm
 
-from encoder_contract.checkpoint import weights_fingerprint
+from encoder_contract.checkpoint import NOT_OF_ROWS, weights_fingerprint
 from encoder_contract.producer import Producer
 from prefill_client.engine.model import EngineModel, checkpoint_folder
 
@@ -63,7 +63,7 @@ def producer_of_engine(config: "VllmConfig") -> Producer:
         "quantization": [model.quantization, quantized],
         **{name: getattr(model.multimodal_config, name) for name in _TOWER_SETTINGS},
     }
-    described = [model.hf_config.architectures, model.hf_config.vision_config.to_dict(), tower]
+    described = [model.hf_config.architectures, _config_of_towers(model.hf_config), tower]
     return Producer(
         model=_digest_of(described),
         weights=weights_fingerprint(folder_of(config)),
@@ -71,6 +71,11 @@ def producer_of_engine(config: "VllmConfig") -> Producer:
         dtype=str(model.dtype).removeprefix("torch."),
         implementation=f"vllm {vllm.__version__}",
     )
+
+
+def _config_of_towers(config: Any) -> dict[str, Any]:
+    """Return what a configuration says of anything but the language model."""
+    return {name: value for name, value in config.to_dict().items() if name not in NOT_OF_ROWS}
 
 
 def _digest_of(value: Any) -> bytes:

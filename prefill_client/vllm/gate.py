@@ -19,7 +19,6 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
-from encoder_contract.geometry import Grid
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours, producer_of, salt_of
@@ -61,7 +60,6 @@ class SharedSpan(Span):
     """The tokens of an image that can be shared."""
 
     feature: Feature
-    grid: Grid
 
 
 @dataclass(slots=True, kw_only=True)
@@ -350,18 +348,18 @@ class SharingGate(Gate[SharedPrompt]):
         )
         for index, feature in enumerate(request.mm_features):
             try:
-                grid = self._tower.check(index, feature)
+                self._tower.check(index, feature)
             except InvalidRequestError as error:
                 # With this role, vLLM accepts parts without pixels. One with a wrong grid would end the engine.
                 self._fail(request.request_id, error)
                 continue
-            if grid is None or feature.modality != "image":
+            if not self._tower.shares(feature):
                 prompt.others.append(feature)
                 continue
             position = feature.mm_position
             begin, end = position.offset, position.offset + position.length
             rows = position.get_num_embeds()
-            prompt.spans.append(SharedSpan(begin, end, index, feature.identifier, rows, feature, grid))
+            prompt.spans.append(SharedSpan(begin, end, index, feature.identifier, rows, feature))
         return prompt
 
     def _is_ready(self, request_id: str, prompt: SharedPrompt, computed: int) -> bool:
@@ -401,7 +399,7 @@ class SharingGate(Gate[SharedPrompt]):
             if span.index not in prompt.held and span.identifier not in self.encoder_cache:
                 prompt.held[span.index] = span
                 assert span.feature.data is not None
-                asked = Asked(span.feature.data, prompt.cache_salt, span.grid, span.rows)
+                asked = Asked(span.feature.data, prompt.cache_salt, span.rows)
                 self._table.hold(span.identifier, (request_id, span.index), asked)
 
 

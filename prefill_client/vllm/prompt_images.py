@@ -80,16 +80,16 @@ class PromptImages(Generic[AnySpan]):
             self.parked_s = 0.0
 
 
-# By modality: the pixels and the grid.
+# By modality: the pixels and the grid, where a tower takes patches with a grid.
 _KEYS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-# Prefix of the input names of towers for other modalities.
-_OTHER_INPUT = "input_"
 _WHOLE = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TowerInput:
     """The input of the engine's tower: `patch_values` numbers for each patch, 0 if unknown; `merge`² patches for a row.
+
+    Both are of towers that take patches with a grid; other towers take what vLLM's processor makes.
 
     `prunes_videos`: the engine drops rows of videos, so their number is not that of their grid.
 
@@ -105,35 +105,35 @@ class TowerInput:
     @classmethod
     def of(cls, config: "VllmConfig") -> Self:
         """Return the input of an engine's tower."""
-        vision = config.model_config.hf_config.vision_config
+        vision = getattr(config.model_config.hf_config, "vision_config", None)
         frames: int = getattr(vision, "temporal_patch_size", 0)
         side: int = getattr(vision, "patch_size", 0)
         channels: int = getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 3)
         pruning = config.model_config.multimodal_config.video_pruning_rate
-        return cls(vision.spatial_merge_size, channels * frames * side**2, bool(pruning))
+        return cls(getattr(vision, "spatial_merge_size", 1), channels * frames * side**2, bool(pruning))
 
-    def check(self, index: int, feature: Feature) -> Grid | None:
-        """Return the grid of feature number `index` of a request; None for other modalities and models without grids.
-
-        Raises `InvalidRequestError` for a feature that the tower cannot encode.
-        """
+    def check(self, index: int, feature: Feature) -> None:
+        """Raise `InvalidRequestError` if feature number `index` of a request is nothing that the tower can encode."""
         data, modality = feature.data, feature.modality
-        if data is None or any(key.endswith("_embeds") for key in data):
+        pixels_key, grid_key = _KEYS.get(modality, ("", ""))
+        has_grid = data is not None and grid_key in data
+        has_content = data is not None and any(_is_content(field.data) for field in data.values())
+        if (
+            not has_content
+            or any(key.endswith("_embeds") for key in data)
+            or (has_grid and pixels_key not in data)
+        ):
             raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name of ours")
-        if modality not in _KEYS:
-            if not any(key.startswith(_OTHER_INPUT) for key in data):
-                raise InvalidRequestError(f"{modality} {index} has no data")
-            return None
-        pixels_key, grid_key = _KEYS[modality]
-        if pixels_key not in data:
-            raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name of ours")
-        if grid_key not in data:  # a model whose images have no grid
-            return None
+        if not has_grid:
+            return
         grid = grid_of(feature, grid_key)
         if grid is None or min(grid) < 1 or grid.h % self.merge or grid.w % self.merge:
             raise InvalidRequestError(f"{modality} {index} has an invalid grid: {_said(data[grid_key])}")
         self._check_pixels(index, feature, data[pixels_key].data, grid)
-        return grid
+
+    def shares(self, feature: Feature) -> bool:
+        """Whether the tower makes as many rows of a feature as the prompt has places for them."""
+        return not (self.prunes_videos and feature.modality == "video")
 
     def _check_pixels(self, index: int, feature: Feature, pixels: object, grid: Grid) -> None:
         what = f"{feature.modality} {index}"
@@ -147,10 +147,17 @@ class TowerInput:
                 f"{self.patch_values or 'some'} values"
             )
         tokens, rows = feature.mm_position.get_num_embeds(), grid.patches // self.merge**2
-        if tokens != rows and not (self.prunes_videos and feature.modality == "video"):
+        if tokens != rows and self.shares(feature):
             raise InvalidRequestError(
                 f"{what} has {tokens} placeholder tokens, but its grid makes {rows} rows"
             )
+
+
+def _is_content(value: object) -> bool:
+    """Whether a value of a part is pixels or sound; what only describes them are whole numbers."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_content, value))
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dtype is torch.uint8)
 
 
 def grid_of(feature: Feature, key: str) -> Grid | None:

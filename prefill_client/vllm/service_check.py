@@ -67,9 +67,6 @@ def refuse_sharing(config: "VllmConfig") -> None:
         raise ValueError(
             "--mm-processor-cache-type shm is not supported with ec_both: the scheduler does not see the images"
         )
-    if not hasattr(config.model_config.hf_config.vision_config, "spatial_merge_size"):
-        model_type = config.model_config.hf_config.model_type
-        raise ValueError(f"ec_both does not support {model_type}: its images have no grid")
 
 
 def _refuse_everywhere(config: "VllmConfig") -> None:
@@ -98,7 +95,7 @@ def _refuse_everywhere(config: "VllmConfig") -> None:
 def row_kind(config: "VllmConfig") -> RowKind:
     """Return the kind of row that this engine's own tower makes."""
     engine = config.model_config
-    vision = engine.hf_config.vision_config
+    vision = getattr(engine.hf_config, "vision_config", None)
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     width = engine.hf_config.get_text_config().hidden_size * (1 + levels)
-    return RowKind(width, str(engine.dtype).removeprefix("torch."), vision.spatial_merge_size)
+    return RowKind(width, str(engine.dtype).removeprefix("torch."))

@@ -17,13 +17,14 @@ from encoder_contract.errors import (
     AbandonedError,
     DeadlineError,
     EncoderError,
-    ImageLimitError,
     InternalError,
+    InvalidImageError,
+    InvalidRequestError,
     OverloadedError,
     UnavailableError,
     UnknownImageError,
 )
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import Grid, grid_of_rows
 from encoder_contract.producer import EngineKey, Producer
 from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
@@ -42,25 +43,26 @@ _RECORDS = 256
 # How often an engine that works alone checks whether the store is back.
 _REJOIN_S = 1.0
 # Errors of a single image: the store is still available.
-_OF_AN_IMAGE = (OverloadedError, ImageLimitError, AbandonedError)
+_OF_AN_IMAGE = (OverloadedError, InvalidImageError, InvalidRequestError, AbandonedError)
 
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """Width and type of a row, and the patches along each side that are merged into one."""
+    """Width and type of a row."""
 
     width: int
     dtype: str
-    merge: int
 
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """One image: vLLM's data of it, and the extents for its rows if another engine makes them."""
+    """One image: vLLM's data of it, and the extents for its rows if another engine makes them.
+
+    It may also be a video or a clip of sound: only the number of its rows, `tokens`, matters here.
+    """
 
     data: Mapping[str, Any]
     cache_salt: str
-    grid: Grid
     tokens: int
     extents: tuple[Extent, ...] = ()
     given_up: bool = False
@@ -164,7 +166,7 @@ class StoreSession:
         began_s = monotonic()
         key = await asyncio.to_thread(image_key, asked.data, asked.cache_salt)
         while not asked.given_up:
-            (answer,) = await self._session.name([PutImage(asked.grid, engine_key=key)])
+            (answer,) = await self._session.name([PutImage(self._grid(asked.tokens), engine_key=key)])
             if answer.error is not None:
                 raise answer.error
             if answer.state == "yours":
@@ -192,7 +194,7 @@ class StoreSession:
             async for rows in stream:
                 if isinstance(rows.error, UnknownImageError):
                     return None
-                shape = Shape(asked.grid, asked.tokens, self._rows.width, self._rows.dtype)
+                shape = Shape(self._grid(asked.tokens), asked.tokens, self._rows.width, self._rows.dtype)
                 await keep(rows, self._memory, asked.extents, shape)
                 return rows
         raise InternalError("the client ended a fetch without an outcome")
@@ -202,8 +204,7 @@ class StoreSession:
         if self._client is None:
             self._client = await connect(self._settings, wait=False)
             theirs = self._client.description
-            merge_size = theirs.geometry.merge_size if theirs.geometry else 1
-            kind = RowKind(theirs.width, theirs.dtype, merge_size)
+            kind = RowKind(theirs.width, theirs.dtype)
             if kind != self._rows:
                 await self._client.close()
                 self._client = None
@@ -215,13 +216,17 @@ class StoreSession:
                 self._producer, transports=transports, timeout_s=self._settings.submit_timeout_s
             )
         assert self._session is not None
-        grid = Grid(1, self._rows.merge, self._rows.merge)
-        probe = PutImage(grid, engine_key=EngineKey("vllm probe", secrets.token_bytes(16)))
+        probe = PutImage(self._grid(1), engine_key=EngineKey("vllm probe", secrets.token_bytes(16)))
         (answer,) = await self._session.name([probe])
         if answer.error is not None:
             raise answer.error
         await self._session.abandon(answer)
         self.alone = False
+
+    def _grid(self, rows: int) -> Grid:
+        """Return the grid under which this many rows are put and fetched."""
+        assert self._client is not None
+        return grid_of_rows(rows, self._client.description.geometry)
 
     def _note(self, error: EncoderError) -> None:
         if not isinstance(error, _OF_AN_IMAGE):

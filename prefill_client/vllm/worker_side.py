@@ -129,7 +129,9 @@ class RowSaver:
             raise ValueError(f"the tower made rows {tuple(rows.shape)} of {rows.dtype}")
         data = rows.contiguous().view(torch.uint8).reshape(-1)
         if len(data) != sum(length for _, length in save.extents):
-            raise ValueError(f"the tower made {len(rows)} rows, but the image's grid makes another number")
+            raise ValueError(
+                f"the tower made {len(rows)} rows, but the prompt has another number of places for them"
+            )
         begin = 0
         for piece in memory.pieces(save.extents):
             # Into pageable memory: it returns when the copy is done.

@@ -3,15 +3,13 @@
 import asyncio
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from encoder_contract.errors import InternalError
-from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.vision import Tower
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, HostMemory
 from prefill_client.vllm.settings import Settings
@@ -40,14 +38,14 @@ async def first(told: Callable[[], Iterable[Any]]) -> Any:
 
 
 async def test_a_failed_save_frees_its_lease(config: Config, model: Model) -> None:
-    kind = RowKind(model.tower.width, model.recipe.dtype, cast(Tower, model.tower).geometry.merge_size)
+    kind = RowKind(model.tower.width, model.recipe.dtype)
     rows_bytes = TOKENS * kind.width * element_type(kind.dtype).itemsize
     memory = HostMemory(1 << 20)
     async with server_of(config, model, accept_put="yes") as server:
         session = StoreSession(Settings((server.endpoint,)), PRODUCER, kind, HostMemory(1 << 20))
         store = await asyncio.to_thread(SharedStore, session, memory)
         try:
-            store.ask(Asked({"pixel_values": Field()}, "", Grid(1, 8, 12), TOKENS))
+            store.ask(Asked({"pixel_values": Field()}, "", TOKENS))
             found = await first(store.answers)
             store.expect(7, found.lease, memory.allocate(rows_bytes - 1))  # not a whole number of rows
             pipe = os.open(store.pipe, os.O_WRONLY | os.O_CLOEXEC)

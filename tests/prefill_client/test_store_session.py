@@ -3,16 +3,14 @@
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
-from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.vision import Tower
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm import shared_store
 from prefill_client.vllm.host_memory import HostMemory
@@ -24,24 +22,27 @@ from tests.put_calls import PRODUCER
 from tests.servers import server_of
 from tests.waiting import soon
 
-GRID, TOKENS = Grid(1, 8, 12), 24
+TOKENS = 24
 
 
 @dataclass
 class Field:
     """What vLLM has of an image under one name."""
 
-    data: torch.Tensor
+    data: Any
 
 
 def an_image(value: int) -> dict[str, Field]:
-    return {"pixel_values": Field(torch.full((96, 12), value)), "image_grid_thw": Field(torch.tensor(GRID))}
+    return {
+        "pixel_values": Field(torch.full((96, 12), value)),
+        "image_grid_thw": Field(torch.tensor((1, 8, 12))),
+    }
 
 
 @pytest.fixture
 def kind(model: Model) -> RowKind:
     """The rows of the server of these tests."""
-    return RowKind(model.tower.width, model.recipe.dtype, cast(Tower, model.tower).geometry.merge_size)
+    return RowKind(model.tower.width, model.recipe.dtype)
 
 
 def session(endpoint: str, kind: RowKind, **settings: Any) -> tuple[StoreSession, HostMemory]:
@@ -53,7 +54,7 @@ def session(endpoint: str, kind: RowKind, **settings: Any) -> tuple[StoreSession
 def asked(memory: HostMemory, kind: RowKind, value: int) -> Asked:
     extents = memory.allocate(TOKENS * kind.width * element_type(kind.dtype).itemsize)
     assert extents is not None
-    return Asked(an_image(value), "", GRID, TOKENS, extents)
+    return Asked(an_image(value), "", TOKENS, extents)
 
 
 async def test_a_server_that_cannot_take_the_rows_is_refused_and_told_why(
@@ -62,7 +63,7 @@ async def test_a_server_that_cannot_take_the_rows_is_refused_and_told_why(
     for accepts, rows, why in (
         ("no", kind, "--accept-put"),
         ("yes", replace(kind, width=kind.width + 1), "the engine has"),
-        ("yes", replace(kind, merge=kind.merge + 1), "the engine has"),
+        ("yes", replace(kind, dtype="float16"), "the engine has"),
     ):
         async with server_of(config, model, accept_put=accepts) as server:
             ours, _ = session(server.endpoint, rows)
@@ -174,10 +175,33 @@ def test_a_key_covers_pixels_shapes_types_and_the_salt() -> None:
     assert image_key(one, "a") == image_key(an_image(1), "a")
     cast = {**one, "pixel_values": Field(one["pixel_values"].data.to(torch.int32))}
     turned = {**one, "pixel_values": Field(one["pixel_values"].data.reshape(48, 24))}
-    others = [an_image(2), cast, turned]
+    tiles = list(one["pixel_values"].data.split(48))
+    others = [
+        an_image(2),
+        cast,
+        turned,
+        {**one, "pixel_values": Field(tiles)},
+        {**one, "pixel_values": Field([tiles, []])},
+        {**one, "num_tiles": Field(2)},
+        {**one, "num_tiles": Field("2")},
+    ]
     keys = {image_key(each, "a").key for each in (one, *others)} | {image_key(one, "b").key}
-    assert len(keys) == 5
+    assert len(keys) == 2 + len(others)
+    assert all(same_image(each, each | {}) for each in (one, *others))
     assert same_image(one, an_image(1))
-    assert not same_image(one, an_image(2))
-    with pytest.raises(TypeError, match="pixel_values"):
-        image_key({"pixel_values": Field([1])}, "")  # type: ignore[arg-type]
+    assert not any(same_image(one, other) for other in others)
+    with pytest.raises(TypeError, match="pixel_values is a bytes"):
+        image_key({"pixel_values": Field(b"1")}, "")
+
+
+async def test_an_image_of_more_rows_than_a_server_takes_leaves_the_engine_with_the_others(
+    config: Config, model: Model, kind: RowKind
+) -> None:
+    async with server_of(config, model, accept_put="yes") as server:
+        ours, memory = session(server.endpoint, kind)
+        await ours.start()
+        found = await ours.find(Asked(an_image(1), "", 1 << 20))
+        assert (found.outcome, found.lease) == ("ours", None)
+        assert not ours.alone
+        assert (await ours.find(asked(memory, kind, 2))).lease is not None
+        await ours.close()

@@ -5,14 +5,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
-from prefill_client import BlockingClient, Image, read_images
+from prefill_client import BlockingClient, Image, RowRequest, read_images
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
 from prefill_client.vllm.request_images import PARAMETERS, STORED
+from prefill_client.vllm.stand_in import blank_url, size_of
 from testing.answers import Answer as Answer
 from testing.answers import Part as Part
 from testing.answers import data_url as data_url
@@ -64,11 +67,18 @@ class Engine:
         self.signer = NameSigner(self.config.ec_transfer_config.engine_id)
         self.producer = producer_of(self.client.description, "")
         self._stored: set[bytes] = set()  # by content digest: what the service had when it was submitted last
+        self._grids: dict[bytes, Grid] = {}  # of all images submitted
 
     @property
     def scheduler(self) -> Any:
         """The real one."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def model(self) -> Any:
+        """The model that the worker runs."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner.model
 
     @property
     def side(self) -> Any:
@@ -82,21 +92,33 @@ class Engine:
         return image
 
     def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
-        """The part that the middleware would put in the place of an image; nothing is submitted."""
-        grid = grid_of(self.image(data))
-        name = ImageName(content_digest(data), grid, self.producer)
-        part = {
-            "type": "image_embeds",
-            "image_embeds": {"image_grid_thw": list(grid)},
-            "uuid": self.signer.identifier(name),
-        }
-        return {**part, **changes}
+        """The part that the middleware would put in the place of an image; nothing is submitted.
+
+        Where only the server counts rows, the image has been submitted before.
+        """
+        digest = content_digest(data)
+        if self.client.description.geometry is None:
+            grid = self._grids[digest]
+            part: dict[str, Any] = {"type": "image_url", "image_url": {"url": blank_url(*size_of(data))}}
+        else:
+            grid = grid_of(self.image(data))
+            part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": list(grid)}}
+        name = ImageName(digest, grid, self.producer)
+        return {**part, "uuid": self.signer.identifier(name), **changes}
 
     def submit(self, *images: bytes) -> None:
         """Submit images."""
         for answer in self.client.submit(images):
             assert answer.error is None, answer.error
+            assert answer.grid is not None
+            self._grids[answer.digest] = answer.grid
             (self._stored.add if answer.cached else self._stored.discard)(answer.digest)
+
+    def rows(self, *images: bytes) -> list[np.ndarray]:
+        """Fetch the rows [rows, width] of images that were submitted."""
+        outcomes = self.client.fetch([RowRequest(content_digest(image)) for image in images], timeout_s=60)
+        arrays = {outcome.index: outcome.array.copy() for outcome in outcomes}
+        return [arrays[index] for index in range(len(images))]
 
     def start(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> str:
         """Hand a request to the engine, its images named (or raw, with `own`); return its id."""
@@ -179,6 +201,20 @@ class Engine:
         if isinstance(part, str):
             return {"type": "text", "text": part}
         return raw(part) if own else self.named(part)
+
+
+def tower_output(engine: Engine) -> list[torch.Tensor]:
+    """Return a list that gets the rows [rows, width] of each image that the engine's own tower encodes from now on."""
+    encode = engine.model.embed_multimodal
+    encoded: list[torch.Tensor] = []
+
+    def noted(**given: Any) -> Any:
+        rows = encode(**given)
+        encoded.extend(each.clone() for each in rows)
+        return rows
+
+    engine.model.embed_multimodal = noted
+    return encoded
 
 
 def raw(data: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from encoder_contract.geometry import grid_of_rows
 from prefill_client import BlockingClient, PutAnswer, PutImage
 from prefill_client.vllm.engine_checkpoint import producer_of_engine
 from prefill_client.vllm.image_name import image_key
-from testing.vllm_engine import Engine, Part
+from testing.vllm_engine import Engine, Part, tower_output
 
 PATIENCE_S = 60.0
 
@@ -22,26 +22,12 @@ class SharingEngine(Engine):
     ) -> None:
         given = {"submit_timeout_s": 30.0, **(extra or {})}
         super().__init__(model, endpoint, role="ec_both", extra=given, **options)
-        self.encoded = 0
-        """Images that the tower of this process has encoded."""
-        if self.config.parallel_config.world_size == 1:
-            self._count()
+        self._encoded = [] if self.config.parallel_config.world_size > 1 else tower_output(self)
 
     @property
-    def model(self) -> Any:
-        """The model that the worker runs."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        return core.model_executor.driver_worker.worker.model_runner.model
-
-    def _count(self) -> None:
-        encode = self.model.embed_multimodal
-
-        def counted(**given: Any) -> Any:
-            rows = encode(**given)
-            self.encoded += len(rows)
-            return rows
-
-        self.model.embed_multimodal = counted
+    def encoded(self) -> int:
+        """How many images the tower of this process has encoded."""
+        return len(self._encoded)
 
     def has_lease(self) -> bool:
         """Whether the store waits for rows of an image that no step makes yet."""

@@ -26,12 +26,14 @@ class EngineModel:
 
     `config` is the Hugging Face configuration, `dtype` the type of the engine's rows. `image_processor` and `folder`
     are called when they are needed. `folder` returns the checkpoint's, or raises `ValueError` or `OSError`.
+    `lays_out_images`: the engine's own processor knows where rows go of which the service tells only the number.
     """
 
     config: Any
     dtype: str
     image_processor: Callable[[], Any]
     folder: Callable[[], Path]
+    lays_out_images: bool = False
 
 
 def checkpoint_folder(
@@ -80,7 +82,8 @@ def check_description(settings: ServiceSettings, engine: EngineModel, descriptio
 def differences(engine: EngineModel, description: Description) -> Iterator[Difference]:
     """Yield the properties that decide the rows of an image: the values of the engine's checkpoint and the service."""
     config, geometry = engine.config, description.geometry
-    vision, hidden = config.vision_config, config.get_text_config().hidden_size
+    vision: Any = getattr(config, "vision_config", None)
+    hidden = config.get_text_config().hidden_size
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     yield "model_type", config.model_type, description.model_type
     yield "dtype", engine.dtype, description.dtype
@@ -88,7 +91,8 @@ def differences(engine: EngineModel, description: Description) -> Iterator[Diffe
     yield "DeepStack levels", levels, description.deepstack_levels
     yield "row width", hidden * (1 + levels), description.width
     if geometry is None:
-        yield "geometry", "that of its image processor", "none: only the service counts this model's rows"
+        if not engine.lays_out_images:
+            yield "geometry", "that of its image processor", "none: only the service counts this model's rows"
         return
     yield "patch size", vision.patch_size, geometry.patch_size
     yield "merge size", vision.spatial_merge_size, geometry.merge_size

@@ -18,6 +18,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prefill_client.vllm.deepstack import keep_deepstack
+from prefill_client.vllm.image_name import is_ours
 from prefill_client.vllm.scheduler_side import FetchingSide, LoadedUpTo, LoadPlan, SharingSide
 from prefill_client.vllm.service_check import check_service, refuse_sharing, row_kind
 from prefill_client.vllm.settings import Settings
@@ -58,6 +59,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             keep_deepstack(config)
         self._loader = RowLoader(kind.width, kind.dtype, device)
         self._loaded_step = 0
+        self._encoder_cache: dict[str, torch.Tensor] = {}
+        self._ours: set[str] = set()  # names of ours in it before the tower ran
 
     def shutdown(self) -> None:
         """Cancel all work; a second call does nothing."""
@@ -118,9 +121,18 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if plan.loads:
             self._loader.load(plan.path, plan.loads, encoder_cache)
             self._loaded_step = plan.step
+        self._encoder_cache, self._ours = encoder_cache, set(filter(is_ours, encoder_cache))
 
     def build_connector_worker_meta(self) -> LoadedUpTo | None:
-        """Report the last loaded step, once."""
+        """Report the last loaded step, once.
+
+        Raises `RuntimeError` if the tower has encoded an image of ours in this step. That was a stand-in: its rows
+        would be wrong in this answer, and in all that find them in a cache. Only the end of the engine forgets them.
+        """
+        if self._saver is None and (encoded := set(filter(is_ours, self._encoder_cache)) - self._ours):
+            raise RuntimeError(
+                f"the engine's tower encoded a stand-in, whose rows only the service has: {min(encoded)}"
+            )
         step, self._loaded_step = self._loaded_step, 0
         return LoadedUpTo(step) if step else None
 

@@ -41,6 +41,7 @@ def engine_model(config: "VllmConfig") -> EngineModel:
         dtype=str(model.dtype).removeprefix("torch."),
         image_processor=lambda: cached_image_processor_from_config(model),
         folder=lambda: folder_of(config),
+        lays_out_images=True,
     )
 
 

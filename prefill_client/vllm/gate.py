@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
+from encoder_contract.geometry import Grid, rows_of_grid
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours, producer_of, salt_of
@@ -178,7 +179,6 @@ class NamedGate(Gate[Prompt]):
         self._signer = signer
         self._description = description
         self._tenant_salt = tenant_salt
-        self._merged_patches = tower.merge**2
         self._free_rows = self._capacity_rows = capacity_rows
         # Requests that wait for host memory, in order of arrival.
         self._line: dict[str, None] = {}
@@ -215,7 +215,7 @@ class NamedGate(Gate[Prompt]):
         try:
             for index, feature in enumerate(request.mm_features):
                 if is_ours(feature.identifier):
-                    spans.append(self._span(index, feature, producer))
+                    spans.append(self._span(index, feature, description, producer))
                 else:
                     self._tower.check(index, feature)
             said = request.ec_transfer_params
@@ -238,15 +238,21 @@ class NamedGate(Gate[Prompt]):
         self._hold(request_id, prompt, computed)
         return all(self._table.is_here(span.identifier) for span in self._needed(prompt, computed))
 
-    def _span(self, index: int, feature: Feature, producer: bytes | None) -> NamedSpan:
+    def _span(
+        self, index: int, feature: Feature, description: Description | None, producer: bytes | None
+    ) -> NamedSpan:
         """Check everything that the engine would believe about an image with a name of ours."""
         name, position = self._signer.name(feature.identifier), feature.mm_position
-        if name is None or name.producer != producer:
+        if description is None or name is None or name.producer != producer:
             raise InvalidRequestError(f"image {index} has a name that this engine's middleware did not sign")
-        if feature.data is None or set(feature.data) != {"image_grid_thw"}:
+        rows = rows_of_grid(name.grid, description.geometry)
+        grid: Grid | None = name.grid
+        if description.geometry is None:  # a stand-in, or another image of a caller who has the name
+            self._tower.check(index, feature)
+        elif feature.data is None or set(feature.data) != {"image_grid_thw"}:
             raise InvalidRequestError(f"image {index} has both a signed name and data of its own")
-        grid = grid_of(feature, "image_grid_thw")
-        rows = name.grid.patches // self._merged_patches
+        else:
+            grid = grid_of(feature, "image_grid_thw")
         if grid != name.grid or position.get_num_embeds() != rows:
             raise InvalidRequestError(
                 f"image {index} was submitted with grid {tuple(name.grid)} and {rows} rows, but the request claims "

@@ -2,8 +2,10 @@
 
 It submits each image to the encoder service, which answers from the header, and replaces the image by its name and
 grid. vLLM therefore loads and processes no pixel, and the service encodes while vLLM tokenises, queues and prefills
-text. All images of a request are replaced, or none. They stay submitted until the request ends, at another server if
-theirs fails. At the end, servers drop the images that they have not encoded.
+text. Where only the service counts rows, vLLM gets a blank image of the same size to lay out (`stand_in.py`).
+
+All images of a request are replaced, or none. They stay submitted until the request ends, at another server if theirs
+fails. At the end, servers drop the images that they have not encoded.
 """
 
 import asyncio
@@ -45,11 +47,13 @@ from prefill_client.vllm.request_images import (
     STORED,
     SUBMITTED_TO,
     Form,
+    NamedImage,
     RequestImages,
     trace_context,
 )
 from prefill_client.vllm.service_check import check_description
 from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.stand_in import blank_url, size_of
 from prefill_client.vllm.stored_responses import Earlier, StoredResponses
 
 _log = logging.getLogger("vllm.encoder_service")
@@ -198,10 +202,11 @@ class _Service:
         except EncoderError as error:
             self.note(error)
             raise
-        files = [
-            *map(self._responses.file, earlier.digests),
-            *await self._load(images.urls(), client),
-        ]
+        new_files = await self._load(images.urls(), client)
+        stand_ins = [""] * len(new_files)
+        if client.description.geometry is None:
+            stand_ins = await asyncio.to_thread(_stand_ins, new_files)
+        files = [*map(self._responses.file, earlier.digests), *new_files]
         token = traceparent.set(caller["traceparent"])
         try:
             kept = await client.keep(
@@ -227,7 +232,8 @@ class _Service:
             SUBMITTED_TO: [answer.endpoint for answer in answers],
         }
         new = answers[len(earlier.digests) :]
-        images.name([self._named(answer, producer) for answer in new], (PARAMETERS, said))
+        named = [self._named(*each, producer) for each in zip(new, stand_ins, strict=True)]
+        images.name(named, (PARAMETERS, said))
         if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
             self._responses.add(response_id, Earlier(tuple(each.digest for each in answers), salt), files)
         timeout_s = self.settings.submit_timeout_s
@@ -280,10 +286,21 @@ class _Service:
             self._loader = ImageLoader(self._destinations, max_bytes=most, timeout_s=timeout_s)
         return await self._loader.load_all(urls)
 
-    def _named(self, answer: Submitted, producer: bytes) -> tuple[str, list[int]]:
+    def _named(self, answer: Submitted, stand_in: str, producer: bytes) -> NamedImage:
         assert answer.grid is not None, "an answer without an error has a grid"
         name = ImageName(answer.digest, answer.grid, producer)
-        return self._signer.identifier(name), list(answer.grid)
+        return NamedImage(self._signer.identifier(name), list(answer.grid), stand_in)
+
+
+def _stand_ins(files: Sequence[bytes]) -> list[str]:
+    """Return the URL of a stand-in for each image; raise the error of the first that cannot have one."""
+    urls = []
+    for index, file in enumerate(files):
+        try:
+            urls.append(blank_url(*size_of(file)))
+        except EncoderError as error:
+            raise type(error)(f"image {index}: {error.message}") from error
+    return urls
 
 
 def _is_of_the_image(error: EncoderError) -> bool:

@@ -4,7 +4,7 @@ In the request's `ec_transfer_params`, the middleware tells the connector who ca
 Any client can write there too. The connector therefore sanitises the values, and uses them only to decide how to wait.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -23,7 +23,7 @@ _PROCESSOR_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 class Form:
     """How the requests of an API carry images: in lists of parts under these keys of each message.
 
-    `named` has the other keys of a named part, besides its name and grid.
+    `named` has the other keys of a named part without pixels, besides its name and grid.
     """
 
     messages: str
@@ -34,6 +34,15 @@ class Form:
 CHAT = Form("messages", ("content",), (("type", "image_embeds"),))
 # vLLM checks these with OpenAI's types, which lack `image_embeds`. It recognises a part with a `uuid` by its keys.
 RESPONSES = Form("input", ("content", "output"), (("type", "input_image"), ("detail", "auto")))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedImage:
+    """What vLLM is told of an image: its identifier, and its grid, or the URL of its stand-in."""
+
+    identifier: str
+    grid: list[int]
+    stand_in: str = ""
 
 
 class RequestImages:
@@ -80,19 +89,29 @@ class RequestImages:
         """Return the URL of each image, in the order of the request."""
         return [_url(part) for part in self._parts]
 
-    def name(self, identifiers: list[tuple[str, list[int]]], parameters: tuple[str, dict[str, Any]]) -> None:
-        """Replace each image by a named part without pixels, with its identifier and grid.
+    def name(self, images: Sequence[NamedImage], parameters: tuple[str, dict[str, Any]]) -> None:
+        """Replace each image by a named part, without pixels or with a stand-in.
 
         `parameters` are a key and a value for the connector.
         """
-        for part, (identifier, grid) in zip(self._parts, identifiers, strict=True):
+        for part, image in zip(self._parts, images, strict=True):
             part.clear()
-            part |= {**dict(self._form.named), "image_embeds": {"image_grid_thw": grid}, "uuid": identifier}
+            part["uuid"] = image.identifier
+            if image.stand_in:
+                part |= _stood_in(image.stand_in, self._form)
+            else:
+                part |= {**dict(self._form.named), "image_embeds": {"image_grid_thw": image.grid}}
         key, value = parameters
         self.body["ec_transfer_params"] = {**(self.body.get("ec_transfer_params") or {}), key: value}
 
     def _of_response(self, key: str) -> object:
         return self.body.get(key) if self._form is RESPONSES and isinstance(self.body, dict) else None
+
+
+def _stood_in(url: str, form: Form) -> dict[str, Any]:
+    if form is RESPONSES:
+        return {**dict(form.named), "image_url": url}
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _parts(body: Any, form: Form) -> Iterator[dict[str, Any]]:

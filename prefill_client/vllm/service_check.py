@@ -47,6 +47,12 @@ def check_service(settings: Settings, config: "VllmConfig") -> None:
 def check_description(settings: Settings, config: "VllmConfig", description: Description) -> None:
     """Raise `ValueError` with both values of everything in which a service and this engine differ."""
     model.check_description(settings, engine_model(config), description)
+    limits = config.model_config.multimodal_config
+    if description.geometry is None and not limits.get_limit_per_prompt("image"):
+        raise ValueError(
+            f"--limit-mm-per-prompt takes no image: vLLM lays out the images of {description.model_type} with its own "
+            "processor, so raise the limit; the tower stays loaded"
+        )
 
 
 def refuse_configuration(config: "VllmConfig") -> None:

@@ -79,12 +79,14 @@ def top(choice: dict[str, Any]) -> list[dict[str, float]]:
     ]
 
 
-def assert_equal(ours: list[dict[str, float]], right: list[dict[str, float]]) -> None:
+def assert_equal(
+    ours: list[dict[str, float]], right: list[dict[str, float]], tolerance: float = TOLERANCE
+) -> None:
     assert len(ours) == len(right) == 8
     for mine, theirs in zip(ours, right, strict=True):
         both = mine.keys() & theirs.keys()
         assert len(both) >= 4
-        assert all(abs(mine[token] - theirs[token]) <= TOLERANCE for token in both), (mine, theirs)
+        assert all(abs(mine[token] - theirs[token]) <= tolerance for token in both), (mine, theirs)
 
 
 def ask(http: HttpEngine, parts: list[Any], **body: Any) -> list[dict[str, float]]:

@@ -68,6 +68,7 @@ NAMES: list[Names] = [
     ("config/multimodal.py", "MultiModalConfig", "", "mm_processor_kwargs media_io_kwargs mm_processor_cache_type"),
     ("config/multimodal.py", "MultiModalConfig", "", "mm_encoder_attn_dtype mm_encoder_fp8_scale_path"),
     ("config/multimodal.py", "MultiModalConfig", "", "video_pruning_rate"),
+    ("config/multimodal.py", "MultiModalConfig", "get_limit_per_prompt", "modality"),
     ("config/load.py", "LoadConfig", "", "load_format download_dir ignore_patterns"),
     ("config/model.py", "ModelConfig", "", "model revision dtype quantization hf_config multimodal_config"),
     ("distributed/parallel_state.py", "", "", "get_tensor_model_parallel_rank"),

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from encoder_contract.geometry import rows_of_grid
+from prefill_client import Description
 from prefill_client.engine import model
 from prefill_client.vllm import deepstack, image_name
 from prefill_client.vllm.gate import NamedGate, NamedSpan, Prompt
@@ -42,12 +44,12 @@ def dying() -> AbstractContextManager[object]:
     return pytest.raises((AssertionError, AttributeError, KeyError, ValueError, RuntimeError))
 
 
-def trusting(gate: NamedGate, index: int, feature: Feature, _: bytes) -> NamedSpan:
+def trusting(gate: NamedGate, index: int, feature: Feature, description: Description, _: bytes) -> NamedSpan:
     """Believe a name, whatever grid stands beside it."""
     name, position = gate._signer.name(feature.identifier), feature.mm_position
     assert name is not None
     begin, end = position.offset, position.offset + position.length
-    rows = name.grid.patches // gate._merged_patches
+    rows = rows_of_grid(name.grid, description.geometry)
     return NamedSpan(begin, end, index, feature.identifier, rows, name)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +36,9 @@ def installed(tmp_path, monkeypatch):
     information.mkdir(parents=True)
     (folder / "plain_vl.py").write_text(block("python"))
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-vl\nVersion: 1\n")
-    group, point = block("toml").splitlines()
-    group = group.removeprefix('[project.entry-points."').removesuffix('"]')
-    (information / "entry_points.txt").write_text(f"[{group}]\n{point.replace(chr(34), '')}\n")
+    ((group, points),) = tomllib.loads(block("toml"))["project"]["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+    (information / "entry_points.txt").write_text("\n".join(lines))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     monkeypatch.setenv("PYTHONPATH", path)
     return folder

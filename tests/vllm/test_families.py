@@ -1,0 +1,73 @@
+"""Families whose images vLLM lays out itself: fed by the service, engines answer as with their own tower."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.photos import photo
+from testing.server_process import ServerProcess, running
+from testing.vllm_engine import Engine
+from testing.vllm_families import OPTIONS, PROMPTS, SMALL, WIDE, compare, write_small_family
+from tests.vllm.service import SERVICE, SETTINGS
+
+ROWS_TOLERANCE = 1e-5
+"""Of a row against that of vLLM's own tower: another implementation of the same layers."""
+TOLERANCE = {"gemma3": 5e-4}
+"""Of a log-probability: what such rows make of it. Gemma's language model multiplies embeddings of rows by more."""
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def family(request: Any) -> str:
+    """The model type."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its checkpoint."""
+    return write_small_family(tmp_path_factory.mktemp(family), family)
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Iterator[ServerProcess]:
+    """A server of that checkpoint."""
+    with running(model, executable=SERVICE, **SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
+    """An engine of it."""
+    engine = Engine(model, service.endpoint, **OPTIONS)
+    yield engine
+    engine.close()
+
+
+def test_fed_by_the_service_an_engine_answers_as_with_its_own_tower(engine: Engine, family: str) -> None:
+    found = compare(engine)
+    assert found.rows <= ROWS_TOLERANCE
+    assert found.answers <= TOLERANCE.get(family, 1e-5)
+    assert not found.encoded, "the engine's own tower ran"
+    engine.assert_nothing_is_held()
+
+
+def test_another_picture_of_the_same_size_is_answered_otherwise(engine: Engine, family: str) -> None:
+    other = photo(400, 250, 99, "PNG")
+    one, two = engine.ask(["x", WIDE]), engine.ask(["x", other])
+    assert one.distance(two) > 10 * TOLERANCE.get(family, 1e-5)
+
+
+def test_preempted_at_any_step_a_request_is_answered_alike(engine: Engine, family: str) -> None:
+    own = engine.ask(PROMPTS[-1], own=True)
+    for preempt_at in (1, 2, 4):
+        engine.forget()
+        request_id, ended = engine.start(PROMPTS[-1]), {}
+        for step in range(30):
+            if step == preempt_at:
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            ended |= engine.step()
+        ended = ended or engine.run(request_id)
+        assert ended[request_id].distance(own) <= TOLERANCE.get(family, 1e-5)
+        engine.assert_nothing_is_held()

@@ -1,0 +1,155 @@
+"""Stand-ins: no tower encodes one, whatever a caller or a broken rule does; wrong services are refused before that."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from prefill_client.vllm import connector
+from prefill_client.vllm.gate import NamedGate
+from prefill_client.vllm.scheduler_side import FetchingSide
+from testing.photos import photo
+from testing.server_process import ServerProcess, running
+from testing.vllm_engine import Engine, Part, data_url, raw, tower_output
+from testing.vllm_families import OPTIONS, SQUARE, TALL, WIDE, write_small_family
+from tests.vllm.http_engine import HttpEngine, serving
+from tests.vllm.service import SERVICE, SETTINGS
+from tests.vllm.test_answers import TOLERANCE
+from tests.vllm.test_middleware import assert_equal, content, top
+from tests.vllm.test_service_check import check, config_of
+
+FAMILY = "idefics3"  # tiles of several sizes, with separators between them
+QUESTION: list[Part] = ["a", WIDE, "b", TALL]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the family."""
+    return write_small_family(tmp_path_factory.mktemp(FAMILY), FAMILY)
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Iterator[ServerProcess]:
+    """A server of that checkpoint."""
+    with running(model, executable=SERVICE, **SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
+    """An engine for each test: most end it."""
+    engine = Engine(model, service.endpoint, **OPTIONS)
+    yield engine
+    engine.close()
+
+
+def test_a_false_or_borrowed_name_ends_its_request_alone(engine: Engine) -> None:
+    engine.submit(WIDE, SQUARE)
+    name = engine.named(WIDE)["uuid"]
+    for hostile in ({**raw(SQUARE), "uuid": name}, {**raw(WIDE), "uuid": name[:-1] + "x"}):
+        request_id = engine.start(["hostile", hostile])
+        assert engine.run(request_id)[request_id].reason == "error"
+        assert engine.ask(["x", SQUARE]).reason == "length"
+    engine.assert_nothing_is_held()
+
+
+def break_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the scheduler hand stand-ins to the tower."""
+    monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
+
+
+def test_a_step_that_would_read_a_stand_in_ends_the_engine_before_its_tower_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = tower_output(engine)
+    break_the_gate(monkeypatch)
+    engine.submit(WIDE)
+    request_id = engine.start(["x", WIDE])
+    with pytest.raises(KeyError, match="encsvc1-"):
+        engine.run(request_id)
+    assert not encoded
+
+
+def test_a_worker_whose_tower_encoded_a_stand_in_ends_before_any_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = tower_output(engine)
+    break_the_gate(monkeypatch)
+    monkeypatch.setattr(FetchingSide, "allocated", lambda *_: None)
+    engine.submit(WIDE)
+    request_id = engine.start(["x", WIDE])
+    with pytest.raises(RuntimeError, match="the engine's tower encoded a stand-in"):
+        engine.run(request_id)
+    assert len(encoded) == 1, "a blank"
+
+
+def test_without_both_guards_an_answer_is_silently_that_of_a_blank(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = engine.ask(["x", WIDE], own=True)
+    break_the_gate(monkeypatch)
+    monkeypatch.setattr(FetchingSide, "allocated", lambda *_: None)
+    monkeypatch.setattr(connector, "is_ours", lambda _: False)
+    engine.submit(WIDE)
+    request_id = engine.start(["x", WIDE])
+    answer = engine.run(request_id)[request_id]
+    assert answer.reason == "length"
+    assert answer.distance(right) > 10 * TOLERANCE
+
+
+def test_another_checkpoint_or_processor_is_refused_and_the_same_passes(
+    model: Path, service: ServerProcess, tmp_path: Path
+) -> None:
+    check(config_of(model, service.endpoint))
+    other = write_small_family(tmp_path / "weights", FAMILY, seed=1)
+    with pytest.raises(ValueError, match="serves another model: model fingerprint"):
+        check(config_of(other, service.endpoint))
+    other = write_small_family(tmp_path / "processor", FAMILY)
+    settings = other / "processor_config.json"
+    settings.write_text(settings.read_text().replace("0.5", "0.4"))
+    with pytest.raises(ValueError, match="serves another model: model fingerprint"):
+        check(config_of(other, service.endpoint))
+
+
+def test_an_engine_that_takes_no_image_cannot_lay_one_out(model: Path, service: ServerProcess) -> None:
+    with pytest.raises(ValueError, match="raise the limit; the tower stays loaded"):
+        check(config_of(model, service.endpoint, limit_mm_per_prompt={"image": 0}))
+
+
+@pytest.fixture
+def right(model: Path, service: ServerProcess) -> list[dict[str, float]]:
+    """The log-probabilities of the engine's own tower for the question."""
+    engine = Engine(model, service.endpoint, **OPTIONS)
+    own = engine.ask(QUESTION, own=True)
+    engine.close()
+    return [{f"token_id:{token}": value for token, value in step.items()} for step in own.top]
+
+
+def respond(http: HttpEngine, image: bytes) -> httpx.Response:
+    """Ask about an image by the API of responses."""
+    part = {"type": "input_image", "detail": "auto", "image_url": data_url(image)}
+    body = {"model": "tiny", "input": [{"role": "user", "content": [part]}], "max_output_tokens": 4}
+    return httpx.post(http.url + "/v1/responses", json=body, timeout=600)
+
+
+def test_callers_of_vllm_serve_send_what_they_always_did(
+    model: Path, service: ServerProcess, right: list[dict[str, float]]
+) -> None:
+    flags = ["--max-num-batched-tokens", str(OPTIONS["max_num_batched_tokens"])]
+    with serving(model, service.endpoint, *flags, "--limit-mm-per-prompt", '{"image": 4}') as http:
+        response = http.chat(content(QUESTION))
+        assert response.status_code == 200, response.text
+        assert_equal(top(response.json()["choices"][0]), right)
+        assert fed(http) == 2
+        response = respond(http, photo(300, 200, 5, "PNG"))
+        assert response.status_code == 200, response.text
+        assert fed(http) == 3
+        rare = http.chat(content(["x", photo(64, 48, 4, "TIFF")]))
+        assert rare.status_code == 400
+        assert "image 0: vLLM cannot lay out an image of this format" in rare.text
+
+
+def fed(http: HttpEngine) -> int:
+    """How many images the service has fed to the engine."""
+    return int(sum(value for name, value in http.metrics().items() if "images_total" in name))

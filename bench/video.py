@@ -1,0 +1,234 @@
+"""Videos: overlap inside a clip, a second question about it, memory over its length, and what decoding costs.
+
+Real processes on one machine: a server, and this process as the prefill side, with half the cores each. Every round has
+a clip of its own. The second question comes as the next turn of the same chat: rows and KV cache are held. Decoding is
+measured beside a tower of published size, on two pairs of a 360p clip; memory is the most that the server and its
+decoder processes hold, of a clip of one minute and of one of ten.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import transformers
+
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.overlap import TEXT, TEXT_LAYERS, VISION_LAYERS
+from encoder_contract.video import VideoSettings
+from prefill_client import EncoderClient, RowRequest, Video, read_videos
+from prefill_reference.chat import Chat, Prefilled
+from prefill_reference.engine import Engine
+from prefill_reference.language_model import load_language_model
+from prefill_reference.prefix import PrefixCache
+from testing.checkpoints import write_checkpoint
+from testing.clips import clip
+from testing.server_process import HALF_THE_CORES, ServerProcess, running
+
+BENCHMARK = Benchmark(
+    "video",
+    "What does a video cost?",
+    (
+        Figure("pairs", "pairs of frames that are shown of a 60-s clip"),
+        Figure("ttft_ms", "time to first token, overlapped", "ms"),
+        Figure("serial_ms", "time to first token, all pairs first", "ms"),
+        Figure("ttft_serial_over_overlapped", "all pairs first / overlapped", target=">= 1.5"),
+        Figure("second_ms", "time to first token of a second question, in the same chat", "ms"),
+        Figure("second_question_ratio", "first question / second question", target=">= 5"),
+        Figure("memory_ratio", "memory of the server, clip of 10 minutes / of 1 minute", target="<= 1.2"),
+        Figure("decode_ms", "decoding a pair of a 360p clip of 30 frames a second", "ms"),
+        Figure("encode_ms", "encoding it in the tower of Qwen3-VL-8B", "ms"),
+        Figure("decode_over_encode", "decoding / encoding", target="<= 0.15"),
+    ),
+    limit_s=480,
+    quick=("--rounds", "1", "--shrink", "10"),
+)
+
+CHUNK_TOKENS = 256
+ROUNDS = 3
+# Pixels of all frames: a pair of the clip has 80 tokens.
+SIZE = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 26}}
+DECODED_PAIRS = 2
+SAMPLE_S = 0.02
+WAIT_S = 300.0  # on a busy machine the tower of published size takes a minute for a pair
+
+
+def one(seed: int, seconds: int, *, width: int = 320, height: int = 256, fps: float = 10.0) -> bytes:
+    """Return a clip that no other seed has."""
+    return clip("mp4", frames=int(seconds * fps), fps=fps, width=width, height=height, seed=seed)
+
+
+def question(file: bytes, text: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt about a video."""
+    return [{"role": "user", "content": [{"type": "video", "video": file}, {"type": "text", "text": text}]}]
+
+
+async def timed(chat: Chat, messages: Sequence[dict[str, Any]]) -> tuple[float, Prefilled]:
+    """Return the milliseconds to the first token's logits, and what was run for them."""
+    began = time.monotonic()
+    prefilled = await chat.prefill(messages)
+    return (time.monotonic() - began) * 1000, prefilled
+
+
+async def rows_of(client: EncoderClient, file: bytes, settings: VideoSettings, pairs: int = 0) -> Video:
+    """Fetch the rows of a video, or of its first pairs; raises the first error."""
+    (video,) = await read_videos(client, [file], settings)
+    if not isinstance(video, Video):
+        raise video
+    images = video.images[: pairs or None]
+    for answer in await client.submit(images):
+        if answer.error is not None:
+            raise answer.error
+    requests = [RowRequest.of(image) for image in images]
+    async with client.fetch(requests, timeout_s=WAIT_S) as outcomes:
+        async for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+    return video
+
+
+async def first_tokens(model: Path, server: ServerProcess, rounds: int, seconds: int) -> dict[str, Any]:
+    """Return the times to first token: overlapped, all pairs first, and of the second question."""
+    language_model = load_language_model(model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    settings = VideoSettings.from_folder(model)
+    overlapped, serial, second, pairs = [], [], [], 0
+    async with await EncoderClient.connect(server.endpoint) as client:
+        engine = Engine(language_model, row_width=client.description.width)
+        for number in range(1 + rounds):  # the first warms up
+            files = [one(3 * number + way, seconds) for way in range(2)]
+            chat = Chat(
+                client,
+                engine,
+                tokenizer,
+                chunk_tokens=CHUNK_TOKENS,
+                prefixes=PrefixCache(100_000),
+                videos=settings,
+            )
+            messages = question(files[0], "What happens?")
+            first_ms, prefilled = await timed(chat, messages)
+            tokens = [token async for token in chat.decode(prefilled, max_tokens=4)]
+            answer = {"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)}
+            again = [*messages, answer, {"role": "user", "content": "And then?"}]
+            second_ms, _ = await timed(chat, again)
+            began = time.monotonic()
+            await rows_of(client, files[1], settings)
+            await timed(chat, question(files[1], "What happens?"))
+            serial_ms = (time.monotonic() - began) * 1000
+            chat.close()
+            if number:
+                overlapped.append(first_ms)
+                serial.append(serial_ms)
+                second.append(second_ms)
+            pairs = len(prefilled.images)
+    return {
+        "pairs": pairs,
+        "ttft_ms": median(overlapped),
+        "serial_ms": median(serial),
+        "ttft_serial_over_overlapped": median(s / o for s, o in zip(serial, overlapped, strict=True)),
+        "second_ms": median(second),
+        "second_question_ratio": median(o / s for s, o in zip(second, overlapped, strict=True)),
+    }
+
+
+@contextmanager
+def peak_bytes(pid: int) -> Iterator[Callable[[], int]]:
+    """Give a function that returns the most memory that a process and its children held since the block began."""
+    peak, is_over = 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not is_over.wait(SAMPLE_S):
+            process, held = psutil.Process(pid), 0
+            for each in (process, *process.children(recursive=True)):
+                try:
+                    held += each.memory_info().rss
+                except psutil.NoSuchProcess:
+                    continue
+            peak = max(peak, held)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    yield lambda: peak
+    is_over.set()
+    thread.join()
+
+
+async def memory_ratio(model: Path, server: ServerProcess, minutes: tuple[float, float]) -> dict[str, Any]:
+    """Return the server's most memory during a long clip over that during a short one."""
+    settings = VideoSettings.from_folder(model)
+    peaks = []
+    async with await EncoderClient.connect(server.endpoint) as client:
+        # A first one of either length starts the decoder's process and fills what is kept.
+        for number, length in enumerate((minutes[0], *minutes)):
+            file = one(900 + number, round(60 * length), width=160, height=96)
+            with peak_bytes(server.process.pid) as peak:
+                await rows_of(client, file, settings)
+            peaks.append(peak())
+    return {"memory_short_bytes": peaks[1], "memory_ratio": peaks[2] / peaks[1]}
+
+
+async def decoding(model: Path, server: ServerProcess, pairs: int) -> dict[str, Any]:
+    """Return the time of decoding and of encoding a pair of a 360p clip."""
+    settings = VideoSettings.from_folder(model)
+    async with await EncoderClient.connect(server.endpoint) as client:
+        await rows_of(client, one(950, 5, width=320, height=256), settings, 1)  # warm up
+        before = server.metrics()
+        await rows_of(client, one(951, 20, width=640, height=360, fps=30.0), settings, pairs)
+        after = server.metrics()
+
+    def spent(stage: str) -> float:
+        seconds = [each.total("stage_seconds_sum", stage=stage) for each in (before, after)]
+        return (seconds[1] - seconds[0]) / pairs * 1000
+
+    decode_ms, encode_ms = spent("decode"), spent("vit")
+    return {
+        "decode_ms": decode_ms,
+        "encode_ms": encode_ms,
+        "decode_over_encode": decode_ms / encode_ms,
+    }
+
+
+def run(folder: Path, rounds: int, shrink: int) -> dict[str, Any]:
+    """Measure all; with `shrink`, clips are so many times shorter, and the tower of decoding is small."""
+    small = write_checkpoint(folder / "small", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
+    tower = write_checkpoint(folder / "tower", vision_only=shrink == 1)
+    for model in (small, tower):
+        (model / "video_preprocessor_config.json").write_text(json.dumps(SIZE))
+    settings: dict[str, Any] = {"store_host_gib": 0.5, "threads": HALF_THE_CORES, "video": "yes"}
+    found: dict[str, Any] = {}
+    with running(small, log=folder / "small.log", batch_patches=512, **settings) as server:
+        found |= asyncio.run(first_tokens(small, server, rounds, 60 // shrink))
+        found |= asyncio.run(memory_ratio(small, server, (1 / shrink, 10 / shrink)))
+    with running(tower, log=folder / "tower.log", **settings) as server:
+        found |= asyncio.run(decoding(tower, server, DECODED_PAIRS))
+    return {**found, "rounds": rounds, "cores": os.cpu_count(), "torch": torch.__version__}
+
+
+def main() -> None:
+    """Read the command line and measure."""
+    parser = command_line(__doc__)
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="of times to first token (default %(default)s)"
+    )
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="clips are so many times shorter (default %(default)s)"
+    )
+    given = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(HALF_THE_CORES)
+    with tempfile.TemporaryDirectory() as folder:
+        tell(run(Path(folder), given.rounds, given.shrink), given)
+
+
+if __name__ == "__main__":
+    main()

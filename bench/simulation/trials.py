@@ -1,5 +1,6 @@
 """Questions to the simulator: trials over several seeds, and their pooled figures."""
 
+import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -89,7 +90,9 @@ def run_seed(trial: Trial, seed: int) -> Run:
 def answer(trials: Sequence[Trial]) -> list[Figures]:
     """Run all trials, on several processes."""
     tasks = [(trial, seed) for trial in trials for seed in range(trial.seeds)]
-    with ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+    # Spawned: a fork of a process that has run gRPC or torch may crash.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=min(4, os.cpu_count() or 1), mp_context=context) as pool:
         runs = iter(list(pool.map(run_seed, *zip(*tasks, strict=True))))
     return [_pool([next(runs) for _ in range(trial.seeds)]) for trial in trials]
 

@@ -104,8 +104,9 @@ async def fuzz_calls(names: list[str], cases: dict[str, int], seed: int, verdict
         model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
         with running(model, **SETTINGS) as server:
             async with grpc.aio.insecure_channel(server.endpoint) as channel:
-                # Pools are full.
-                await _calls(names[:1], dict.fromkeys(names, AT_A_TIME), seed, channel, Verdict())
+                # Pools are full, and processes for videos started.
+                warm = [name for name in names if name in (names[0], "videos")]
+                await _calls(warm, dict.fromkeys(names, AT_A_TIME), seed, channel, Verdict())
                 before = await _idle_files(server)
                 await _calls(names, cases, seed, channel, verdict)
             after = await _idle_files(server)

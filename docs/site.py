@@ -40,7 +40,7 @@ def stage() -> None:
 
 def build() -> subprocess.CompletedProcess[str]:
     """Make the site of what is staged."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", CONFIG]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(CONFIG)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # an advertisement
     return subprocess.run(command, cwd=ROOT, env=quiet, stderr=subprocess.PIPE, text=True, check=False)
 

@@ -24,7 +24,7 @@ RELEASED = (f":{__version__}", f":{__version__}-cuda", f":v{SUPPORTED[-1]}")
 
 def services() -> Iterator[Any]:
     for engine in (VLLM, SGLANG):
-        for name in engine.services.keys() - engine.extended:
+        for name in sorted(engine.services.keys() - engine.extended):
             service = engine.services[name]
             yield pytest.param(service, id=f"{engine.name}-{name}")
 

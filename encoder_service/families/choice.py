@@ -74,7 +74,7 @@ def _load(model_type: str) -> "Load":
     except (ImportError, RuntimeError) as error:  # the latter: torchvision was built for another torch
         raise ValueError(
             f"transformers or torchvision cannot be imported ({error}): install torch and torchvision from one index,"
-            " and the extra transformers ({install('transformers')})"
+            f" and the extra transformers ({install('transformers')})"
         ) from error
     return load_generic
 

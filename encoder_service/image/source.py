@@ -5,8 +5,6 @@ import os
 import weakref
 from dataclasses import dataclass, field
 
-import blake3
-
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import HEAD_BYTES, VideoInfo, container_of
@@ -32,13 +30,9 @@ class VideoFile:
             self.size += written
             view = view[written:]
 
-    def digest(self) -> bytes:
-        """Return the content digest, as `content_digest`; for a worker thread."""
-        hasher = blake3.blake3()
-        if self.size:
-            with mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ) as content:
-                hasher.update(content)
-        return hasher.digest()
+    def mapped(self) -> "mmap.mmap | bytes":
+        """Return the file to read, mapped; nothing can map an empty one."""
+        return mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ) if self.size else b""
 
     @property
     def container(self) -> str | None:

@@ -180,7 +180,7 @@ class Validator:
 
     def _opened(self, key: ImageKey, file: VideoFile) -> VideoInfo:
         began = monotonic()
-        digest = file.digest()
+        digest = content_digest(file.mapped())
         self._on_hash(monotonic() - began)
         _check_digest(key, digest)
         if file.container is None:

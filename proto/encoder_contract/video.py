@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from encoder_contract.checkpoint import read_config
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.geometry import MAX_ASPECT_RATIO, Grid
 from encoder_contract.json_file import read_json_object
@@ -103,6 +102,10 @@ class VideoSettings:
 
         Raises `OSError` or `ValueError` for a folder without, or with settings that are not supported.
         """
+        from encoder_contract.checkpoint import (
+            read_config,
+        )  # with its library of digests, which decoding lacks
+
         folder = Path(folder)
         path, found = _find_settings(folder)
         try:

@@ -153,8 +153,8 @@ def imported(path: Path) -> Iterator[tuple[str, bool]]:
             yield from ((name, node in tree.body) for name in names)
 
 
-# Imported only to serve a model that has no tower of ours.
-NOT_MEASURED = {"encoder_service.families.generic"}
+# Imported only to serve a model that has no tower of ours, or videos.
+NOT_MEASURED = {"encoder_service.families.generic", "encoder_service.image.opencv", "testing.clips"}
 
 
 def libraries(modules: list[str]) -> set[str]:

@@ -126,7 +126,7 @@ def test_weights_beside_a_scale_are_quantised(config, folder):
 
 def test_without_transformers_it_is_said_what_to_install(config, folder, monkeypatch):
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'encoder-service\[transformers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[transformers\]'"):
         check_model(folder)
     check_model(config.model)  # the server's own towers need none of it
 

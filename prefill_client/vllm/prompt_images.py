@@ -107,7 +107,9 @@ class TowerInput:
         """Return the input of an engine's tower."""
         vision = getattr(config.model_config.hf_config, "vision_config", None)
         frames: int = getattr(vision, "temporal_patch_size", 0)
-        side: int = getattr(vision, "patch_size", 0)
+        side = getattr(vision, "patch_size", 0)
+        if not isinstance(side, int):  # [height, width], of towers that take no patches with a grid
+            side = 0
         channels: int = getattr(vision, "in_channels", 0) or getattr(vision, "in_chans", 3)
         pruning = config.model_config.multimodal_config.video_pruning_rate
         return cls(getattr(vision, "spatial_merge_size", 1), channels * frames * side**2, bool(pruning))

@@ -124,7 +124,14 @@ $(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py te
 
 .PHONY: test-vllm
 test-vllm: setup $(VLLM)/.done ## Test real vLLM engines against a real server (installs 2 GB)
-	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm tests/vllm
+	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm \
+		-m 'not families' tests/vllm
+
+.PHONY: test-vllm-families
+test-vllm-families: setup $(VLLM)/.done ## Test more families in real vLLM engines (minutes), and write docs/models.md's table
+	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm \
+		-m families tests/vllm
+	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m testing.vllm_family_table
 
 # SGLang pins other releases of the same packages than vLLM does.
 $(SGLANG)/.done: requirements-sglang.txt pyproject.toml tests/sglang/environment.py $(wildcard tests/sglang/stand_ins/*.py)

@@ -34,6 +34,30 @@ SMALL = {
         image_settings={"size": {"height": 112, "width": 112}, "image_seq_length": 16},
         processor_settings={"image_seq_length": 16},
     ),
+    "mistral3": _small(
+        "mistral3",
+        "[IMG]",
+        vision={**CHECKPOINTS["mistral3"].vision, "image_size": 336},
+        image_settings={"patch_size": 14, "size": {"longest_edge": 336}},
+    ),
+    "internvl": _small(
+        "internvl",
+        "<IMG_CONTEXT>",
+        vision=VISION | {"image_size": [112, 112], "patch_size": [14, 14]},
+        top={"image_seq_length": 16},
+        image_settings={
+            "size": {"height": 112, "width": 112},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 6,
+        },
+        processor_settings={"image_seq_length": 16},
+    ),
+    "glm4v": _small(
+        "glm4v",
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        image_settings={"size": {"shortest_edge": 3136, "longest_edge": 131072}},
+    ),
     "idefics3": _small(
         "idefics3",
         "<image>",

@@ -12,13 +12,17 @@ from testing.vllm_engine import Engine
 from testing.vllm_families import OPTIONS, PROMPTS, SMALL, WIDE, compare, write_small_family
 from tests.vllm.service import SERVICE, SETTINGS
 
+USUAL = ("gemma3", "idefics3")
 ROWS_TOLERANCE = 1e-5
 """Of a row against that of vLLM's own tower: another implementation of the same layers."""
 TOLERANCE = {"gemma3": 5e-4}
 """Of a log-probability: what such rows make of it. Gemma's language model multiplies embeddings of rows by more."""
 
 
-@pytest.fixture(scope="module", params=SMALL)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in USUAL else pytest.param(name, marks=pytest.mark.families) for name in SMALL],
+)
 def family(request: Any) -> str:
     """The model type."""
     return str(request.param)

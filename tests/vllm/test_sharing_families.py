@@ -13,11 +13,15 @@ from testing.vllm_sharing import SharingEngine
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE
 
+USUAL = ("gemma3", "idefics3")
 PROMPT: list[Part] = ["a", photo(400, 250, 1, "PNG"), "b", photo(120, 333, 2, "PNG"), "c"]
 WIDTH = 128
 
 
-@pytest.fixture(scope="module", params=SMALL)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in USUAL else pytest.param(name, marks=pytest.mark.families) for name in SMALL],
+)
 def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each family; nothing of it is where the store runs."""
     return write_small_family(tmp_path_factory.mktemp(request.param), request.param)

@@ -131,7 +131,7 @@ test-vllm: setup $(VLLM)/.done ## Test real vLLM engines against a real server (
 test-vllm-families: setup $(VLLM)/.done ## Test more families in real vLLM engines (minutes), and write docs/models.md's table
 	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm \
 		-m families tests/vllm
-	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m testing.vllm_family_table
+	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m tests.vllm.family_table
 
 # SGLang pins other releases of the same packages than vLLM does.
 $(SGLANG)/.done: requirements-sglang.txt pyproject.toml tests/sglang/environment.py $(wildcard tests/sglang/stand_ins/*.py)

@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md on vLLM: `python -m testing.vllm_family_table` starts engines for each family."""
+"""Writes the table of docs/models.md on vLLM: `python -m tests.vllm.family_table` starts engines for each family."""
 
 import os
 import re

@@ -13,7 +13,7 @@ from typing import Any
 
 from testing.vllm_environment import ENVIRONMENT
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PLACE = re.compile(r"(?<=<!-- vllm -->\n).*?(?=<!-- /vllm -->)", re.DOTALL)
 HEAD = (
     "| type | models | vLLM gets | rows | log-probabilities | encoded by vLLM | second engine with `ec_both` |",

@@ -100,9 +100,9 @@ async def test_a_row_window_is_exactly_those_rows(client: EncoderClient) -> None
 async def test_an_image_named_many_times_in_a_call_is_pinned_once(
     server: Server, client: EncoderClient, gate: Gate, transport: str
 ) -> None:
-    (image,) = await client.submit([photo(320, 240, 40 + BY_DEFAULT.index(transport))])
-    named = [RowRequest(image.digest, row, row + 1) for row in range(image.tokens)]
     with gate.closed():
+        (image,) = await client.submit([photo(320, 240, 40 + BY_DEFAULT.index(transport))])
+        named = [RowRequest(image.digest, row, row + 1) for row in range(image.tokens)]
         waiting = asyncio.create_task(collect(client, named, transports=[transport]))
         await soon(
             lambda: any(jobs for (_, demanded), jobs in server.jobs.snapshot().images.items() if demanded)

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from encoder_contract.digest import content_digest
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.processes import SCRIPTS, running
@@ -122,3 +124,40 @@ async def test_ctrl_c_pressed_again_ends_a_drain(checkpoint: Path) -> None:
             assert await asyncio.to_thread(server.process.wait, 60) == 0  # half of what it had
             waiting.cancel()
     assert "Traceback" not in "\n".join(server.lines)
+
+
+# Is stopped as soon as it has some of the rows. Without our client's pings, which would end a call that stands still.
+READER = """
+import os, signal, sys
+import grpc
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+endpoint, *digests = sys.argv[1:]
+images = [pb.FetchImage(index=index, digest=bytes.fromhex(each)) for index, each in enumerate(digests)]
+with grpc.insecure_channel(endpoint) as channel:
+    for number, answer in enumerate(EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images))):
+        if number == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if answer.HasField("ready"):
+            print("ready", flush=True)
+"""
+
+
+async def test_a_drain_waits_until_a_slow_reader_has_its_last_rows(checkpoint: Path) -> None:
+    images = [photo(900 + n, 700, n) for n in range(2)]
+    digests = [content_digest(image).hex() for image in images]
+    with running(checkpoint, drain_s=60) as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            await client.submit(images)
+        await soon(lambda: server.encodes() == len(images))
+        command = [sys.executable, "-c", READER, server.endpoint, *digests]
+        reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        _, status = await asyncio.to_thread(os.waitpid, reader.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        server.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(server.process.wait, 1.5)
+        reader.send_signal(signal.SIGCONT)
+        said = await asyncio.to_thread(last_words, reader)
+        assert (said, reader.returncode) == ("ready\nready\n", 0)
+        assert await asyncio.to_thread(server.process.wait, START_S) == 0

@@ -2,16 +2,18 @@
 
 import asyncio
 import math
+import os
 import random
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import psutil
 import torch
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, tell
@@ -54,6 +56,15 @@ BENCHMARK = Benchmark(
         Figure("overload_refused", "ten times overload: refused with a retry hint", "images"),
         Figure("overload_other", "ten times overload: any other failure", "images", "<= 0"),
         Figure("overload_memory_growth_mib", "ten times overload: growth of memory", "MiB"),
+        Figure(
+            "two_devices_over_one",
+            "images a second of `--devices cpu,cpu` / `cpu`, one thread each",
+            target=">= 1.9",
+            summary="images a second of two devices (processes of one thread on the CPU) / of one",
+        ),
+        Figure("killed_failed", "a device's process killed under load: images that failed", "images", "<= 0"),
+        Figure("killed_rows_lost", "a device's process killed under load: rows lost", "images", "<= 0"),
+        Figure("killed_back_s", "until its device was back, beyond the start of a server", "s", "<= 2"),
     ),
     limit_s=540,  # two checkpoints and four servers take minutes on a slow machine
     arguments=("--overload-s", "30", "--images", "64", "--rounds", "5"),
@@ -74,6 +85,7 @@ DEPTH = 27  # full: a shallow tower would flatter or blame the service, whicheve
 SHALLOW = 4  # blocks, where it is the service alone that is measured
 # Batches that pass through the deep tower at least: warming up, `LEAST_ROUNDS`, both ways, and the full load.
 LEAST_BATCHES = 2 * (1 + LEAST_ROUNDS) + 2
+LONG_S = 120.0  # for a device to come back
 # The client waits and asks again unless the refusal's hint is later than this.
 REFUSED_S = 2.0
 
@@ -85,7 +97,7 @@ def checkpoint(folder: Path, depth: int) -> Path:
 
 def affordable_depth(shallow: Path, budget: Budget) -> int:
     """Return how many blocks there is time for: all, unless the processor has no products of bfloat16."""
-    model = load_model(Config(model=shallow, device="cpu"))
+    model = load_model(Config(model=shallow, devices="cpu"))
     files = [photo(SIDE, SIDE, seed) for seed in range(BATCH)]
     block_s = min(tower_seconds(model, files) for _ in range(2)) / SHALLOW
     blocks_s = LEAST_BATCHES * block_s
@@ -172,6 +184,65 @@ async def load_section(server: ServerProcess, images: int) -> Figures:
         "loop_lag_p99_ms": _lag_p99_s(window) * 1e3,
         "images_per_s": images / seconds,
     }
+
+
+async def rate_section(endpoint: str, images: int, seed: int) -> float:
+    """Return the images a second of a full queue, after a batch that warms up."""
+    files = [photo(SIDE, SIDE, seed + n) for n in range(images + BATCH)]
+    async with await EncoderClient.connect(endpoint) as client:
+        await submit_and_fetch(client, files[images:])
+        calls = [submit_and_fetch(client, files[n : n + 4], timeout_s=LONG_S) for n in range(0, images, 4)]
+        return images * 1e3 / await ms_of(asyncio.gather(*calls))
+
+
+async def killed_section(server: ServerProcess, images: int, start_s: float) -> Figures:
+    """Kill the process of the device as it encodes; return what became of images and rows, and when it was back."""
+    held = server.metrics().total("store_entries", tier="host")
+    files = [photo(SIDE, SIDE, 50_000 + n) for n in range(images)]
+    async with await EncoderClient.connect(server.endpoint) as client:
+        calls = [
+            asyncio.create_task(submit_and_fetch(client, files[n : n + 4], timeout_s=LONG_S))
+            for n in range(0, images, 4)
+        ]
+        await _until(lambda: server.metrics().total("store_entries", tier="host") > held)
+        engine = next(
+            each for each in psutil.Process(server.process.pid).children() if each.name() == "engine"
+        )
+        engine.kill()
+        began = time.perf_counter()
+        await _until(lambda: not server.metrics().total("device_up"))
+        await _until(lambda: bool(server.metrics().total("device_up")))
+        back_s = time.perf_counter() - began
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    kept = server.metrics().total("store_entries", tier="host") - held
+    return {
+        "killed_failed": sum(error is not None for error in ended),
+        "killed_rows_lost": images - kept,
+        "killed_back_s": max(0.0, back_s - start_s),
+    }
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    def look() -> None:
+        while not holds():
+            time.sleep(0.02)
+
+    await asyncio.to_thread(look)
+
+
+async def devices_section(model: Path, images: int) -> Figures:
+    """Compare two devices with one, and kill the process of a device; each has one thread."""
+    one: dict[str, Any] = {"threads": 1, "store_host_gib": 1}
+    began = time.perf_counter()
+    with running(model, devices="cpu", **one) as server:
+        start_s = time.perf_counter() - began
+        rate = await rate_section(server.endpoint, images, 60_000)
+        figures = await killed_section(server, images, start_s)
+    if len(os.sched_getaffinity(0)) > 1:
+        with running(model, devices="cpu,cpu", **one) as server:
+            both = await rate_section(server.endpoint, 2 * images, 70_000)
+        figures |= {"two_devices_over_one": both / rate}
+    return figures
 
 
 async def calm_section(endpoint: str, seconds: float) -> tuple[float, float]:
@@ -282,7 +353,7 @@ async def measure(folder: Path, given: Namespace, budget: Budget) -> Figures:
     overload_s: float = given.overload_s
     small = checkpoint(folder / "small", SHALLOW)
     path = checkpoint(folder / "deep", affordable_depth(small, budget))
-    model = load_model(Config(model=path, device="cpu"))
+    model = load_model(Config(model=path, devices="cpu"))
     figures: Figures = {}
     settings: dict[str, Any] = {
         "store_host_gib": 1,
@@ -295,6 +366,7 @@ async def measure(folder: Path, given: Namespace, budget: Budget) -> Figures:
         figures |= await load_section(server, images)
     with running(small, **settings) as server:
         figures |= await latency_section(server.endpoint, budget)
+    figures |= await devices_section(path, images)
     if overload_s:
         with running(small, **settings) as server:
             rate, calm_p99_s = await calm_section(server.endpoint, overload_s / 2)

@@ -131,7 +131,7 @@ def _measure(rounds: int) -> dict[str, Any]:
         with running(
             model,
             executable=service,
-            device="cpu",
+            devices="cpu",
             dtype="float32",
             store_host_gib=0.5,
             device_peak_tflops=0.1,

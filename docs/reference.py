@@ -110,7 +110,7 @@ async def _metrics_of_a_server() -> str:
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             model=write_checkpoint(Path(folder) / "checkpoint"),
-            device="cpu",
+            devices="cpu",
             store_host_gib=0.01,
             device_peak_tflops=1.0,
         )

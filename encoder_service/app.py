@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import time_ns
@@ -37,6 +37,7 @@ from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.cluster.tasks import DIED
 from encoder_service.collectors import (
     cluster_readings,
+    device_readings,
     identity_readings,
     memory_readings,
     model_readings,
@@ -45,8 +46,11 @@ from encoder_service.collectors import (
     store_readings,
 )
 from encoder_service.config import GIB, Config, ConfigError, flag
+from encoder_service.engine.device import Device
+from encoder_service.engine.devices import DeviceProcess
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads
+from encoder_service.engine.session import Devices
 from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
 from encoder_service.image.decoder import DECODE_PIXELS
@@ -82,9 +86,17 @@ class Server:
     """One serving process. Construct it on the event loop that is to serve."""
 
     def __init__(
-        self, config: Config, model: Model, *, budgets: Budgets | None = None, patience: float = 1.0
+        self,
+        config: Config,
+        model: Model,
+        devices: Sequence[DeviceProcess] = (),
+        *,
+        budgets: Budgets | None = None,
+        patience: float = 1.0,
     ) -> None:
         """Construct the components. Raises `ConfigError` if the memory for the store is unavailable.
+
+        `model` is a `served_model` of `devices`, or without any it is loaded in this process.
 
         `budgets` are those of `config` unless others are given.
 
@@ -93,6 +105,7 @@ class Server:
         """
         self._config = config
         self._model = model
+        self._devices = devices
         self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
@@ -103,7 +116,8 @@ class Server:
         self._identity = Identity(read_tenants(config), self._fleet_key)
         self.endpoint = ""  # host:port or unix:path, once it listens
         self.metrics = Metrics()
-        self._memory_plan = MemoryPlan.of(model, model.device.memory(), config)
+        plan = devices[0].plan if devices else None
+        self._memory_plan = plan or MemoryPlan.of(model, model.device.memory(), config)
         self._memory_plan.check()
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
@@ -177,7 +191,7 @@ class Server:
             self._refuse_new_calls,
             self.cluster.leave,
             partial(self._listener.stop, self._config.drain_s),
-            self.engine.stop,
+            self._stop_engine,
             self.cluster.close,
             partial(asyncio.to_thread, self.watch.stop),
             partial(asyncio.to_thread, self.store.close),
@@ -192,6 +206,12 @@ class Server:
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
         self.images.waiters.end_keeping(UnavailableError("the server is draining: use another server"))
+
+    async def _stop_engine(self) -> None:
+        """Let the workers finish what they are at, and fail what is still queued."""
+        self.jobs.close()
+        await self.engine.stop()
+        self.jobs.fail_all(UnavailableError("the server is shutting down: use another server"))
 
     # Construction
 
@@ -212,23 +232,29 @@ class Server:
             raise ConfigError(str(error)) from error
 
     def _build_jobs(self) -> JobQueue:
+        config = self._config
         return JobQueue(
             Scheduler(
                 self.budgets.queue,
                 max_ahead_patches=self._model.tower.ahead_patches,
                 max_ahead_images=MAX_AHEAD_IMAGES,
                 large_pixels=DECODE_PIXELS,
+                devices=len(self._devices) or 1,
             ),
             self._model.decoder,
             self.store,
             loop=self._loop,
             metrics=self.metrics,
             on_end=self._ended,
-            device=self._model.device,
+            # Only a device tier has the server itself use a device that has a process.
+            device=self._model.device if config.store_device_gib or not self._devices else Device("cpu"),
+            devices=len(self._devices) or 1,
             on_abort=self._abort,
         )
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self) -> Engine | Devices:
+        if self._devices:
+            return Devices(self._devices, self.jobs, self.store, self.metrics)
         return Engine(
             self.jobs,
             self._model,
@@ -364,8 +390,10 @@ class Server:
     def readings(self) -> Iterator[Reading]:
         """Yield the state of the components: called at each scrape, on a thread."""
         peak_flops = self._config.device_peak_tflops * 1e12
-        yield from identity_readings(self._description, self._model, peak_flops)
+        peak_flops *= len(self._devices) or 1
+        yield from identity_readings(self._description, self._model, self._device_names, peak_flops)
         yield from process_readings(self.draining)
+        yield from device_readings(self._model, self._devices)
         yield from model_readings(self._model)
         yield from queue_readings(self.jobs.snapshot(), self.budgets.queue)
         yield from store_readings(self.store.stats())
@@ -396,4 +424,8 @@ class Server:
 
     def _settings(self) -> dict[str, str]:
         plan = {"device memory": str(self._memory_plan)} if self._memory_plan.total else {}
-        return {**facts(self._config, self._model, self.replica_id), **plan}
+        return {**facts(self._config, self._model, self._device_names, self.replica_id), **plan}
+
+    @property
+    def _device_names(self) -> str:
+        return ",".join(device.name for device in self._devices) or self._model.device.name

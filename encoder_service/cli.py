@@ -30,6 +30,7 @@ from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
+from encoder_service.engine.devices import start_devices
 from encoder_service.families.choice import check_model
 from encoder_service.logs import set_up_logging
 
@@ -201,15 +202,17 @@ def _serve_with(config: Config) -> int:
     read_tenants(config)
     check_model(config.model, stores_only=config.stores_only, width=config.row_width)
     _say_that_it_loads(config)
-    # torch takes seconds to import: not before the flags are known to be good.
+    devices = start_devices(config)
+    # torch takes seconds to import: not before the flags are known to be good, and while the devices load.
     from encoder_service.app import LOST_DEVICE, Server, require_host_memory
     from encoder_service.engine.model import load_model
+    from encoder_service.engine.session import served_model
 
     require_host_memory(config)
-    model = load_model(config)
+    model = served_model(config, devices) if devices else load_model(config)
 
     async def serve() -> int:
-        return await Server(config, model).serve()
+        return await Server(config, model, devices).serve()
 
     with out_of_collections():
         code = asyncio.run(serve())

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import ClusterStatus, IndexState
+from encoder_service.engine.devices import ENDS, DeviceProcess
 from encoder_service.engine.model import Model
 from encoder_service.image.sources import SourceCache
 from encoder_service.logs import dropped_lines
@@ -18,7 +19,9 @@ from encoder_service.scheduler import Limits, Snapshot, State
 from encoder_service.store import StoreStats, TierStats
 
 
-def identity_readings(description: pb.DescribeResponse, model: Model, peak_flops: float) -> Iterator[Reading]:
+def identity_readings(
+    description: pb.DescribeResponse, model: Model, devices: str, peak_flops: float
+) -> Iterator[Reading]:
     """Yield versions and model; the device's peak only if it is known."""
     versions = (description.version, platform.python_version(), str(torch.__version__))
     yield gauge(
@@ -34,7 +37,7 @@ def identity_readings(description: pb.DescribeResponse, model: Model, peak_flops
         "model_type": description.model_type,
         "fingerprint": description.model_fingerprint.hex()[:12],
         "dtype": description.dtype,
-        "device": model.device.name,
+        "device": devices,
         "attention": model.tower.attention,
         "decoder": model.decoder.name,
     }
@@ -43,7 +46,9 @@ def identity_readings(description: pb.DescribeResponse, model: Model, peak_flops
     )
     if peak_flops:
         yield gauge(
-            "device_peak_flops", "Floating-point operations per second the device can do at best.", peak_flops
+            "device_peak_flops",
+            "Floating-point operations per second the devices can do at best.",
+            peak_flops,
         )
 
 
@@ -53,14 +58,37 @@ def process_readings(draining: bool) -> Iterator[Reading]:
     yield counter("log_dropped", "Log lines dropped because they were not read in time.", dropped_lines())
 
 
-def model_readings(model: Model) -> Iterator[Reading]:
-    """Yield the state of device, decoder and tower."""
+def device_readings(model: Model, devices: Sequence[DeviceProcess]) -> Iterator[Reading]:
+    """Yield the state of each device; without `devices`, of that of the model."""
+    labels = ("number", "device")
+    named = {(str(device.number), device.name): device for device in devices}
+    here = () if devices else (("0", model.device.name),)
+    up = {**dict.fromkeys(here, 1.0), **{name: float(device.is_up) for name, device in named.items()}}
+    restarts = {
+        (*name, reason): count for name, device in named.items() for reason, count in device.restarts.items()
+    }
+    restarts |= {(*name, reason): 0 for name in here for reason in ENDS}
+    memory = {name: device.state.memory for name, device in named.items() if device.state is not None}
+    memory |= {name: model.device.memory() for name in here}
+    yield gauge("device_up", "1 while the device's process works.", up, *labels)
+    yield counter(
+        "device_restarts",
+        "Processes of the device that ended and were replaced.",
+        restarts,
+        *labels,
+        "reason",
+    )
     yield gauge(
         "device_memory_bytes",
         "Memory of the device: total, free, reserved and allocated by torch; 0 on the CPU.",
-        asdict(model.device.memory()),
+        {(*name, kind): size for name, state in memory.items() for kind, size in asdict(state).items()},
+        *labels,
         "state",
     )
+
+
+def model_readings(model: Model) -> Iterator[Reading]:
+    """Yield the state of decoder and tower."""
     decoder, tower = model.decoder, model.tower
     yield counter(
         "decoder_restarts", "Decoder processes that ended and were replaced.", decoder.deaths, "reason"

@@ -1,5 +1,6 @@
 """The configuration of the server."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Config(Settings):
 
     environment_prefix = "ENCSVC_"
     removed: ClassVar = {
+        "device": "use --devices, which takes one as well",
         "decode_pixels": "leave it out; 50 million source pixels are decoded at the same time, and --max-image-pixels "
         "bounds each image",
         "index_at_start": "leave it out; a server whose index is unavailable at start encodes alone and joins later",
@@ -105,8 +107,10 @@ class Config(Settings):
     )
     index_prefix: str = knob("encoder", help="prefix of every key in Redis")
     index_timeout_ms: int = knob(100, help="timeout of one call to the index, milliseconds")
-    device: str = knob(
-        "auto", help="device of the vision tower: auto, cpu, cuda or cuda:N; auto uses a GPU if there is one"
+    devices: str = knob(
+        "auto",
+        help="devices of the vision tower, each with a process of its own: auto, cpu, cuda or cuda:N, or several with "
+        "commas between them; auto uses a GPU if there is one",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
         "auto", help="element type of weights and rows; auto: the checkpoint's"
@@ -270,12 +274,29 @@ class Config(Settings):
             "store_device_gib",
             f"is not for {flag('store_only')}",
         )
-        is_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
-        self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
+        self._check_devices()
         if self.index != "memory" and not _is_redis(self.index):
             raise ConfigError(
                 f"{flag('index')} must be memory or redis://host:port and its like, got {self.index_for_people}"
             )
+
+    @property
+    def device_names(self) -> list[str]:
+        """The names in `devices`; `cuda` is `cuda:0`."""
+        names = [name.strip() for name in self.devices.split(",")]
+        return ["cuda:0" if name == "cuda" else name for name in names]
+
+    def _check_devices(self) -> None:
+        names = self.device_names
+        are_devices = all(re.fullmatch(r"cpu|cuda:\d+", name) for name in names) or names == ["auto"]
+        self._require(are_devices, "devices", "must be auto, or cpu, cuda or cuda:N with commas between them")
+        gpus = [name for name in names if name != "cpu"]
+        self._require(gpus in ([], names), "devices", "must be of one kind")
+        self._require(len(set(gpus)) == len(gpus), "devices", "must name each GPU once")
+        cores = len(os.sched_getaffinity(0))
+        self._require(
+            bool(gpus) or len(names) <= cores, "devices", f"must name cpu {cores} times at most, once a core"
+        )
 
     def certificates(self) -> Certificates | None:
         """Read our certificate, and the authorities of callers; None without TLS. Raises `ConfigError`."""

@@ -78,7 +78,7 @@ async def trace_image(folder: Path) -> list[str]:
     config = Config(
         model=write_checkpoint(folder),
         listen="127.0.0.1:0",
-        device="cpu",
+        devices="cpu",
         store_host_gib=0.25,
     )
     trace = Trace()

@@ -128,7 +128,7 @@ def config(checkpoint: Path) -> Config:
         model=checkpoint,
         listen="127.0.0.1:0",
         metrics_listen="127.0.0.1:0",
-        device="cpu",
+        devices="cpu",
         store_host_gib=STORE_GIB,
         device_peak_tflops=1.5,
         drain_s=5,

@@ -2,20 +2,25 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Pipe
+from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
-from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.engine.devices import DeviceProcess
+from encoder_service.engine.job_queue import Job, JobQueue, Work
 from encoder_service.engine.model import Model
-from encoder_service.engine.workers import Engine
+from encoder_service.engine.process import RemoteMetrics, RemoteStore, RemoteWork, Wire
+from encoder_service.engine.session import Session
+from encoder_service.engine.workers import Engine, RowStore
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import Metrics
@@ -48,6 +53,12 @@ class Bench:
         """Queue an image and wait for it."""
         return await self.jobs.wait(self.submit(image, claim), claim)
 
+    async def stop(self) -> None:
+        """Stop the engine, as a server does."""
+        self.jobs.close()
+        await self.engine.stop()
+        self.jobs.fail_all(UnavailableError("the engine has stopped"))
+
 
 def demanded(request: str = "r") -> Claim:
     """A claim of a prefill that waits."""
@@ -68,8 +79,13 @@ class Changed:
 def in_batches(model: Model) -> Model:
     """Return the model with a decoder that takes every image in batches, as that of a GPU takes JPEGs."""
     one = model.decoder.decode
-    methods = {"batches": lambda _: True, "decode_batch": lambda sources: [one(source) for source in sources]}
-    return replace(model, decoder=cast(Decoder, Changed(model.decoder, **methods)))
+    changed = Changed(
+        model.decoder,
+        batches=lambda _: True,
+        decode_batch=lambda sources: [one(source) for source in sources],
+    )
+    changed.__dict__["decodes_batches"] = True
+    return replace(model, decoder=cast(Decoder, changed))
 
 
 @asynccontextmanager
@@ -109,13 +125,45 @@ async def running(
         on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),
         device=model.device,
     )
-    engine = Engine(jobs, model, kept, Metrics(), batch_patches=batch_patches, decode_pixels=decode_pixels)
-    engine.start()
+    here: tuple[Work, RowStore, Metrics] = jobs, kept, Metrics()
+    with answered(jobs, kept, model) if REMOTE else nullcontext(here) as (work, rows, metrics):
+        options = {"batch_patches": batch_patches, "decode_pixels": decode_pixels}
+        engine = Engine(work, model, rows, metrics, **options)
+        bench = Bench(engine, jobs, kept, model, ended)
+        engine.start()
+        try:
+            yield bench
+        finally:
+            await bench.stop()
+    kept.close()
+
+
+REMOTE = False
+"""Whether engines are `running` as in the process of a device, over connections to the queue and the store."""
+
+
+@contextmanager
+def answered(jobs: JobQueue, store: Store, model: Model) -> Iterator[tuple[Work, RowStore, Metrics]]:
+    """Give what the workers of a device's process have, with a session that answers it."""
+    pairs = [Pipe() for _ in range(6)]
+    (ours, theirs), *others = pairs
+    device = SimpleNamespace(number=0, failures=0, control=ours, connections=[end for end, _ in others])
+    session = Session(cast(DeviceProcess, device), jobs, store, Metrics(), 1.0)
+    serving = threading.Thread(target=session.run, args=(_thread,))
+    serving.start()
+    wire = Wire([end for _, end in others])
+    shared = theirs.recv()
     try:
-        yield Bench(engine, jobs, kept, model, ended)
+        rows = RemoteStore(wire, shared, model.device)
+        yield RemoteWork(wire, model.device), rows, cast(Metrics, RemoteMetrics(wire))
     finally:
-        await engine.stop()
-        kept.close()
+        for _, end in pairs:
+            end.close()
+        serving.join()
+
+
+def _thread(name: str, work: Callable[..., None], *given: Any) -> threading.Thread:
+    return threading.Thread(target=work, args=given, name=name)
 
 
 class Gate:

@@ -1,6 +1,7 @@
 """A server whose device is lost at one stage, or one of whose threads dies: the real command, over a part that fails.
 
-A process of its own, forked by one that has imported torch already: a start takes a second.
+A process of its own, forked by one that has imported torch already: a start takes a second. `main` is the body of its
+device's process, where the stage is; `LOSING` tells it.
 """
 
 import multiprocessing
@@ -18,8 +19,8 @@ from torch import Tensor
 from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
+from encoder_service.engine import devices, process, session, watchdog
 from encoder_service.engine import model as loading
-from encoder_service.engine import watchdog
 from encoder_service.engine.device import CudaStream, Device
 from encoder_service.engine.model import Model
 from encoder_service.engine.workers import CopyOut, Prepare, Vit
@@ -30,6 +31,9 @@ from tests.engines import Changed, in_batches
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["encoder_service.app", "tests.lost_device"])
+
+LOSING = "TEST_LOSING"
+"""What fails, and a file that says that it has failed before; without the file, it fails in every process."""
 
 _lost = threading.Event()
 
@@ -123,7 +127,7 @@ def _flat(model: Model) -> Model:
     return _decoder(in_batches(model), decode_batch=lambda sources: [torch.empty(1)] * len(sources))
 
 
-# How the model of each stage is made from the real one; that of the store's stages is the real one.
+# How the model of each stage is made from the real one.
 STAGES: dict[str, Callable[[Model], Model]] = {
     "decode": lambda model: _decoder(in_batches(model), decode_batch=lose),
     "decode apart": lambda model: _decoder(model, batches=lambda _: False, decode=lose),
@@ -133,20 +137,23 @@ STAGES: dict[str, Callable[[Model], Model]] = {
     "tower": lambda model: _tower(model, lose),
     "copy-out": lambda model: replace(model, device=LosingDevice("cpu")),
     "put": lambda model: _tower(model, _losing(model.tower.encode)),
-    "to host": lambda model: model,
-    "mover": lambda model: model,
     "a dead thread": _flat,
     "a hung device": lambda model: replace(model, device=HangingDevice("cpu")),
 }
+# Of the server itself: where its device tier is lost.
+TIERS = ("to host", "mover")
 
 
 # Threads and tasks that die outside of what they guard: the class and method in which each meets its end.
-DEATHS: dict[str, tuple[type, str]] = {
+DEATHS_THERE: dict[str, tuple[type, str]] = {
     "vit dies": (Vit, "_with_room"),
     "copy-out dies": (CopyOut, "_keep"),
     "prepare-apart dies": (Prepare, "_prepare_apart"),
+}
+DEATHS: dict[str, tuple[type, str]] = {
     "tier-migrator dies": (storing.Store, "_demote"),
     "cluster-leases dies": (Leases, "send"),
+    "session dies": (session.Session, "decoded"),
 }
 
 
@@ -155,22 +162,41 @@ def die(*_: Any) -> NoReturn:
     raise LookupError("a bug of ours")
 
 
-def serve(stage: str, log: Path, flags: list[str]) -> None:
-    """Serve a model that loses its device at a stage, or that dies: the body of a process."""
+def main(descriptors: list[int], *, parent: int) -> None:
+    """Be the process of a device that fails."""
+    what, _, once = os.environ[LOSING].partition(":")
+    load_model = loading.load_model
+
+    def load(config: Config, processes: int) -> Model:
+        model = replace(load_model(config, processes), device=LosableDevice("cpu"))
+        if once and Path(once).exists():
+            return model
+        if once:
+            Path(once).touch()
+        if what in DEATHS_THERE:
+            setattr(*DEATHS_THERE[what], die)
+            return model
+        return STAGES[what](model)
+
+    watchdog.TICK_S, watchdog.HUNG_S = 0.05, 1.0
+    vars(process)["load_model"] = load
+    process.main(descriptors, parent=parent)
+
+
+def serve(what: str, once: str, log: Path, flags: list[str]) -> None:
+    """Serve, and lose a device at a stage, or a thread: the body of a process."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    watchdog.TICK_S, watchdog.HUNG_S, app.ABORT_S = 0.05, 1.0, 1.0
-    load_model = loading.load_model
-    tensor_over = storing._tensor_over
-
-    def load(config: Config) -> Model:
-        return STAGES[stage](replace(load_model(config), device=LosableDevice("cpu")))
-
-    if stage in DEATHS:
-        setattr(*DEATHS[stage], die)
+    app.ABORT_S = 1.0
+    if what in DEATHS:
+        setattr(*DEATHS[what], die)
+    elif what in TIERS:
+        tensor_over = storing.tensor_over
+        storing.tensor_over = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
+        vars(session)["Device"] = LosableDevice
     else:
-        loading.load_model = load
-        storing._tensor_over = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
+        devices._MODULE = "tests.lost_device"
+        os.environ[LOSING] = f"{what}:{once}"
     os._exit(cli.main(["serve", *flags]))  # a process that returns here did not end by itself

@@ -6,8 +6,11 @@ PATCHES = 100
 ROOMY = Limits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
 
 
-def make(limits=ROOMY, ahead_patches=10**6, ahead_images=10**6, policy=LEAST_WORK_LEFT) -> Scheduler:
-    return Scheduler(limits, max_ahead_patches=ahead_patches, max_ahead_images=ahead_images, policy=policy)
+def make(
+    limits=ROOMY, ahead_patches=10**6, ahead_images=10**6, policy=LEAST_WORK_LEFT, devices=1
+) -> Scheduler:
+    ahead = {"max_ahead_patches": ahead_patches, "max_ahead_images": ahead_images}
+    return Scheduler(limits, **ahead, policy=policy, devices=devices)
 
 
 def want(

@@ -1,12 +1,13 @@
 """A server of this process, with settings of its own, for as long as a test or a fixture needs it."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from encoder_service.app import Server
 from encoder_service.config import Config
+from encoder_service.engine.devices import DeviceProcess
 from encoder_service.engine.model import Model
 from encoder_service.limits import Budgets
 
@@ -15,14 +16,19 @@ NONE: Mapping[str, Any] = {}
 
 @asynccontextmanager
 async def server_of(
-    config: Config, model: Model, *, limits: Mapping[str, Any] = NONE, **settings: Any
+    config: Config,
+    model: Model,
+    devices: Sequence[DeviceProcess] = (),
+    *,
+    limits: Mapping[str, Any] = NONE,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
     """Give a server of `config`, some settings of which are others; it is drained, however the body ends.
 
     `limits` are fields of its `Budgets` that no setting changes.
     """
     config = replace(config, **settings)
-    server = Server(config, model, budgets=replace(Budgets.of(config), **limits))
+    server = Server(config, model, devices, budgets=replace(Budgets.of(config), **limits))
     await server.start()
     try:
         yield server

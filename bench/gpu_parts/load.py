@@ -33,7 +33,7 @@ def run(probe: Probe) -> None:
     """Note every case, on one server."""
     model = write_checkpoint(probe.scratch) if probe.dry else full_checkpoint("qwen3_vl")
     sized = {"store_host_gib": 0.1, "threads": 1} if probe.dry else {"store_host_gib": 8.0}
-    settings: dict[str, Any] = {**sized, "device": probe.device.type, "decoder_process": "no"}
+    settings: dict[str, Any] = {**sized, "devices": probe.device.type, "decoder_process": "no"}
     numbers = count(time.time_ns())  # no image is asked for twice
     with running(model, log=probe.out / "load.log", within_s=START_S, **settings) as server:
         for name, (sizes, clients) in (DRY_CASES if probe.dry else CASES).items():

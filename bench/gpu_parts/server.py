@@ -46,7 +46,7 @@ def run(probe: Probe) -> None:
 def _settings(probe: Probe) -> dict[str, Any]:
     """On the CPU too images are decoded in the server's process, as on a GPU."""
     sized = {"store_host_gib": 0.1, "threads": 1} if probe.dry else {"store_host_gib": 4.0}
-    return {**sized, "device": probe.device.type, "decoder_process": "no"}
+    return {**sized, "devices": probe.device.type, "decoder_process": "no"}
 
 
 def _server(probe: Probe, model: Path, device_gib: float, label: dict[str, Any]) -> dict[str, Any]:
@@ -172,5 +172,5 @@ def _on_the_cpu(probe: Probe, model: Path, endpoint: str) -> Iterator[str]:
     if probe.device.type == "cpu":
         yield endpoint
         return
-    with running(model, within_s=START_S, **{**_settings(probe), "device": "cpu"}) as server:
+    with running(model, within_s=START_S, **{**_settings(probe), "devices": "cpu"}) as server:
         yield server.endpoint

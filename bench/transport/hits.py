@@ -41,7 +41,7 @@ async def hit_figures(rounds: int) -> Figures:
         authority = Authority()
         ca = authority.write(Path(folder) / "ca.pem")
         issued = authority.issue(Path(folder), "server", HOSTS)
-        settings: dict[str, Any] = {"device": "cpu", "store_host_gib": 1}
+        settings: dict[str, Any] = {"devices": "cpu", "store_host_gib": 1}
         with (
             running(model, **settings) as server,
             running(model, **settings, tls_cert=issued.cert, tls_key=issued.key) as secure,

@@ -74,7 +74,7 @@ def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) ->
     )
 
 
-def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
+def facts(config: Config, model: Model, devices: str, replica_id: str) -> dict[str, str]:
     """Return the settings in effect, as text for people."""
     tower = model.tower
     return {
@@ -82,7 +82,7 @@ def facts(config: Config, model: Model, replica_id: str) -> dict[str, str]:
         "fingerprint": model.recipe.model.hex(),
         "device": "none: stores only"
         if config.stores_only
-        else f"{model.device.name}, {model.recipe.dtype}, attention {tower.attention}",
+        else f"{devices}, {model.recipe.dtype}, attention {tower.attention}",
         "decoder": model.decoder.name,
         "videos": model.videos or f"none: {model.no_videos}",
         "rows": f"{tower.width} wide ({tower.hidden} x {1 + tower.levels})",

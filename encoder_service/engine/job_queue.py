@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -20,6 +21,7 @@ from encoder_contract.errors import (
     AbandonedError,
     EncoderError,
     ImageLimitError,
+    InternalError,
     InvalidImageError,
     OverloadedError,
     UnavailableError,
@@ -33,7 +35,7 @@ from encoder_service.keys import ImageKey
 from encoder_service.limits import AT_A_TIME
 from encoder_service.logs import known_error
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import Claim, Scheduler, Snapshot, Task
+from encoder_service.scheduler import MOST_INTERRUPTIONS, Claim, Scheduler, Snapshot, Task
 from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Job:
     queued_at: float
     patches: Inputs | None = None
     patches_ready: "torch.cuda.Event | None" = None
+    number: int = 0  # by which its device's process names it
     stage_ms: dict[str, float] = field(default_factory=dict)
     stage_began_s: dict[str, float] = field(default_factory=dict)  # on time.monotonic's clock
     waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
@@ -74,10 +77,122 @@ class Job:
                 waiter.set_exception(error)
 
 
-class JobQueue:
+class Work(ABC):
+    """The workers' side of the queue: what the threads of one device take, and how they say what became of it.
+
+    `device` is asked after errors.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    @abstractmethod
+    def encode_s(self, patches: int) -> float:
+        """Return how long so many patches take a device, seconds, by what was measured; 0 before that."""
+
+    @abstractmethod
+    def take_to_prepare(self, max_images: int, max_pixels: int) -> list[Job]:
+        """Wait for images to decode together, and return them; an empty list when the queue is closed.
+
+        While the device waits for a batch, a single image.
+        """
+
+    @abstractmethod
+    def take_apart(self, max_pixels: int) -> list[Job]:
+        """Wait for one image to decode by itself, and return it; an empty list when the queue is closed.
+
+        At most `max_pixels` are out at a time, and beside them one image that the scheduler calls large; `taken_apart`
+        ends an image's share of them.
+        """
+
+    @abstractmethod
+    def taken_apart(self, job: Job) -> None:
+        """Report that a job from `take_apart` holds no decoded pixels any more."""
+
+    @abstractmethod
+    def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
+        """Report for how many seconds a thread was decoding these jobs together, whether or not they are good."""
+
+    @abstractmethod
+    def put_apart(self, job: Job) -> None:
+        """Report that the batch decoder failed on a job's image: it is to be decoded by itself."""
+
+    @abstractmethod
+    def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
+        """Report that the patches of these jobs are ready, on CUDA once `ready` passes."""
+
+    @abstractmethod
+    def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
+        """Wait for the next batch; return it, and for how many seconds the device waited while images were queued.
+
+        The batch is empty when the queue is closed.
+        """
+
+    @abstractmethod
+    def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
+        """Return, at once, an image to encode in the middle of `batch`, or nothing; see the scheduler."""
+
+    @abstractmethod
+    def put_back(self, jobs: Sequence[Job]) -> None:
+        """Report that jobs of a batch have to wait for a later one; those without claims end."""
+
+    @abstractmethod
+    def failed(self, jobs: Sequence[Job], error: Exception) -> None:
+        """Report that a batch failed: a single image ends with `error`, several are retried in smaller batches."""
+
+    @abstractmethod
+    def encoded(self, jobs: Sequence[Job], outcomes: Sequence[Pin | EncoderError], seconds: float) -> None:
+        """Report for how long the device was busy with a batch, and the outcome of each of its jobs."""
+
+    @abstractmethod
+    def drop(self, job: Job, error: EncoderError) -> None:
+        """End a job that failed before its batch was encoded."""
+
+    @abstractmethod
+    def abort(self, why: str, error: BaseException) -> None:
+        """End the process: no further work can succeed in it."""
+
+    def known_error(self, error: Exception) -> EncoderError:
+        """Return what to tell those who await an image of an error, on the thread that met it; see `lost_device`."""
+        if self.lost_device(error):
+            return UnavailableError(LOST)
+        if self._device.is_full(error):
+            log.warning("the device is short of memory", exc_info=error)
+            return OverloadedError("the device is out of memory: retry", retry_after_ms=SHORT_RETRY_MS)
+        return known_error(error)
+
+    def lost_device(self, error: Exception) -> bool:
+        """Whether the device turns out to be lost, asked because of `error`; then everything ends.
+
+        If it is only full, there is room again afterwards.
+        """
+        if isinstance(error, EncoderError):
+            return False
+        if not self._device.is_lost():
+            if self._device.is_full(error):
+                self._device.recover(error)
+            return False
+        self.abort(LOST, error)
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class _DeviceState:
+    """What the queue knows of a device."""
+
+    is_open: bool = True
+    waits: bool = False  # for a batch
+    idle_since: float | None = None  # since when it has waited while images were queued
+    # Being decoded apart, whether or not anybody still wants them.
+    apart_pixels: int = 0
+    large_apart: bool = False
+
+
+class JobQueue(Work):
     """Single flight: one job per address, any number of claims on it.
 
-    `submit`, `join`, `wait`, `withdraw` and `fail_all` are called on the event loop, the rest on any thread.
+    `submit`, `join`, `wait`, `withdraw` and `fail_all` are called on the event loop, the rest on any thread. Workers
+    name their device by its number.
     """
 
     def __init__(
@@ -90,29 +205,26 @@ class JobQueue:
         metrics: Metrics | None = None,
         on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
         device: Device | None = None,
+        devices: int = 1,
         on_abort: Callable[[UnavailableError], None] = lambda _error: None,
     ) -> None:
         """Both callbacks run on the event loop: `on_end` at every job's end, `on_abort` when no other can succeed.
 
-        `device` is asked after errors; without one it is the CPU.
+        `device` is the one of this process; without one it is the CPU. `devices` take jobs.
         """
+        super().__init__(device or Device("cpu"))
         self._scheduler = scheduler
         self._decoder = decoder
         self._store = store
         self._metrics = metrics or Metrics()
         self._on_end = on_end
-        self._device = device or Device("cpu")
         self._on_abort = on_abort
         self._loop = loop
         self._failures = FailureCache()
         self._turn = threading.Condition()
         self._jobs: dict[bytes, Job] = {}
         self._closed = False
-        self._device_waits = False
-        self._idle_since: float | None = None
-        # Being decoded apart, whether or not anybody still wants them.
-        self._apart_pixels = 0
-        self._large_apart = False
+        self._devices = [_DeviceState() for _ in range(devices)]
 
     def __len__(self) -> int:
         """Images under way, in any stage."""
@@ -131,9 +243,9 @@ class JobQueue:
             return self._scheduler.snapshot()
 
     def encode_s(self, patches: int) -> float:
-        """Return how long so many patches take the device, seconds, by what was measured; 0 before that."""
+        """Return how long so many patches take a device, seconds, by what was measured; 0 before that."""
         rate = self._scheduler.patches_per_s
-        return patches / rate if rate else 0.0
+        return patches * len(self._devices) / rate if rate else 0.0
 
     def check_room(self, holder: str, patches: int) -> None:
         """Raise `OverloadedError` or `ImageLimitError` if an image of so many patches would be refused now."""
@@ -170,8 +282,9 @@ class JobQueue:
             )
             assert claim.task is not None
             job = self._jobs[key.address] = Job(key, source, grid, claim.task, now)
-            if self._device_waits and self._idle_since is None:
-                self._idle_since = now
+            for device in self._devices:
+                if device.waits and device.idle_since is None:
+                    device.idle_since = now
         self._loop.call_later(ANSWER_FIRST_S, self._wake)
         return job
 
@@ -214,82 +327,77 @@ class JobQueue:
 
     # The workers' side
 
-    def take_to_prepare(self, max_images: int, max_pixels: int) -> list[Job]:
-        """Wait for images to decode together, and return them; an empty list when the queue is closed.
-
-        While the device waits for a batch, a single image.
-        """
+    def take_to_prepare(self, max_images: int, max_pixels: int, device: int = 0) -> list[Job]:
+        """See `Work`."""
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
-            most = 1 if self._device_waits else max_images
-            return scheduler.next_to_prepare(now, most, max_pixels)
+            most = 1 if self._devices[device].waits else max_images
+            return scheduler.next_to_prepare(now, most, max_pixels, device)
 
         with self._turn:
-            return self._take(pick)
+            return self._take(pick, device)
 
-    def take_apart(self, max_pixels: int) -> list[Job]:
-        """Wait for one image to decode by itself, and return it; an empty list when the queue is closed.
-
-        At most `max_pixels` are out at a time, and beside them one image that the scheduler calls large; `taken_apart`
-        ends an image's share of them.
-        """
+    def take_apart(self, max_pixels: int, device: int = 0) -> list[Job]:
+        """See `Work`."""
+        state = self._devices[device]
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
-            room = max_pixels - self._apart_pixels if self._apart_pixels else math.inf
-            tasks = scheduler.next_apart(now, room, large=not self._large_apart)
+            room = max_pixels - state.apart_pixels if state.apart_pixels else math.inf
+            tasks = scheduler.next_apart(now, room, large=not state.large_apart, device=device)
             for task in tasks:
                 if scheduler.is_large(task):
-                    self._large_apart = True
+                    state.large_apart = True
                 else:
-                    self._apart_pixels += task.source_pixels
+                    state.apart_pixels += task.source_pixels
             return tasks
 
         with self._turn:
-            return self._take(pick)
+            return self._take(pick, device)
 
     def taken_apart(self, job: Job) -> None:
-        """Report that a job from `take_apart` holds no decoded pixels any more."""
+        """See `Work`."""
+        state = self._devices[job.task.device]
         with self._turn:
             if self._scheduler.is_large(job.task):
-                self._large_apart = False
+                state.large_apart = False
             else:
-                self._apart_pixels -= job.task.source_pixels
+                state.apart_pixels -= job.task.source_pixels
             self._turn.notify_all()
 
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Report for how many seconds a thread was decoding these jobs together, whether or not they are good."""
+        """See `Work`."""
         with self._turn:
             self._scheduler.decoded([job.task for job in jobs], seconds)
 
     def put_apart(self, job: Job) -> None:
-        """Report that the batch decoder failed on a job's image: it is to be decoded by itself."""
+        """See `Work`."""
         with self._turn:
             self._scheduler.put_apart(job.task, monotonic())
             self._turn.notify_all()
 
     def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
-        """Report that the patches of these jobs are ready, on CUDA once `ready` passes."""
+        """See `Work`."""
         with self._turn:
             for job, patches in jobs:
                 if self._scheduler.prepared(job.task, monotonic()):
                     job.patches, job.patches_ready = patches, ready
             self._turn.notify_all()
 
-    def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
-        """Wait for the next batch; return it, and for how many seconds the device waited while images were queued.
-
-        The batch is empty when the queue is closed.
-        """
+    def take_batch(self, budget_patches: int, device: int = 0) -> tuple[list[Job], float]:
+        """See `Work`."""
+        state = self._devices[device]
         with self._turn:
-            self._device_waits = True
-            self._idle_since = monotonic() if self._scheduler.waiting_images else None
-            jobs = self._take(lambda scheduler, now: scheduler.next_batch(now, budget_patches))
-            self._device_waits = False
-            starved_s = monotonic() - self._idle_since if self._idle_since is not None else 0.0
+            state.waits = True
+            state.idle_since = monotonic() if self._scheduler.waiting_images else None
+            jobs = self._take(
+                lambda scheduler, now: scheduler.next_batch(now, budget_patches, device), device
+            )
+            state.waits = False
+            starved_s = monotonic() - state.idle_since if state.idle_since is not None else 0.0
             return jobs, starved_s
 
     def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
-        """Return, at once, an image to encode in the middle of `batch`, or nothing; see the scheduler."""
+        """See `Work`."""
         with self._turn:
             tasks = [job.task for job in batch]
             found = () if self._closed else self._scheduler.next_overtaking(tasks, monotonic(), most_patches)
@@ -298,53 +406,55 @@ class JobQueue:
             return [self._jobs[task.address] for task in found]
 
     def put_back(self, jobs: Sequence[Job]) -> None:
-        """Report that jobs of a batch have to wait for a later one; those without claims end."""
+        """See `Work`."""
         with self._turn:
             self._drop_unwanted(jobs, self._scheduler.put_back([job.task for job in jobs]))
 
     def failed(self, jobs: Sequence[Job], error: Exception) -> None:
-        """Report that a batch failed: a single image ends with `error`, several are retried in smaller batches."""
+        """See `Work`."""
         with self._turn:
             ended = self._scheduler.failed([job.task for job in jobs])
             self._drop_unwanted(jobs if len(jobs) > 1 else (), ended)
         if len(jobs) == 1:
-            self.end(jobs[0], self.known_error(error))
+            self._end(jobs[0], self.known_error(error))
 
-    def encoded(self, tasks: Sequence[Task], seconds: float) -> None:
-        """Report that a batch is encoded, and for how long the device was busy with it; `end` follows for each job."""
+    def encoded(self, jobs: Sequence[Job], outcomes: Sequence[Pin | EncoderError], seconds: float) -> None:
+        """See `Work`."""
         with self._turn:
-            self._scheduler.done(tasks, seconds)
+            # The rate of admission is that of all devices together.
+            self._scheduler.done([job.task for job in jobs], seconds / len(self._devices))
             self._turn.notify_all()
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            self._end(job, outcome)
 
     def drop(self, job: Job, error: EncoderError) -> None:
-        """End a job that failed before its batch was encoded."""
+        """See `Work`."""
         with self._turn:
             self._scheduler.drop(job.task)
             self._has_left()
-        self.end(job, error)
+        self._end(job, error)
 
-    def known_error(self, error: Exception) -> EncoderError:
-        """Return what to tell those who await an image of an error, on the thread that met it; see `lost_device`."""
-        if self.lost_device(error):
-            return UnavailableError(LOST)
-        if self._device.is_full(error):
-            log.warning("the device is short of memory", exc_info=error)
-            return OverloadedError("the device is out of memory: retry", retry_after_ms=SHORT_RETRY_MS)
-        return known_error(error)
+    def leave(self, device: int) -> None:
+        """Hand out no more jobs to a device, whose process has ended: its takers get an empty list."""
+        with self._turn:
+            self._devices[device].is_open = False
+            self._turn.notify_all()
 
-    def lost_device(self, error: Exception) -> bool:
-        """Whether the device turns out to be lost, asked because of `error`; then everything ends.
+    def interrupted(self, device: int) -> None:
+        """Queue again what a device that left had begun, once nothing works for it any more; it may take jobs again.
 
-        If it is only full, there is room again afterwards.
+        An image that its process was encoding whenever it ended fails at the third time.
         """
-        if isinstance(error, EncoderError):
-            return False
-        if not self._device.is_lost():
-            if self._device.is_full(error):
-                self._device.recover(error)
-            return False
-        self.abort(LOST, error)
-        return True
+        with self._turn:
+            self._devices[device] = _DeviceState()
+            tasks = self._scheduler.interrupted(device, monotonic())
+            ended = [job for task in tasks if (job := self._jobs.get(task.address)) and job.task is task]
+            blamed = [job for job in ended if job.task.interruptions == MOST_INTERRUPTIONS]
+            self._drop_unwanted([job for job in ended if job not in blamed], tasks)
+        for job in blamed:
+            self._end(
+                job, InternalError(f"a device's process ended {MOST_INTERRUPTIONS} times on this image")
+            )
 
     def abort(self, why: str, error: BaseException) -> None:
         """End every job, and the process: no further work can succeed in it."""
@@ -352,15 +462,15 @@ class JobQueue:
         self.close()
         self._loop.call_soon_threadsafe(self._abort, why)
 
-    def end(self, job: Job, outcome: Pin | EncoderError) -> None:
-        """Give everyone who awaits a job its outcome: a pin for each, or the error."""
-        self._loop.call_soon_threadsafe(self._finish, job, outcome)
-
     def close(self) -> None:
         """Refuse new images and hand out no more jobs: takers get an empty list. Callers may still join jobs."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
+
+    def _end(self, job: Job, outcome: Pin | EncoderError) -> None:
+        """Give everyone who awaits a job its outcome: a pin for each, or the error."""
+        self._loop.call_soon_threadsafe(self._finish, job, outcome)
 
     # Inside, with the lock held
 
@@ -372,8 +482,9 @@ class JobQueue:
                 self._turn.notify_all()  # what was a guess may be decoded now, however many guesses are ahead
         return job
 
-    def _take(self, pick: Pick) -> list[Job]:
-        while not self._closed:
+    def _take(self, pick: Pick, device: int) -> list[Job]:
+        state = self._devices[device]
+        while state.is_open and not self._closed:
             tasks = pick(self._scheduler, monotonic())
             if tasks:
                 self._turn.notify_all()  # what moved may have made room for another stage
@@ -384,7 +495,8 @@ class JobQueue:
     def _has_left(self) -> None:
         """An image will not be encoded: the device may have nothing to wait for any more."""
         if not self._scheduler.waiting_images:
-            self._idle_since = None
+            for device in self._devices:
+                device.idle_since = None
         self._turn.notify_all()
 
     def _drop_unwanted(self, jobs: Sequence[Job], ended: Sequence[Task]) -> None:

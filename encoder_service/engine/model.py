@@ -4,18 +4,19 @@
 """
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
-from encoder_contract.checkpoint import read_config
+from encoder_contract.checkpoint import OWN_TYPES, read_config, vision_tensors
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.video import VideoSettings
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.families.choice import check_model, load_family
-from encoder_service.families.model import LoadOptions, VisionModel
+from encoder_service.families.model import DTYPES, LoadOptions, VisionModel
 from encoder_service.families.stored import stored_model
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import (
@@ -29,6 +30,7 @@ from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
 from encoder_service.image.pillow import missing
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
 from encoder_service.keys import Recipe
+from encoder_service.store.segment import unused_memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ BATCHES_UNDER_WAY = 3
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is loaded from the checkpoint folder.
+    """What is loaded from the checkpoint folder: into this process, or into that of each device.
 
     `videos` is what decodes videos; if none are taken, it is empty, and `no_videos` says why.
     """
@@ -53,17 +55,20 @@ class Model:
     no_videos: str = "none are decoded here"
 
 
-def load_model(config: Config) -> Model:
-    """Load what a `Model` is. Raises `ConfigError` naming what is missing or cannot be served.
+def load_model(config: Config, processes: int = 1) -> Model:
+    """Load what a `Model` is into this process. Raises `ConfigError` naming what is missing or cannot be served.
 
-    A server that only stores needs neither weights nor a device: of its folder only the configuration is read.
+    The configuration names one device; on the CPU so many `processes` load at the same time. A server that only stores
+    needs neither weights nor a device: of its folder only the configuration is read.
     """
     check_model(config.model, stores_only=config.stores_only, width=config.row_width)
-    device = "cpu" if config.stores_only else _device(config.device)
+    device = "cpu" if config.stores_only else _device(config.devices)
     if lacking := missing(config.accepted_formats):
         raise ConfigError(
             f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
         )
+    if not config.stores_only:
+        _check_memory(config, Device(device), processes)
     decoder = _decoder(config, device)
     try:
         tower = _tower(config, device, _dtype(config))
@@ -116,15 +121,17 @@ def _decoder(config: Config, device: str) -> Decoder:
     Raises `ConfigError` for settings that do not fit together, and if DALI was asked for and is not installed.
     """
     if config.stores_only:
-        return Decoder(torch.device(device), PillowDecoder())
+        return Decoder(torch.device(device), files_decoder(config, 0))
     threads = decode_threads(config, Device(device))
     jpegs = _jpegs(config, device, threads)
-    files: FileDecoder
-    if config.decoder_process == "no":
-        files = PillowDecoder()
-    else:
-        files = DecoderPool(threads, max_image_pixels=config.max_image_pixels, cpu_s=config.decode_limit_s)
-    return Decoder(torch.device(device), files, jpegs)
+    return Decoder(torch.device(device), files_decoder(config, threads), jpegs)
+
+
+def files_decoder(config: Config, threads: int) -> FileDecoder:
+    """Return what decodes single files on so many threads, and reads headers; it may still be starting."""
+    if config.stores_only or config.decoder_process == "no":
+        return PillowDecoder()
+    return DecoderPool(threads, max_image_pixels=config.max_image_pixels, cpu_s=config.decode_limit_s)
 
 
 def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
@@ -132,7 +139,7 @@ def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
     if config.decoder == "dali":
         if device == "cpu":
             raise ConfigError(
-                f"{flag('decoder')} dali decodes on a GPU: leave it out with {flag('device')} cpu"
+                f"{flag('decoder')} dali decodes on a GPU: leave it out with {flag('devices')} cpu"
             )
         if config.decoder_process == "yes":
             raise ConfigError(
@@ -167,6 +174,23 @@ def _tower(config: Config, device: str, dtype: str) -> VisionModel:
     return load_family(config.model, options)
 
 
+def _check_memory(config: Config, device: Device, processes: int) -> None:
+    """Raise `ConfigError` if the weights of one of the server's own towers do not fit the device's free memory."""
+    try:
+        if read_config(config.model).get("model_type") not in OWN_TYPES:
+            return
+        values = sum(math.prod(tensor.shape) for tensor in vision_tensors(config.model).values())
+        needed = values * DTYPES[_dtype(config)].itemsize
+    except (OSError, ValueError, KeyError):
+        return  # loading says what is wrong
+    free = unused_memory_bytes() // processes if device.kind == "cpu" else device.memory().free
+    if needed > free:
+        raise ConfigError(
+            f"{flag('devices')} {device.name}: the tower's weights take {needed / GIB:.2f} GiB, and "
+            f"{free / GIB:.2f} GiB are free for them: free memory there, or leave the device out"
+        )
+
+
 def _dtype(config: Config) -> str:
     """Return the element type to use: the checkpoint's own unless one was asked for."""
     if config.dtype != "auto":
@@ -183,7 +207,7 @@ def _device(name: str) -> str:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= (seen := torch.cuda.device_count()):
         raise ConfigError(
-            f"{flag('device')} {name}: torch {torch.__version__} sees {seen} CUDA devices; use {flag('device')} cpu"
+            f"{flag('devices')} {name}: torch {torch.__version__} sees {seen} CUDA devices; use {flag('devices')} cpu"
         )
     return name
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+LOST, STUCK = 70, 71
+"""Exit codes of a process whose device was lost, or hangs."""
 TICK_S = 1.0
 """Time between two looks. Looks are counted, not the clock: a process that was stopped for a minute has not hung."""
 HUNG_S = 30.0

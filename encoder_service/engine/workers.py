@@ -13,22 +13,34 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Queue
 from time import monotonic
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
+from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_service.engine.device import CudaStream
-from encoder_service.engine.job_queue import LOST, Job, JobQueue
+from encoder_service.engine.job_queue import LOST, Job, Work
 from encoder_service.engine.model import Model
 from encoder_service.engine.watchdog import DECODE_S, Watchdog
 from encoder_service.families.model import tensors_of
 from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import Task
-from encoder_service.store import Pin, Store
+from encoder_service.store import Pin
+from encoder_service.store.arena import Grid
 
 log = logging.getLogger(__name__)
+
+
+class RowStore(Protocol):
+    """The workers' side of a `Store`, which documents these."""
+
+    def put(
+        self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False
+    ) -> Pin: ...
+    def reserve(self, tokens: Sequence[int], *, wait: bool = True) -> int: ...
+    def release(self, tokens: int) -> None: ...
+    def keep_moving(self) -> None: ...
 
 
 class Engine:
@@ -36,9 +48,9 @@ class Engine:
 
     def __init__(
         self,
-        jobs: JobQueue,
+        jobs: Work,
         model: Model,
-        store: Store,
+        store: RowStore,
         metrics: Metrics,
         *,
         batch_patches: int,
@@ -71,12 +83,14 @@ class Engine:
             thread.start()
 
     async def stop(self) -> None:
-        """Let the workers finish what they are at, end the threads, and fail what is still queued."""
-        self._jobs.close()
+        """Wait until the workers have finished what they are at; the queue is closed."""
+        await asyncio.to_thread(self.join)
+
+    def join(self) -> None:
+        """Wait, as `stop` does, in this thread."""
         for thread in self._threads:
-            await asyncio.to_thread(thread.join)
+            thread.join()
         self._watchdog.close()
-        self._jobs.fail_all(UnavailableError("the server is shutting down: use another server"))
 
     def _thread(self, name: str, *work: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=self._run, args=work, name=name, daemon=True)
@@ -100,7 +114,7 @@ class Prepare:
 
     def __init__(
         self,
-        jobs: JobQueue,
+        jobs: Work,
         model: Model,
         metrics: Metrics,
         watchdog: Watchdog,
@@ -207,7 +221,6 @@ class Batch:
     """What the ViT hands to the copy-out. On CUDA the rows are still being computed until `end` passes."""
 
     jobs: list[Job]
-    tasks: list[Task]
     rows: list[Tensor]
     finite: Tensor  # see `are_finite`
     began_at: float
@@ -227,7 +240,7 @@ class CopyOut:
     """Stores rows. The ViT's thread calls `put`, which waits while too many batches are pending; `run` has its own."""
 
     def __init__(
-        self, jobs: JobQueue, model: Model, store: Store, metrics: Metrics, watchdog: Watchdog
+        self, jobs: Work, model: Model, store: RowStore, metrics: Metrics, watchdog: Watchdog
     ) -> None:
         self._jobs = jobs
         self._watchdog = watchdog
@@ -265,23 +278,27 @@ class CopyOut:
             self._failed(batch, error)
             return
         stream.receive(batch.end, batch.rows)
-        self._jobs.encoded(batch.tasks, seconds)
-        self._metrics.batch(grids, seconds, sum(self._tower.flops(grid) for grid in grids))
+        outcomes = []
         for job, rows, is_finite in zip(batch.jobs, batch.rows, batch.finite.tolist(), strict=True):
-            began = monotonic()
             job.stage("vit", batch.began_at, batch.began_at + seconds)
-            try:
-                if not is_finite:  # kept, they would be served again and again
-                    raise ArithmeticError("the tower's rows contain a NaN or an infinity")
-                with self._watchdog.watching("copying rows out"):
-                    outcome: Pin | EncoderError = self._store.put(
-                        job.key.address, rows, job.grid, holder=job.task.holder, is_reserved=True
-                    )
-            except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
-                outcome = self._jobs.known_error(error)
+            outcomes.append(self._put(job, rows, is_finite=is_finite))
+        self._metrics.batch(grids, seconds, sum(self._tower.flops(grid) for grid in grids))
+        self._jobs.encoded(batch.jobs, outcomes, seconds)
+
+    def _put(self, job: Job, rows: Tensor, *, is_finite: bool) -> Pin | EncoderError:
+        began = monotonic()
+        try:
+            if not is_finite:  # kept, they would be served again and again
+                raise ArithmeticError("the tower's rows contain a NaN or an infinity")
+            with self._watchdog.watching("copying rows out"):
+                return self._store.put(
+                    job.key.address, rows, job.grid, holder=job.task.holder, is_reserved=True
+                )
+        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+            return self._jobs.known_error(error)
+        finally:
             self._store.release(self._tokens(job.grid))
             job.stage("copy_out", began, monotonic())
-            self._jobs.end(job, outcome)
 
     def _failed(self, batch: Batch, error: Exception) -> None:
         """End a batch whose rows never came to be: what a kernel did wrong shows where it is waited for."""
@@ -315,7 +332,7 @@ class Overtaking:
     """
 
     def __init__(
-        self, batch: Sequence[Job], patches: int, jobs: JobQueue, encode: Callable[[list[Job]], None]
+        self, batch: Sequence[Job], patches: int, jobs: Work, encode: Callable[[list[Job]], None]
     ) -> None:
         self._batch = batch
         self._room = patches
@@ -339,9 +356,9 @@ class Vit:
 
     def __init__(
         self,
-        jobs: JobQueue,
+        jobs: Work,
         model: Model,
-        store: Store,
+        store: RowStore,
         metrics: Metrics,
         copy_out: CopyOut,
         watchdog: Watchdog,
@@ -416,9 +433,8 @@ class Vit:
             return
         for job in jobs:
             job.patches = None
-        tasks = [job.task for job in jobs]
         ended = monotonic() - overtaking.seconds
-        self._copy_out.put(Batch(jobs, tasks, rows, finite, began, ended, begin, stream.mark()))
+        self._copy_out.put(Batch(jobs, rows, finite, began, ended, begin, stream.mark()))
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:

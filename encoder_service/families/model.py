@@ -163,7 +163,7 @@ class CountedRows:
         with self._lock:
             rows = self._known.get((width, height))
         if rows is None:
-            rows = self._counted(width, height)
+            rows = self.counted(width, height)
             with self._lock:
                 self._known[width, height] = rows
         if isinstance(rows, str):
@@ -184,7 +184,8 @@ class CountedRows:
             raise ImageLimitError("this model has no variants: leave min_pixels and max_pixels out")
         return self
 
-    def _counted(self, width: int, height: int) -> int | str:
+    def counted(self, width: int, height: int) -> int | str:
+        """Count the rows of this size; return why there are none. Raises an error that may not come again."""
         try:
             rows = self._count(width, height)
         except (MemoryError, torch.OutOfMemoryError):

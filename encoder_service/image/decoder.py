@@ -165,6 +165,11 @@ class Decoder:
         """Return what the container of a video says, or its error, as `FileDecoder.open_video`."""
         return self._files.open_video(key, file)
 
+    @property
+    def decodes_batches(self) -> bool:
+        """Whether there is anything that it decodes in batches."""
+        return self._jpegs is not None
+
     def batches(self, source: Source) -> bool:
         """Whether an image is for `decode_batch`."""
         return self._jpegs is not None and source.video is None and self._jpegs.takes(source)

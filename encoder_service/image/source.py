@@ -22,6 +22,14 @@ class VideoFile:
         self.descriptor = os.memfd_create("video", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
 
+    @classmethod
+    def of(cls, descriptor: int, size: int) -> "VideoFile":
+        """Return the file of another process, which is read here; its descriptor is closed with it."""
+        file = cls.__new__(cls)
+        file.size, file.descriptor = size, descriptor
+        weakref.finalize(file, os.close, descriptor)
+        return file
+
     def add(self, piece: bytes) -> None:
         """Append a piece. Raises `OSError` if memory is short."""
         view = memoryview(piece)

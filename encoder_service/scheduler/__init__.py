@@ -2,10 +2,11 @@
 
 from encoder_service.scheduler.admission import Limits
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Claim, Policy, State, Task, least_work_left
-from encoder_service.scheduler.scheduler import Scheduler, Snapshot
+from encoder_service.scheduler.scheduler import MOST_INTERRUPTIONS, Scheduler, Snapshot
 
 __all__ = [
     "LEAST_WORK_LEFT",
+    "MOST_INTERRUPTIONS",
     "Claim",
     "Limits",
     "Policy",

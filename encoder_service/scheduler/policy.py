@@ -20,7 +20,7 @@ class State(StrEnum):
     """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to APART.
 
     A task that the batch decoder does not accept begins as APART or LARGE, not WAITING; one that fails there becomes
-    either as well.
+    either as well. A task that was interrupted waits to be decoded again.
     """
 
     WAITING = "waiting"  # its bytes are held, but not decoded
@@ -50,6 +50,8 @@ class Task:
     # Who wanted it when it was last taken out of an order: the holders of demanded claims, and of speculative ones.
     payers: dict[bool, list[str]] = field(default_factory=dict, repr=False)
     decoded_from: State = State.WAITING  # where it waited to be decoded
+    device: int = 0  # the number of the device that it was decoded on, or is being decoded on
+    interruptions: int = 0  # how often that device's process ended while it was being encoded
 
     @property
     def demanded(self) -> bool:

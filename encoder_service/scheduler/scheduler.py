@@ -5,7 +5,7 @@ what is queued at one moment.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +26,9 @@ from encoder_service.scheduler.policy import (
 # The scale of a request is twice the mean over about this many recently ended requests: enough that one large
 # request among small ones does not move it.
 MEAN_OVER_REQUESTS = 256
+APART = (State.APART, State.LARGE)
+DECODING = (State.PREPARING, State.PREPARING_APART)
+ON_DEVICE = (*DECODING, State.PREPARED, State.ENCODING, State.SPLIT)
 
 
 class RequestTable:
@@ -35,16 +38,21 @@ class RequestTable:
     no measured rate, stops while nothing of the holder is encoded, and is not hurried by the work of others.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, devices: int) -> None:
         self._policy = policy
-        ordered = (State.WAITING, State.APART, State.LARGE, State.PREPARED)
-        self.orders = {state: Order(policy) for state in ordered}
+        self.orders = {state: Order(policy) for state in (State.WAITING, *APART)}
+        self.prepared = [Order(policy) for _ in range(devices)]  # by the device that has the patches
         self.tasks: dict[bytes, Task] = {}
         self.requests: dict[tuple[str, str], Request] = {}  # by holder and identifier
         self.holders: dict[str, Holder] = {}
         self.claims = 0
         self._clock_patches = 0  # of the whole device: where the clock of a new holder starts
-        self.amounts = {(state, demanded): Amount() for state in State for demanded in (False, True)}
+        self.amounts = {
+            (state, demanded, device): Amount()
+            for state in State
+            for demanded in (False, True)
+            for device in range(devices)
+        }
         self.mean_request_patches = 0.0
         self._ended = 0
         self._numbers = 0
@@ -53,13 +61,13 @@ class RequestTable:
         """Add a new task; the caller attaches a claim at once."""
         assert task.address not in self.tasks, task
         self.tasks[task.address] = task
-        self.amounts[task.state, task.demanded].add(task)
+        self._count(task, 1)
 
     def close(self, task: Task) -> None:
         """Remove a task and end the claims on it."""
         for claim in list(task.claims):
             self.detach(claim)
-        self.amounts[task.state, task.demanded].add(task, -1)
+        self._count(task, -1)
         self._change(task, State.GONE)
         del self.tasks[task.address]
 
@@ -87,8 +95,8 @@ class RequestTable:
         self.claims += 1
         task.claims[claim] = None
         self._count_demand(task, claim, 1)
-        if task.state in self.orders:
-            self.orders[task.state].add(claim, now)
+        if (order := self.order(task)) is not None:
+            order.add(claim, now)
 
     def detach(self, claim: Claim) -> None:
         """End a claim; its request is removed with its last claim."""
@@ -96,7 +104,7 @@ class RequestTable:
         assert task is not None
         assert request is not None
         if claim.lane is not None:
-            self.orders[task.state].remove(claim)
+            self._order(task).remove(claim)
         del task.claims[claim]
         self._count_demand(task, claim, -1)
         self.claims -= 1
@@ -119,20 +127,27 @@ class RequestTable:
         """Move a task to another state, out of the order of its state and into that of the other, if they have one."""
         for claim in task.claims:
             if claim.lane is not None:
-                self.orders[task.state].remove(claim)
-        self.amounts[task.state, task.demanded].add(task, -1)
+                self._order(task).remove(claim)
+        self._count(task, -1)
         self._change(task, state)
-        self.amounts[task.state, task.demanded].add(task)
-        order = self.orders.get(state)
+        self._count(task, 1)
+        order = self.order(task)
         if order is not None:
             for claim in task.claims:
                 order.add(claim, now)
 
-    def take(self, task: Task) -> None:
-        """Remove a task from the order of its state, because it is worked on next: its holders are charged."""
+    def take(self, task: Task, device: int) -> None:
+        """Remove a task from the order of its state, because a device works on it next: its holders are charged."""
+        self._order(task).take(task)
         if task.state is not State.PREPARED:
             task.decoded_from = task.state
-        self.orders[task.state].take(task)
+            self._count(task, -1)
+            task.device = device
+            self._count(task, 1)
+
+    def order(self, task: Task) -> Order | None:
+        """Return the order of the state of a task, if it has one."""
+        return self.prepared[task.device] if task.state is State.PREPARED else self.orders.get(task.state)
 
     def encoding(self, task: Task) -> None:
         """Advance the work clocks: a task is handed to the device."""
@@ -145,10 +160,20 @@ class RequestTable:
         own = (self._policy.lane(other, now) for other in task.claims if other.holder == claim.holder)
         return min(own, default=LAST_LANE) < self._policy.lane(claim, now)
 
-    def ahead(self, *, demanded: bool) -> Amount:
-        """Return the amount decoded or being decoded that is not in a batch yet."""
-        preparing, ready = self.amounts[State.PREPARING, demanded], self.amounts[State.PREPARED, demanded]
+    def ahead(self, device: int, *, demanded: bool) -> Amount:
+        """Return the amount decoded, or being decoded, on a device that is not in a batch yet."""
+        preparing, ready = (
+            self.amounts[state, demanded, device] for state in (State.PREPARING, State.PREPARED)
+        )
         return Amount(preparing.images + ready.images, preparing.patches + ready.patches)
+
+    def _order(self, task: Task) -> Order:
+        order = self.order(task)
+        assert order is not None, task
+        return order
+
+    def _count(self, task: Task, sign: int) -> None:
+        self.amounts[task.state, task.demanded, task.device].add(task, sign)
 
     def _change(self, task: Task, state: State) -> None:
         """Set the state, and end the work for which the task was taken out of an order unless it goes on."""
@@ -160,7 +185,7 @@ class RequestTable:
     def _worked_on(self, task: Task) -> Order | None:
         """Return the order out of which a task was taken to be worked on, if it is worked on."""
         if task.state in (State.ENCODING, State.SPLIT):
-            return self.orders[State.PREPARED]
+            return self.prepared[task.device]
         if task.state in (State.PREPARING, State.PREPARING_APART):
             return self.orders[task.decoded_from]
         return None
@@ -171,12 +196,12 @@ class RequestTable:
         self.mean_request_patches += (request.named_patches - self.mean_request_patches) / self._ended
 
     def _count_demand(self, task: Task, claim: Claim, sign: int) -> None:
-        self.amounts[task.state, task.demanded].add(task, -1)
+        self._count(task, -1)
         task.demands += sign * claim.demanded
-        self.amounts[task.state, task.demanded].add(task)
+        self._count(task, 1)
 
     def _rekey(self, request: Request) -> None:
-        for order in self.orders.values():
+        for order in (*self.orders.values(), *self.prepared):
             order.rekey(request)
 
 
@@ -195,8 +220,8 @@ class Snapshot:
 
 # A speculative batch takes at most this share of the budget: a demanded image waits for it no longer than that.
 SPECULATIVE_BUDGET_SHARE = 0.25
-APART = (State.APART, State.LARGE)
-DECODING = (State.PREPARING, State.PREPARING_APART)
+# How often a device's process may end while it encodes a task: the first time in a batch, from then on alone.
+MOST_INTERRUPTIONS = 3
 
 Batch = Sequence[Task]
 
@@ -207,6 +232,7 @@ class Scheduler:
     `now` is in seconds on any monotonic clock. An image goes through `admit`, `next_to_prepare` or
     `next_apart`, `prepared`, `next_batch`, and `done` or `failed`; it is dropped before its batch starts if its
     last claim is withdrawn. A call takes microseconds for each claim that it touches, however much is queued.
+    Several devices share what waits to be decoded; the device that decodes an image also encodes it.
     """
 
     def __init__(
@@ -217,8 +243,9 @@ class Scheduler:
         max_ahead_images: int,
         policy: Policy = LEAST_WORK_LEFT,
         large_pixels: float = math.inf,
+        devices: int = 1,
     ) -> None:
-        """Set the bounds; `max_ahead_*` bounds what is decoded, or being decoded, ahead of its batch.
+        """Set the bounds; `max_ahead_*` bounds what each device has decoded, or is decoding, ahead of its batch.
 
         A task of more than `large_pixels` source pixels that is decoded by itself is large: see `next_apart`.
 
@@ -229,8 +256,8 @@ class Scheduler:
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
         self._large_pixels = large_pixels
-        self._table = RequestTable(policy)
-        self._split: deque[list[Task]] = deque()
+        self._table = RequestTable(policy, devices)
+        self._split: tuple[deque[list[Task]], ...] = tuple(deque() for _ in range(devices))
 
     # Claims
 
@@ -295,8 +322,10 @@ class Scheduler:
 
     # Stages
 
-    def next_to_prepare(self, now: float, max_images: int, max_pixels: float = math.inf) -> list[Task]:
-        """Take the tasks to decode together next, in order, within the bounds on decoding ahead.
+    def next_to_prepare(
+        self, now: float, max_images: int, max_pixels: float = math.inf, device: int = 0
+    ) -> list[Task]:
+        """Take the tasks for a device to decode together next, in order, within the bounds on decoding ahead.
 
         A task of more than `max_pixels` goes alone.
         """
@@ -304,18 +333,18 @@ class Scheduler:
         pixels = 0
         while len(taken) < max_images:
             first = self._table.orders[State.WAITING].first(now)
-            if first is None or not self._has_room_ahead(task := _task(first), now):
+            if first is None or not self._has_room_ahead(task := _task(first), device, now):
                 break
             pixels += task.source_pixels
             if taken and pixels > max_pixels:
                 break
-            self._table.take(task)
+            self._table.take(task, device)
             self._table.move(task, State.PREPARING, now)
             taken.append(task)
         return taken
 
-    def next_apart(self, now: float, max_pixels: float, *, large: bool = True) -> list[Task]:
-        """Take the next task to decode by itself, within the bounds on decoding ahead.
+    def next_apart(self, now: float, max_pixels: float, *, large: bool = True, device: int = 0) -> list[Task]:
+        """Take the next task for a device to decode by itself, within the bounds on decoding ahead.
 
         It has at most `max_pixels`, or it is large, if `large` tasks may be taken too: those hold up no others.
         """
@@ -325,8 +354,8 @@ class Scheduler:
                 continue
             task = _task(first)
             fits = large if state is State.LARGE else task.source_pixels <= max_pixels
-            if fits and self._has_room_ahead(task, now):
-                self._table.take(task)
+            if fits and self._has_room_ahead(task, device, now):
+                self._table.take(task, device)
                 self._table.move(task, State.PREPARING_APART, now)
                 return [task]
         return []
@@ -363,29 +392,31 @@ class Scheduler:
         self._table.move(task, State.PREPARED, now)
         return True
 
-    def next_batch(self, now: float, budget_patches: int) -> list[Task]:
-        """Take the next batch of prepared tasks: as many, in order, as fit the budget; one larger goes alone.
+    def next_batch(self, now: float, budget_patches: int, device: int = 0) -> list[Task]:
+        """Take a device's next batch of prepared tasks: as many, in order, as fit the budget; one larger goes alone.
 
-        Halves of a failed batch, and what was put back, come first. Speculative tasks never join demanded
-        ones, which they would only delay.
+        So does one that was interrupted. Halves of a failed batch, and what was put back, come first. Speculative
+        tasks never join demanded ones, which they would only delay.
         """
-        while self._split:
-            half = [task for task in self._split.popleft() if task.state is not State.GONE]
+        split = self._split[device]
+        while split:
+            half = [task for task in split.popleft() if task.state is not State.GONE]
             if half:
                 return self._start(half, now)
-        return self._start(self._choose(now, budget_patches), now)
+        return self._start(self._choose(now, budget_patches, device), now)
 
     def next_overtaking(self, batch: Batch, now: float, most_patches: int) -> list[Task]:
         """Take the first task if it may be encoded in the middle of `batch`; return it, or nothing.
 
         It is demanded, has at most `most_patches`, and is in no lower lane than what its holder has in the batch.
         """
-        first = self._table.orders[State.PREPARED].first(now)
+        device = batch[0].device
+        first = self._table.prepared[device].first(now)
         if first is None or not first.demanded or _task(first).patches > most_patches:
             return []
         if any(self._table.comes_before(task, first, now) for task in batch):
             return []
-        self._table.take(task := _task(first))
+        self._table.take(task := _task(first), device)
         return self._start([task], now)
 
     def done(self, batch: Batch, seconds: float) -> None:
@@ -417,6 +448,26 @@ class Scheduler:
         self._again(wanted)
         return self._end(task for task in tasks if task not in wanted)
 
+    def interrupted(self, device: int, now: float) -> list[Task]:
+        """Report that a device lost what it had decoded or encoded: those tasks wait to be decoded again.
+
+        Return the tasks that end: those without claims, and those whose encoding was interrupted for the
+        `MOST_INTERRUPTIONS`-th time, who may be the cause.
+        """
+        lost = [
+            task for task in self._table.tasks.values() if task.device == device and task.state in ON_DEVICE
+        ]
+        self._split[device].clear()
+        ended = []
+        for task in lost:
+            task.interruptions += task.state is State.ENCODING
+            if not task.claims or task.interruptions == MOST_INTERRUPTIONS:
+                self._forget(task)
+                ended.append(task)
+            else:
+                self._table.move(task, task.decoded_from, now)
+        return ended
+
     def drop(self, task: Task) -> None:
         """Drop a task that failed before it was encoded. One that is gone already is left alone."""
         if task.state is not State.GONE:
@@ -440,10 +491,15 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Return the current counts."""
-        held = {key: amount for key, amount in self._table.amounts.items() if key[0] is not State.GONE}
+        images: Counter[tuple[State, bool]] = Counter()
+        patches: Counter[tuple[State, bool]] = Counter()
+        for (state, demanded, _), amount in self._table.amounts.items():
+            if state is not State.GONE:
+                images[state, demanded] += amount.images
+                patches[state, demanded] += amount.patches
         return Snapshot(
-            images={key: amount.images for key, amount in held.items()},
-            patches={key: amount.patches for key, amount in held.items()},
+            images=images,
+            patches=patches,
             source_bytes=self._admission.held.source_bytes,
             requests=len(self._table.requests),
             claims=self._table.claims,
@@ -463,8 +519,8 @@ class Scheduler:
             return State.LARGE, State.APART
         return State.APART, State.LARGE
 
-    def _choose(self, now: float, budget_patches: int) -> list[Task]:
-        order = self._table.orders[State.PREPARED]
+    def _choose(self, now: float, budget_patches: int, device: int) -> list[Task]:
+        order = self._table.prepared[device]
         first = order.first(now)
         if first is None:
             return []
@@ -473,11 +529,11 @@ class Scheduler:
         claim: Claim | None = first
         while claim is not None and claim.demanded == first.demanded:
             task = _task(claim)
-            if batch and task.patches > room:
+            if batch and (task.patches > room or task.interruptions or batch[0].interruptions):
                 break
             batch.append(task)
             room -= task.patches
-            self._table.take(task)
+            self._table.take(task, device)
             claim = order.first(now)
         return batch
 
@@ -491,7 +547,7 @@ class Scheduler:
         for task in batch:
             self._table.move(task, State.SPLIT, 0.0)
         if batch:
-            self._split.append(batch)
+            self._split[batch[0].device].append(batch)
 
     def _end(self, batch: Iterable[Task]) -> list[Task]:
         ended = list(batch)
@@ -500,30 +556,29 @@ class Scheduler:
             self._forget(task)
         return ended
 
-    def _has_room_ahead(self, task: Task, now: float) -> bool:
-        """Whether decoding `task`, the first of its stage, now keeps what is decoded ahead within its bounds.
+    def _has_room_ahead(self, task: Task, device: int, now: float) -> bool:
+        """Whether decoding `task`, the first of its stage, now keeps what a device decodes ahead within its bounds.
 
         They double for a demanded task beside speculative ones, and for one that will be the next in the ViT. Tasks
         that are decoded apart have bounds of their own: they may be slow, and must not keep others from being decoded.
         """
-        demanded, guessed = self._table.ahead(demanded=True), self._table.ahead(demanded=False)
+        demanded, guessed = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
         images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches
         if images == 0:
             return True
         if not task.demanded:
             return self._fits(images, patches, task, 1)
         if task.patches > self._max_ahead.patches:  # it fits beside nothing, and may never be left alone
-            return self._fits(images, patches - task.patches, task, 2) and self._is_next(task, now)
+            return self._fits(images, patches - task.patches, task, 2) and self._is_next(task, device, now)
         if not self._fits(images, patches, task, 2):
             return False
-        return self._fits(demanded.images, demanded.patches, task, 1) or self._is_next(task, now)
+        return self._fits(demanded.images, demanded.patches, task, 1) or self._is_next(task, device, now)
 
-    def _is_next(self, task: Task, now: float) -> bool:
-        orders = self._table.orders
-        prepared = orders[State.PREPARED]
+    def _is_next(self, task: Task, device: int, now: float) -> bool:
+        prepared = self._table.prepared[device]
         if prepared.first(now) is None:
             return task.state in APART  # all that is ahead is decoded together, which may never cease
-        return orders[task.state].comes_before(prepared, now)
+        return self._table.orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:
         most = self._max_ahead

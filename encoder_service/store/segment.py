@@ -140,7 +140,7 @@ def check_host(folder: Path, size_bytes: int) -> None:
     free_bytes = files.f_bavail * files.f_frsize
     if size_bytes > free_bytes:
         raise StoreSizeError(_too_small(folder, size_bytes, free_bytes, files.f_blocks * files.f_frsize))
-    memory_bytes = _unused_memory_bytes()
+    memory_bytes = unused_memory_bytes()
     if size_bytes > memory_bytes:
         raise StoreSizeError(
             f"a host store of {_gib(size_bytes)} does not fit the {_gib(memory_bytes)} of memory that this "
@@ -165,7 +165,7 @@ def _too_small(folder: Path, size_bytes: int, free_bytes: int, total_bytes: int)
     )
 
 
-def _unused_memory_bytes() -> int:
+def unused_memory_bytes() -> int:
     """Return the memory available on the machine or below the control group's limit, whichever is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     unused = int(meminfo["MemAvailable"].split()[0]) * 1024

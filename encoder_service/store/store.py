@@ -131,8 +131,10 @@ class Store:
         self.device_probe: DeviceMemory | None = None
         """Memory without rows, for others to try to open; None if there is no device tier that they can read."""
         if on_device is not None:
-            flat = _tensor_over(on_device, device)
-            self._device = Tier("device", flat, self.layout, self.segment.device_generations, on_device.name)
+            memory_on_device = tensor_over(on_device, device)
+            self._device = Tier(
+                "device", memory_on_device, self.layout, self.segment.device_generations, on_device.name
+            )
             if on_device.name:
                 self.device_probe = _allocate(device, CUDA_SHARED_BYTES)
             else:
@@ -142,7 +144,8 @@ class Store:
                 )
         # In the order in which readers prefer them.
         self._tiers = (self._host,) if self._device is None else (self._host, self._device)
-        self._registered = device.startswith("cuda") and segment.register_memory(memory, device)
+        on_gpu = on_device is not None and device.startswith("cuda")
+        self._registered = on_gpu and segment.register_memory(memory, device)
         if prefault and not self._registered:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
         self._lock = threading.Lock()
@@ -210,16 +213,40 @@ class Store:
         """
         assert rows.ndim == 2, rows.shape
         assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
-        tokens = len(rows)
+        entry, is_new = self.begin(address, len(rows), grid, holder, is_reserved=is_reserved)
+        if is_new:
+            self._fill(entry, map(flat, [rows]))  # rows that are discarded are not even made contiguous
+        return Pin(self, entry)
+
+    def begin(
+        self,
+        address: bytes,
+        tokens: int,
+        grid: Grid,
+        holder: str = "",
+        *,
+        is_reserved: bool = False,
+        is_shared: bool = False,
+    ) -> tuple[Entry, bool]:
+        """Begin what `put` does; return the pinned entry, and whether its bytes are to be written by the caller.
+
+        It calls `commit` or `abandon` then. `is_shared`: into memory that other processes can open.
+        """
         self._check_size(tokens)
+        into = [
+            tier for tier in reversed(self._tiers) if tier is self._host or tier.shared_as or not is_shared
+        ]
         deadline = time.monotonic() + self._wait_s
-        into = tuple(reversed(self._tiers))
-        entry, is_new = self._begin(
+        return self._begin(
             address, tokens, grid, holder, self._tiers, into, deadline, is_reserved=is_reserved
         )
-        if is_new:
-            self._fill(entry, map(_flat, [rows]))  # rows that are discarded are not even made contiguous
-        return Pin(self, entry)
+
+    @property
+    def device_memory(self) -> tuple[bytes, int] | None:
+        """The name by which other processes open the device tier, and its size in bytes; None if they cannot."""
+        if self._device is None or not self._device.shared_as:
+            return None
+        return self._device.shared_as, self._device.memory.numel()
 
     def receive(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Incoming | None:
         """Return where to write rows that arrive piece by piece, in the host tier; None if they are held.
@@ -595,7 +622,8 @@ def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
         copied.synchronize()  # uses no core while it waits, unlike waiting for the stream
 
 
-def _flat(rows: Tensor) -> Tensor:
+def flat(rows: Tensor) -> Tensor:
+    """Return the bytes of rows, uint8 [bytes]."""
     return rows.contiguous().view(torch.uint8).view(-1)
 
 
@@ -606,7 +634,8 @@ def _allocate(device: str, size_bytes: int) -> DeviceMemory:
         raise device_error(device, size_bytes, str(error)) from error
 
 
-def _tensor_over(memory: DeviceMemory, device: str) -> Tensor:
+def tensor_over(memory: DeviceMemory, device: str) -> Tensor:
+    """Return memory as a tensor, uint8 [bytes], without copying it."""
     content = memory.content
     if isinstance(content, memoryview):
         return torch.frombuffer(content, dtype=torch.uint8)

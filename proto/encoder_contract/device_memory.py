@@ -71,14 +71,16 @@ def allocate(device: str, size_bytes: int) -> DeviceMemory:
     return DeviceMemory(ctypes.string_at(handle.getPtr(), CUDA_NAME_BYTES), content)
 
 
-def open_memory(name: bytes, size_bytes: int, device: int) -> DeviceMemory:
+def open_memory(name: bytes, size_bytes: int, device: int, *, writes: bool = False) -> DeviceMemory:
     """Return memory that another process allocated, for access from GPU number `device` of this process.
+
+    Memory that is to be written, by a process of the server that allocated it, is opened with `writes`.
 
     The memory may be on another GPU: CUDA then lets this one read it. Raises `DeviceMemoryError` if no memory has that
     name any more, or this process cannot open it.
     """
     if name.startswith(_FILE[:5].encode()):
-        return DeviceMemory(name, _open_file(name.decode(errors="replace"), size_bytes))
+        return DeviceMemory(name, _open_file(name.decode(errors="replace"), size_bytes, writes=writes))
     if len(name) != CUDA_NAME_BYTES:
         raise DeviceMemoryError(f"the name of CUDA memory has {CUDA_NAME_BYTES} bytes, got {len(name)}")
     try:
@@ -150,13 +152,14 @@ def _allocate_file(size_bytes: int) -> DeviceMemory:
     return DeviceMemory(name.encode(), memoryview(content))
 
 
-def _open_file(name: str, size_bytes: int) -> memoryview:
-    """Map the memory file read-only, after checking that it is the named one and belongs to our user."""
+def _open_file(name: str, size_bytes: int, *, writes: bool) -> memoryview:
+    """Map the memory file, after checking that it is the named one and belongs to our user."""
     _, pid, number, inode = (*name.split(":"), "", "", "")[:4]
     if not (pid.isdecimal() and number.isdecimal()):
         raise DeviceMemoryError(f"{name} is not the name of memory")
+    access = os.O_RDWR if writes else os.O_RDONLY
     try:
-        file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.open(f"/proc/{pid}/fd/{number}", access | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise DeviceMemoryError(f"{name} cannot be opened: {error.strerror}") from error
     try:
@@ -164,6 +167,7 @@ def _open_file(name: str, size_bytes: int) -> memoryview:
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not ours or str(status.st_ino) != inode or not 0 < size_bytes <= status.st_size:
             raise DeviceMemoryError(f"{name} is no longer memory of {size_bytes} bytes")
-        return memoryview(mmap.mmap(file, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+        return memoryview(mmap.mmap(file, size_bytes, mmap.MAP_SHARED, protection))
     finally:
         os.close(file)

@@ -70,7 +70,7 @@ def test_the_encoders_environment_is_a_configuration(name: str) -> None:
     config = Config.read({}, environment(name))
     assert config.index.startswith("redis://redis:")
     assert config.metrics_listen.endswith(":9464")
-    assert config.device == {"encoder-cpu": "cpu", "encoder-gpu": "cuda"}[name]
+    assert config.devices == {"encoder-cpu": "cpu", "encoder-gpu": "cuda"}[name]
     assert config.store_host_gib < gib(filled(SERVICES[name]["shm_size"]))
     assert gib(filled(SERVICES[name]["shm_size"])) < gib(filled(SERVICES[name]["mem_limit"]))
     assert config.drain_s < float(SERVICES[name]["stop_grace_period"].rstrip("s"))

@@ -92,7 +92,7 @@ def test_a_killed_client_soon_releases_its_shared_rows(checkpoint: Path, tmp_pat
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:
-    result = run("encoder-service", "serve", "--model", checkpoint, "--device", "cuda:7")
+    result = run("encoder-service", "serve", "--model", checkpoint, "--devices", "cuda:7")
     assert result.returncode == 2
     assert "cuda:7" in result.stderr
 

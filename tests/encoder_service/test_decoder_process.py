@@ -21,9 +21,9 @@ def server(checkpoint: Path) -> Iterator[ServerProcess]:
 
 
 def decoders(server: ServerProcess) -> list[psutil.Process]:
-    """The processes that decode for it."""
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    return [each for each in below if each.name() == "decoder"]
+    """The processes that decode for it: those of its device's process. Its own only read headers."""
+    engines = [each for each in psutil.Process(server.process.pid).children() if each.name() == "engine"]
+    return [each for engine in engines for each in engine.children() if each.name() == "decoder"]
 
 
 async def outcomes(client: EncoderClient, images: list[bytes]) -> list[EncoderError | None]:
@@ -62,9 +62,10 @@ async def test_a_server_reports_its_sandbox_and_ends_its_decoders(checkpoint: Pa
         assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], gone
 
 
-async def test_decoding_stays_in_the_server_on_request(checkpoint: Path) -> None:
+async def test_decoding_stays_in_the_devices_process_on_request(checkpoint: Path) -> None:
     with running(checkpoint, decoder_process="no", decode_threads=1) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             assert await outcomes(client, [photo(64, 48, 1), photo(64, 48, 2, "PNG")]) == [None, None]
-        assert psutil.Process(server.process.pid).children(recursive=True) == []
+        below = psutil.Process(server.process.pid).children(recursive=True)
+        assert [each.name() for each in below] == ["engine"]
         assert server.metrics().total("decoder_restarts_total") == 0

@@ -12,7 +12,7 @@ from tests.processes import SCRIPTS
 
 
 def serve(checkpoint: Path, folder: Path, listen: str, store_gib: float) -> list[str]:
-    flags = ["--model", checkpoint, "--listen", listen, "--store-segment-dir", folder, "--device", "cpu"]
+    flags = ["--model", checkpoint, "--listen", listen, "--store-segment-dir", folder, "--devices", "cpu"]
     flags += ["--store-host-gib", store_gib]
     return [str(word) for word in (SCRIPTS / "encoder-service", "serve", *flags)]
 

@@ -88,7 +88,7 @@ async def test_a_server_with_an_unread_log_answers_probes_and_ends_at_sigterm(
     flags = [
         "--model",
         checkpoint,
-        "--device",
+        "--devices",
         "cpu",
         "--store-host-gib",
         STORE_GIB,

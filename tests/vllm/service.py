@@ -7,4 +7,4 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICE = Path(os.environ.get("ENCODER_SERVICE", ROOT / ".venv/bin/encoder-service"))
 """The command of the environment that has what the server needs."""
 # No limit on the seconds of the queue: on a slow machine, the refusal of a burst is right.
-SETTINGS = {"device": "cpu", "dtype": "float32", "store_host_gib": 0.25, "max_queue_s": 3600}
+SETTINGS = {"devices": "cpu", "dtype": "float32", "store_host_gib": 0.25, "max_queue_s": 3600}

@@ -13,16 +13,25 @@ from torch import Tensor
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import AbandonedError, EncoderError, InternalError, OverloadedError
 from encoder_contract.geometry import Grid
+from encoder_service.engine import process
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, Limits, State
 from encoder_service.store import Pin
 from encoder_service.vision import Tower
 from encoder_service.vision.tower import GridTables
 from testing.photos import photo
+from tests import engines
 from tests.engines import Bench, Gate, demanded, running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 STAGES = 4  # threads that wait for images: one for batches to decode, two for single images, and the ViT's
+
+
+@pytest.fixture(params=["here", "remote"], autouse=True)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with the queue itself, and with its remote side, as in the process of a device."""
+    monkeypatch.setattr(process, "ASK_S", 0.0)
+    monkeypatch.setattr(engines, "REMOTE", request.param == "remote")
 
 
 async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:
@@ -180,7 +189,7 @@ async def test_queued_images_end_with_an_error_at_shutdown(model: Model) -> None
         waiting += [asyncio.create_task(bench.rows(image, demanded())) for image in images[1:]]
         await asyncio.sleep(0)
         gate.open.set()
-        await bench.engine.stop()
+        await bench.stop()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         for result in results:
             assert isinstance(result, (Pin, EncoderError)), result
@@ -290,7 +299,7 @@ async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
         return model.tower.encode(patches, grids)
 
     async with running(model, encode) as bench:
-        for n, width in enumerate((256, 608, 640)):
+        for n, width in enumerate((288, 576, 672) if engines.REMOTE else (256, 608, 640)):
             (await bench.rows(photo(width, 1024, n), demanded(str(n)))).release()
     assert len(making) == 3
     assert encoding

@@ -236,9 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.run_post(self.loop.posted.pop())
 
     def encode(self, jobs: list[Job]) -> None:
-        self.queue.encoded([job.task for job in jobs], 0.1)
-        for job in jobs:
-            self.queue.end(job, OUTCOME)
+        self.queue.encoded(jobs, [OUTCOME] * len(jobs), 0.1)
 
     def run_post(self, post: partial[None]) -> None:
         post()
@@ -284,7 +282,7 @@ def test_time_with_an_empty_queue_does_not_count_as_starved(
     queue, taken = new_queue(Posts()), list[tuple[list[Job], float]]()
     device = threading.Thread(target=lambda: taken.append(queue.take_batch(10**6)))
     device.start()
-    while not queue._device_waits:
+    while not queue._devices[0].waits:
         time.sleep(0.001)
     submit(queue, b"a" * 32, Claim("a", "a"))
     (damaged,) = queue.take_to_prepare(1, 10**9)

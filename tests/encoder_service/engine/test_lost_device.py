@@ -1,4 +1,4 @@
-"""A device that is lost, or a thread that dies: callers go elsewhere at once, and the process ends to be replaced."""
+"""A device that is lost, or a thread that dies: its process is replaced, and the server's own ends to be replaced."""
 
 import asyncio
 import re
@@ -26,13 +26,14 @@ from encoder_service.engine.watchdog import Watchdog
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
+from encoder_service.metrics import scrape
 from encoder_service.store import segment
 from encoder_service.store.store import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
-from testing.redis_servers import redis_server
+from testing.redis_servers import free_port, redis_server
 from tests.engines import demanded, running
-from tests.lost_device import FORKS, STAGES, serve
+from tests.lost_device import DEATHS_THERE, FORKS, STAGES, TIERS, serve
 from tests.waiting import PATIENCE_S, START_S, soon
 
 IMAGES = [photo(256, 256, n) for n in range(4)]
@@ -53,33 +54,46 @@ async def listening(log: Path) -> str:
 
 
 async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]:
-    """Ask for the images, then send them; return what is said of each."""
+    """Ask for the images, then send them; return what is said of each: its rows, or which error."""
     names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(images)]
     async with (
         grpc.aio.insecure_channel(endpoint) as channel,
         await EncoderClient.connect(endpoint) as client,
     ):
         fetching: Any = EncoderServiceStub(channel)
-        call = fetching.Fetch(pb.FetchRequest(images=names, grace_ms=20_000), timeout=PATIENCE_S)
+        call = fetching.Fetch(pb.FetchRequest(images=names, grace_ms=20_000), timeout=START_S)
         sending = asyncio.create_task(client.submit(images))
-        said = [message.error.code async for message in call]
+        said = [
+            message.error.code if message.HasField("error") else "rows"
+            async for message in call
+            if not message.HasField("rows")
+        ]
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
     return said
 
 
-@asynccontextmanager
-async def ending(stage: str, checkpoint: Path, tmp_path: Path, *more: str) -> AsyncIterator[str]:
-    """Run a server that fails at a stage; it has to say so in the block, by its health, and to end then."""
-    log = tmp_path / "server.log"
-    flags = f"--model {checkpoint} --listen 127.0.0.1:0 --device cpu --store-host-gib 0.04"
-    if stage == "a hung device":  # the threads that wait for it do not end: neither does a drain
-        flags += " --drain-s 1"
-    if pages := DEVICE_PAGES.get(stage):
+@contextmanager
+def started(what: str, checkpoint: Path, tmp_path: Path, *more: str, once: str = "") -> Iterator[Any]:
+    """Run a server that fails at what is named, in a process."""
+    flags = f"--model {checkpoint} --listen 127.0.0.1:0 --devices cpu --store-host-gib 0.04"
+    if pages := DEVICE_PAGES.get(what):
         flags += f" --store-device-gib {pages * (64 << 10) / (1 << 30)}"
-    process = FORKS.Process(target=serve, args=(stage, log, [*flags.split(), *more]), daemon=True)
+    given = (what, once, tmp_path / "server.log", [*flags.split(), *more])
+    process = FORKS.Process(target=serve, args=given, daemon=True)
     process.start()
     try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@asynccontextmanager
+async def ending(what: str, checkpoint: Path, tmp_path: Path, *more: str) -> AsyncIterator[str]:
+    """Run a server that fails; it has to say so in the block, by its health, and to end then."""
+    log = tmp_path / "server.log"
+    with started(what, checkpoint, tmp_path, *more) as process:
         endpoint = await listening(log)
         async with grpc.aio.insecure_channel(endpoint) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
@@ -89,17 +103,36 @@ async def ending(stage: str, checkpoint: Path, tmp_path: Path, *more: str) -> As
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING, log.read_text()
         await asyncio.to_thread(process.join, PATIENCE_S)
         assert process.exitcode == LOST_DEVICE, log.read_text()
-    finally:
-        process.kill()
-        process.join()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-async def test_a_lost_device_ends_calls_health_and_the_process(
-    stage: str, checkpoint: Path, tmp_path: Path
+ENDS = {"a hung device": "stuck", "a dead thread": "crashed", **dict.fromkeys(DEATHS_THERE, "crashed")}
+
+
+@pytest.mark.parametrize("what", [*STAGES, *DEATHS_THERE])
+async def test_a_lost_device_costs_no_image(what: str, checkpoint: Path, tmp_path: Path) -> None:
+    log, metrics = tmp_path / "server.log", f"127.0.0.1:{free_port()}"
+    images = [photo(64, 64, n, "PNG" if what == "prepare-apart dies" else "JPEG") for n in range(3)]
+    with started(what, checkpoint, tmp_path, "--metrics-listen", metrics, once=str(tmp_path / "lost")):
+        endpoint = await listening(log)
+        assert await outcomes(endpoint, images) == ["rows"] * len(images), log.read_text()
+        found = await asyncio.to_thread(scrape, metrics, PATIENCE_S)
+    assert found.total("device_restarts_total", reason=ENDS.get(what, "lost")) == 1, log.read_text()
+    assert found.total("device_up") == 1
+
+
+async def test_a_device_that_is_lost_every_time_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    async with ending("tower", checkpoint, tmp_path) as endpoint:
+        said = await outcomes(endpoint)  # takes several starts
+    assert len(said) == len(IMAGES)
+    assert set(said) <= {UnavailableError.status.value, InternalError.status.value}
+
+
+@pytest.mark.parametrize("what", TIERS)
+async def test_a_lost_device_tier_ends_calls_health_and_the_process(
+    what: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    async with ending(stage, checkpoint, tmp_path) as endpoint:
-        if stage == "mover":  # nobody waits for it
+    async with ending(what, checkpoint, tmp_path) as endpoint:
+        if what == "mover":  # nobody waits for it
             async with await EncoderClient.connect(endpoint) as client:
                 await client.submit(IMAGES)
         else:
@@ -120,16 +153,6 @@ def test_slow_work_is_not_a_hang_before_its_limit() -> None:
     assert dog.look() is None
 
 
-@pytest.mark.parametrize("thread", ["vit", "copy-out", "prepare-apart"])
-async def test_a_thread_that_dies_of_a_bug_ends_what_waits_and_then_the_process(
-    thread: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    images = [photo(64, 64, n, "PNG" if thread == "prepare-apart" else "JPEG") for n in range(3)]
-    async with ending(f"{thread} dies", checkpoint, tmp_path) as endpoint:
-        assert await outcomes(endpoint, images) == [UnavailableError.status.value] * len(images)
-    assert f"the server's thread {thread} died: ending the process" in (tmp_path / "server.log").read_text()
-
-
 @pytest.mark.parametrize("name", ["tier-migrator", "cluster-leases"])
 async def test_a_dead_background_thread_or_task_ends_the_process(
     name: str, checkpoint: Path, tmp_path: Path
@@ -143,6 +166,15 @@ async def test_a_dead_background_thread_or_task_ends_the_process(
             await client.submit(IMAGES)
     kind = "task" if redis else "thread"
     assert f"the server's {kind} {name} died: ending the process" in (tmp_path / "server.log").read_text()
+
+
+async def test_a_thread_of_the_server_that_dies_ends_what_waits_and_then_the_process(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    async with ending("session dies", checkpoint, tmp_path) as endpoint:
+        assert await outcomes(endpoint) == [UnavailableError.status.value] * len(IMAGES)
+    log = (tmp_path / "server.log").read_text()
+    assert re.search(r"the server's thread device-0-\d+ died: ending the process", log), log
 
 
 async def test_an_error_that_leaves_the_device_as_it_was_is_the_images_own(model: Model) -> None:

@@ -64,7 +64,7 @@ def test_the_page_shows_a_plug_in_of_one_short_file():
 def test_the_plug_in_of_the_page_serves_rows(installed, plain):
     folder, weight = plain
     with (
-        running(folder, device="cpu", store_host_gib=0.05) as server,
+        running(folder, devices="cpu", store_host_gib=0.05) as server,
         BlockingClient.connect(server.endpoint, timeout_s=60) as client,
     ):
         assert client.description.model_type == "plain_vl"

@@ -248,7 +248,7 @@ def test_asking_for_dali_where_it_is_not_installed_is_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "settings", "message"),
     [
-        ("cpu", {}, r"--decoder dali decodes on a GPU: leave it out with --device cpu"),
+        ("cpu", {}, r"--decoder dali decodes on a GPU: leave it out with --devices cpu"),
         ("cuda:0", {"decoder_process": "yes"}, r"in the server's process: use --decoder-process auto"),
     ],
 )
@@ -266,8 +266,10 @@ def test_a_gpu_server_without_dali_says_what_it_lacks(config, monkeypatch, caplo
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_an_error_at_start(config):
-    with pytest.raises(ConfigError, match=r"--device cuda:3: torch .* sees 0 CUDA devices; use --device cpu"):
-        load_model(replace(config, device="cuda:3"))
+    with pytest.raises(
+        ConfigError, match=r"--devices cuda:3: torch .* sees 0 CUDA devices; use --devices cpu"
+    ):
+        load_model(replace(config, devices="cuda:3"))
 
 
 def test_missing_jpeg_engines_are_warned_of():

@@ -144,7 +144,7 @@ def test_quantised_rows_have_their_own_fingerprint_and_addresses(folders):
     folder = folders["qwen3_vl"]
     recipes = {}
     for precision in ("full", "fp8"):
-        config = Config(model=folder, device="cpu", dtype="bfloat16", tower_precision=precision)
+        config = Config(model=folder, devices="cpu", dtype="bfloat16", tower_precision=precision)
         recipes[precision] = load_model(config).recipe
         assert recipes[precision].model == model_fingerprint(folder, precision)
     assert recipes["full"].model == model_fingerprint(folder)

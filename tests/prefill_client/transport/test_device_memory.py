@@ -149,10 +149,10 @@ def test_a_copied_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
     content = CudaBytes(memory.data_ptr(), 8)
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory)
-    assert storing._tensor_over(DeviceMemory(bytes(64), content), "cuda:1") is memory
+    assert storing.tensor_over(DeviceMemory(bytes(64), content), "cuda:1") is memory
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory.clone())
     with pytest.raises(AssertionError, match="copy"):
-        storing._tensor_over(DeviceMemory(bytes(64), content), "cuda:1")
+        storing.tensor_over(DeviceMemory(bytes(64), content), "cuda:1")
 
 
 def test_a_gpu_that_is_not_there_is_an_error_that_says_so() -> None:

@@ -1,0 +1,440 @@
+"""A device's process: it has the tower and the engine's threads, and takes its work from the server's queue.
+
+Each thread has a connection to the server, whose `Session` answers it: `RemoteWork` and `RemoteStore` are the queue and
+the store as they look from here. Rows are written into the store's memory, which is mapped. An error that the device
+does not survive ends the process, and the server starts another.
+"""
+
+import logging
+import mmap
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from encoder_contract.device_memory import open_memory
+from encoder_contract.errors import EncoderError, InternalError
+from encoder_contract.geometry import Grid, GridRule
+from encoder_contract.settings import ConfigError, flag
+from encoder_service.config import Config
+from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
+from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.engine.job_queue import LOST as LOST_DEVICE
+from encoder_service.engine.job_queue import Job, Work
+from encoder_service.engine.model import MemoryPlan, Model, decode_threads, load_model
+from encoder_service.engine.watchdog import LOST, STUCK, HungDeviceError
+from encoder_service.engine.workers import Engine
+from encoder_service.families.model import CountedRows, Inputs
+from encoder_service.image.decoder_process import end_with_parent
+from encoder_service.image.source import Source, VideoFile
+from encoder_service.keys import ImageKey, Recipe
+from encoder_service.logs import known_error, set_up_logging
+from encoder_service.metrics import Metrics
+from encoder_service.scheduler import Task
+from encoder_service.store import Pin, arena
+from encoder_service.store.segment import register_memory
+from encoder_service.store.store import copy_bytes, flat, tensor_over
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 0.25
+TOWER_COUNTS = ("graph_batches", "eager_batches", "padding_patches")
+# How often the tower asks, in the middle of a batch, for what may overtake it; an answer takes 0.1 ms.
+ASK_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a process says once it has loaded; `rule` is None for one that only this process can compute."""
+
+    model_type: str
+    hidden: int
+    levels: int
+    width: int
+    dtype: torch.dtype
+    recipe: Recipe
+    videos: str
+    no_videos: str
+    attention: str
+    ahead_patches: int
+    batch_patches: int
+    rule: GridRule | None
+    max_tokens: int
+    device: str
+    decoder: str
+    jpegs: bool
+    plan: MemoryPlan
+
+    @classmethod
+    def of(cls, model: Model, config: Config) -> "Loaded":
+        """Describe a model."""
+        tower = model.tower
+        return cls(
+            model_type=tower.model_type,
+            hidden=tower.hidden,
+            levels=tower.levels,
+            width=tower.width,
+            dtype=tower.dtype,
+            recipe=model.recipe,
+            videos=model.videos,
+            no_videos=model.no_videos,
+            attention=tower.attention,
+            ahead_patches=tower.ahead_patches,
+            batch_patches=tower.batch_patches,
+            rule=None if isinstance(tower.geometry, CountedRows) else tower.geometry,
+            max_tokens=tower.geometry.max_tokens,
+            device=model.device.name,
+            decoder=model.decoder.name,
+            jpegs=model.decoder.decodes_batches,
+            plan=MemoryPlan.of(model, model.device.memory(), config),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """What a process tells now and then.
+
+    It counts what `VisionModel` counts and the `messages` of its decoder, by those names, and deaths by their reason.
+    """
+
+    memory: DeviceMemory
+    counts: Counter[str]
+
+    @classmethod
+    def of(cls, model: Model) -> "DeviceState":
+        """Read the state of a model."""
+        counts = Counter({name: getattr(model.tower, name) for name in TOWER_COUNTS})
+        return cls(
+            model.device.memory(),
+            counts + Counter({**model.decoder.deaths, "messages": model.decoder.messages}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """Where a process writes rows: the segment's file, and the name and size of the device tier, if it has one."""
+
+    path: Path
+    data_offset: int
+    tier: tuple[bytes, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TakenJob:
+    """An image as the server hands it out; `number` names it in what follows.
+
+    The file of a video is the server's: `video` is where to open it, and its size.
+    """
+
+    number: int
+    key: ImageKey
+    source: Source
+    grid: Grid
+    queued_at: float
+    patches: int
+    holder: str
+    demanded: bool
+    video: tuple[str, int] | None
+
+    def file(self) -> VideoFile | None:
+        """Open the file of a video; None if there is none, or none any more."""
+        if self.video is None:
+            return None
+        path, size = self.video
+        try:
+            return VideoFile.of(os.open(path, os.O_RDONLY | os.O_CLOEXEC), size)
+        except OSError:
+            return None
+
+    def job(self, file: VideoFile | None) -> Job:
+        """Return the job for the workers here, who read the file of its video as long as that is held."""
+        source = replace(self.source, file=weakref.ref(file)) if file is not None else self.source
+        size, pixels = len(self.source.data), self.source.header.pixels
+        task = Task(self.key.address, self.patches, size, self.holder, pixels, demands=int(self.demanded))
+        return Job(self.key, source, self.grid, task, self.queued_at, number=self.number)
+
+
+class Wire:
+    """The connections to the server: each thread takes one with its first call, and keeps it."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._free = list(connections)
+        self._mine = threading.local()
+
+    def tell(self, call: str, *given: Any) -> None:
+        """Call a method of the `Session`."""
+        try:
+            self._connection.send((call, given, False))
+        except OSError:
+            _end(0)  # the server has gone
+
+    def ask(self, call: str, *given: Any) -> Any:
+        """Call a method of the `Session`, and return what it returns; raises its `EncoderError`."""
+        try:
+            self._connection.send((call, given, True))
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            _end(0)
+        if isinstance(answer, EncoderError):
+            raise answer
+        return answer
+
+    @property
+    def _connection(self) -> Connection:
+        if not hasattr(self._mine, "connection"):
+            self._mine.connection = self._free.pop()
+        connection: Connection = self._mine.connection
+        return connection
+
+
+class RemoteWork(Work):
+    """The server's `JobQueue` as the workers of this process see it."""
+
+    def __init__(self, wire: Wire, device: Device) -> None:
+        super().__init__(device)
+        self._wire = wire
+        self._jobs: dict[int, Job] = {}
+        self._videos: dict[int, VideoFile] = {}
+        self._waiting: set[int] = set()  # for a batch
+        self._ask_at = 0.0
+        self._patch_s = 0.0
+
+    def encode_s(self, patches: int) -> float:
+        """See `Work`."""
+        return patches * self._patch_s
+
+    def take_to_prepare(self, max_images: int, max_pixels: int) -> list[Job]:
+        """See `Work`."""
+        return self._taken("take_to_prepare", max_images, max_pixels)
+
+    def take_apart(self, max_pixels: int) -> list[Job]:
+        """See `Work`."""
+        return self._taken("take_apart", max_pixels)
+
+    def taken_apart(self, job: Job) -> None:
+        """See `Work`."""
+        self._wire.tell("taken_apart", job.number)
+
+    def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
+        """See `Work`."""
+        self._wire.tell("decoded", self._named(jobs), seconds)
+
+    def put_apart(self, job: Job) -> None:
+        """See `Work`."""
+        self._wire.tell("put_apart", self._forget(job))
+
+    def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
+        """See `Work`."""
+        for job, patches in jobs:
+            job.patches, job.patches_ready = patches, ready
+        numbers = self._named([job for job, _ in jobs])
+        self._waiting.update(numbers)
+        self._wire.tell("prepared", numbers)
+
+    def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
+        """See `Work`."""
+        numbers, starved_s, self._patch_s, gone = self._wire.ask("take_batch", budget_patches)
+        self._drop_gone(gone)
+        self._waiting.difference_update(numbers)
+        return [self._jobs[number] for number in numbers], starved_s
+
+    def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
+        """See `Work`."""
+        if not self._waiting or monotonic() < self._ask_at:
+            return []
+        numbers = self._wire.ask("take_overtaking", self._named(batch), most_patches)
+        self._ask_at = monotonic() + ASK_S
+        self._waiting.difference_update(numbers)
+        return [self._jobs[number] for number in numbers]
+
+    def put_back(self, jobs: Sequence[Job]) -> None:
+        """See `Work`."""
+        if numbers := self._named(jobs):
+            self._waiting.update(numbers)
+            self._wire.tell("put_back", numbers)
+
+    def failed(self, jobs: Sequence[Job], error: Exception) -> None:
+        """See `Work`."""
+        if len(jobs) == 1:
+            self._wire.tell("failed", [self._forget(jobs[0])], self.known_error(error))
+            return
+        numbers = self._named(jobs)
+        self._waiting.update(numbers)
+        self._wire.tell("failed", numbers, InternalError("several images failed together"))
+
+    def encoded(self, jobs: Sequence[Job], outcomes: Sequence[Pin | EncoderError], seconds: float) -> None:
+        """See `Work`. The server has the pins already."""
+        errors = [each if isinstance(each, EncoderError) else None for each in outcomes]
+        stages = [(job.stage_ms, job.stage_began_s) for job in jobs]
+        self._wire.tell("encoded", [self._forget(job) for job in jobs], errors, stages, seconds)
+
+    def drop(self, job: Job, error: EncoderError) -> None:
+        """See `Work`."""
+        self._wire.tell("drop", self._forget(job), error, (job.stage_ms, job.stage_began_s))
+
+    def abort(self, why: str, error: BaseException) -> None:
+        """See `Work`: the server starts another process."""
+        log.critical("%s: ending its process", why, exc_info=error)
+        _end(STUCK if isinstance(error, HungDeviceError) else LOST if why == LOST_DEVICE else 1)
+
+    def _taken(self, call: str, *given: int) -> list[Job]:
+        taken, gone = self._wire.ask(call, *given)
+        self._drop_gone(gone)
+        jobs = []
+        for each in taken:
+            if (file := each.file()) is not None:
+                self._videos[each.number] = file
+            jobs.append(job := each.job(file))
+            self._jobs[job.number] = job
+        return jobs
+
+    def _named(self, jobs: Sequence[Job]) -> list[int]:
+        return [job.number for job in jobs]
+
+    def _forget(self, job: Job) -> int:
+        del self._jobs[job.number]
+        self._videos.pop(job.number, None)
+        self._waiting.discard(job.number)
+        return job.number
+
+    def _drop_gone(self, numbers: Sequence[int]) -> None:
+        """Forget jobs that waited for a batch, and that nobody wants any more."""
+        for number in numbers:
+            self._forget(self._jobs[number])
+
+
+class RemoteStore:
+    """The server's `Store` as the workers of this process see it."""
+
+    def __init__(self, wire: Wire, shared: SharedStore, device: Device) -> None:
+        self._wire = wire
+        with shared.path.open("r+b") as file:
+            segment = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        self._memory = {"host": segment[shared.data_offset :]}
+        if device.kind == "cuda":  # copies to what is registered run at full speed, beside the tower
+            register_memory(segment, device.name)
+        if shared.tier is not None:
+            gpu = int(device.name.partition(":")[2] or 0)
+            self._memory["device"] = tensor_over(open_memory(*shared.tier, gpu, writes=True), device.name)
+
+    def put(
+        self, address: bytes, rows: Tensor, grid: arena.Grid, *, holder: str = "", is_reserved: bool = False
+    ) -> Pin:
+        """See `Store.put`. The pin stays with the server, which gives it to those who wait."""
+        place = self._wire.ask("put", address, len(rows), grid, holder, is_reserved)
+        if place is not None:
+            memory, extents = self._memory[place[0]], place[1]
+            try:
+                copy_bytes([memory[begin : begin + size] for begin, size in extents], [flat(rows)])
+            except BaseException:
+                self._wire.tell("abandon", address)
+                raise
+            self._wire.tell("commit", address)
+        return cast(Pin, None)
+
+    def reserve(self, tokens: Sequence[int], *, wait: bool = True) -> int:
+        """See `Store.reserve`."""
+        count: int = self._wire.ask("reserve", list(tokens), wait)
+        return count
+
+    def release(self, tokens: int) -> None:
+        """See `Store.release`."""
+        self._wire.tell("release", tokens)
+
+    def keep_moving(self) -> None:
+        """Do nothing: the server moves entries between its tiers."""
+
+
+class RemoteMetrics:
+    """The server's `Metrics`, as far as workers use them."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *given, **named: self._wire.tell("measured", method, given, named)
+
+
+def main(descriptors: Sequence[int], *, parent: int) -> None:
+    """Load what the server asks for, say so, and work until its queue is closed. `parent` is the server's pid."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server drains, and then closes its queue
+    end_with_parent("engine", parent)
+    keep_freed_memory()
+    ends = [Connection(descriptor) for descriptor in descriptors]
+    control, counting, *connections = ends
+    try:
+        config, processes = control.recv()
+        set_up_logging(config.log_level, config.log_format)
+        cores = len(os.sched_getaffinity(0))
+        if config.devices == "cpu" and processes * torch.get_num_threads() > cores:
+            torch.set_num_threads(max(1, cores // processes))
+        model = _load(config, processes)
+        if isinstance(model, ConfigError):
+            control.send(model)
+            _end(0)
+        control.send(Loaded.of(model, config))
+        shared = control.recv()
+    except (EOFError, OSError):
+        _end(0)  # the server has gone
+    wire = Wire(connections)
+    engine = Engine(
+        RemoteWork(wire, model.device),
+        model,
+        RemoteStore(wire, shared, model.device),
+        cast(Metrics, RemoteMetrics(wire)),
+        batch_patches=model.tower.batch_patches,
+        decode_threads=decode_threads(config, model.device),
+    )
+    for work, connection in ((_report, control), (_count_rows, counting)):
+        threading.Thread(target=work, args=(model, connection), daemon=True).start()
+    with out_of_collections():
+        engine.start()
+        engine.join()
+    model.decoder.close()
+    _end(0)
+
+
+def _load(config: Config, processes: int) -> Model | ConfigError:
+    try:
+        return load_model(config, processes)
+    except ConfigError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - of libraries; the server says it in one line
+        return ConfigError(f"{flag('model')} {config.model}: {type(error).__name__}: {error}")
+
+
+def _report(model: Model, control: Connection) -> None:
+    told = None
+    while True:
+        if (state := DeviceState.of(model)) != told:
+            control.send(told := state)
+        time.sleep(REPORT_S)
+
+
+def _count_rows(model: Model, counting: Connection) -> None:
+    rule = cast(CountedRows, model.tower.geometry)
+    while True:
+        size = counting.recv()
+        try:
+            answer: int | str | EncoderError = rule.counted(*size)
+        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+            answer = known_error(error)
+        counting.send(answer)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process: what is left of a device may hang or crash an interpreter that ends in order."""
+    logging.shutdown()
+    os._exit(status)

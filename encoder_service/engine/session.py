@@ -1,0 +1,419 @@
+"""The server's side of its devices: their processes take jobs from its queue, and put rows into its store.
+
+`Devices` is what `Engine` is to a model of this process. A `Session` answers one process until that ends; what it had
+begun goes back to the queue.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import torch
+
+from encoder_contract.errors import EncoderError
+from encoder_service.config import Config, ConfigError, flag
+from encoder_service.engine.device import Device
+from encoder_service.engine.devices import DeviceProcess
+from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.engine.model import Model, files_decoder
+from encoder_service.engine.process import TOWER_COUNTS, Loaded, SharedStore, TakenJob
+from encoder_service.families.model import CountedRows, VisionModel
+from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.decoder import Decoder, FileDecoder
+from encoder_service.image.decoder_pool import DecoderStartError
+from encoder_service.image.source import Source, VideoFile
+from encoder_service.metrics import Metrics
+from encoder_service.scheduler import State
+from encoder_service.store import Pin, Store
+from encoder_service.store.arena import Entry, Grid
+
+log = logging.getLogger(__name__)
+
+# A device whose processes ended so often in a row, without a batch in between, is given up for a while.
+MOST_FAILURES = 5
+# Seconds before a process is started again, by how many have ended in a row.
+_PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0)
+_LONG_PAUSE_S = 30.0
+
+Stages = tuple[dict[str, float], dict[str, float]]
+"""Of a job, by name of the stage: how long it took, ms, and when it began, s."""
+
+
+class Devices:
+    """Serves the processes of all devices from one queue and one store, and starts those again that end."""
+
+    def __init__(
+        self, devices: Sequence[DeviceProcess], jobs: JobQueue, store: Store, metrics: Metrics
+    ) -> None:
+        self._devices = devices
+        self._jobs = jobs
+        self._store = store
+        self._metrics = metrics
+        self._closed = threading.Event()
+        # Not waited for by `stop`: it ends when the store is closed.
+        self._migrator = self.thread("tier-migrator", store.keep_moving)
+        self._threads = [self.thread(f"device-{device.number}", self._keep, device) for device in devices]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in (*self._threads, self._migrator):
+            thread.start()
+
+    async def stop(self) -> None:
+        """Wait until the processes have finished what they are at; the queue is closed."""
+        self._closed.set()
+        for device in self._devices:
+            if not device.is_up:
+                device.process.kill()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def thread(self, name: str, work: Callable[..., None], *given: Any) -> threading.Thread:
+        """Return a thread that is not started. An error that `work` does not handle ends the server."""
+
+        def run() -> None:
+            try:
+                work(*given)
+            except BaseException as error:  # noqa: BLE001 - a thread never ends silently
+                self._jobs.abort(f"the server's thread {name} died", error)
+
+        return threading.Thread(target=run, name=name, daemon=True)
+
+    def _keep(self, device: DeviceProcess) -> None:
+        while True:
+            Session(device, self._jobs, self._store, self._metrics, 1 / len(self._devices)).run(self.thread)
+            if self._closed.is_set():
+                device.end()
+                return
+            log.error("the process of %s ended (%s): starting another", device.name, why := device.ended())
+            while not self._start(device, why):
+                if self._closed.is_set():
+                    return
+
+    def _start(self, device: DeviceProcess, why: str) -> bool:
+        """Start a process after a pause; return whether it has loaded. Ends the server if no device works."""
+        device.failures += 1
+        if all(each.failures >= MOST_FAILURES for each in self._devices):
+            self._jobs.abort("the server lost its devices", RuntimeError(f"the last process ended ({why})"))
+            self._closed.set()
+        pause_s = _PAUSES_S[device.failures - 1] if device.failures <= len(_PAUSES_S) else _LONG_PAUSE_S
+        if self._closed.wait(pause_s):
+            return False
+        try:
+            device.start()
+            device.loaded()
+        except (ConfigError, OSError) as error:
+            log.error("the process of %s does not start: %s", device.name, error)
+            return False
+        return True
+
+
+class Session:
+    """One process of a device, from its attachment to its end. The process's threads call the public methods.
+
+    They name jobs by numbers, which are never used again, so that a job that everybody left is not taken for a later
+    one with its address.
+    """
+
+    def __init__(
+        self, device: DeviceProcess, jobs: JobQueue, store: Store, metrics: Metrics, share: float
+    ) -> None:
+        """`share` is that of the device in the server's time."""
+        self._process = device
+        self._device = device.number
+        self._queue = jobs
+        self._store = store
+        self._metrics = metrics
+        self._share = share
+        self._numbers = count()
+        self._jobs: dict[int, Job] = {}
+        self._apart: dict[int, Job] = {}  # being decoded by themselves
+        self._files: dict[int, VideoFile] = {}  # being decoded: the process opens their descriptors
+        self._waiting: set[int] = set()  # for a batch
+        self._lock = threading.Lock()
+        self._reserved: Counter[int] = Counter()
+        self._writing: dict[bytes, Entry] = {}
+        self._pins: dict[bytes, Pin] = {}
+
+    def run(self, thread: Callable[..., threading.Thread]) -> None:
+        """Let the process work until it ends, by itself or otherwise; then undo what it had begun."""
+        segment, process = self._store.segment, self._process
+        handlers = [
+            thread(f"device-{self._device}-{n}", self._answer, connection)
+            for n, connection in enumerate(process.connections)
+        ]
+        try:
+            process.control.send(SharedStore(segment.path, segment.data_offset, self._store.device_memory))
+            process.is_up = True
+            for handler in handlers:
+                handler.start()
+            while True:
+                process.state = process.control.recv()
+        except (EOFError, OSError):
+            pass
+        self._queue.leave(self._device)
+        for handler in handlers:
+            if handler.ident is not None:
+                handler.join()
+        for entry in self._writing.values():
+            self._store.abandon(entry)
+        for tokens in self._reserved.elements():
+            self._store.release(tokens)
+        for pin in self._pins.values():
+            pin.release()
+        self._queue.interrupted(self._device)
+
+    def _answer(self, connection: Connection) -> None:
+        try:
+            while True:
+                call, given, is_asked = connection.recv()
+                try:
+                    answer = getattr(self, call)(*given)
+                except EncoderError as error:
+                    answer = error
+                if is_asked:
+                    connection.send(answer)
+        except (EOFError, OSError):
+            pass
+        except BaseException:
+            self._process.process.kill()  # its thread would wait for an answer
+            raise
+
+    # The queue: see `Work`
+
+    def take_to_prepare(self, max_images: int, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
+        return self._taken(self._queue.take_to_prepare(max_images, max_pixels, self._device))
+
+    def take_apart(self, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
+        jobs = self._queue.take_apart(max_pixels, self._device)
+        taken = self._taken(jobs)
+        self._apart |= {job.number: job for job in jobs}
+        return taken
+
+    def taken_apart(self, number: int) -> None:
+        self._queue.taken_apart(self._apart.pop(number))
+
+    def decoded(self, numbers: Sequence[int], seconds: float) -> None:
+        for number in numbers:
+            self._files.pop(number, None)
+        self._queue.decoded(self._named(numbers), seconds)
+
+    def put_apart(self, number: int) -> None:
+        self._queue.put_apart(self._jobs.pop(number))
+
+    def prepared(self, numbers: Sequence[int]) -> None:
+        jobs = self._named(numbers)
+        self._waiting.update(numbers)  # before another thread can take them
+        self._queue.prepared([(job, {}) for job in jobs], None)
+
+    def take_batch(self, budget_patches: int) -> tuple[list[int], float, float, list[int]]:
+        jobs, starved_s = self._queue.take_batch(budget_patches, self._device)
+        return self._numbered(jobs), starved_s, self._queue.encode_s(1), self._gone()
+
+    def take_overtaking(self, batch: Sequence[int], most_patches: int) -> list[int]:
+        return self._numbered(self._queue.take_overtaking(self._named(batch), most_patches))
+
+    def put_back(self, numbers: Sequence[int]) -> None:
+        self._queue.put_back(self._named(numbers))
+        self._waiting.update(numbers)
+
+    def failed(self, numbers: Sequence[int], error: EncoderError) -> None:
+        jobs = self._named(numbers)
+        if len(jobs) == 1:
+            del self._jobs[numbers[0]]
+        self._queue.failed(jobs, error)
+        self._waiting.update(numbers if len(jobs) > 1 else ())
+
+    def encoded(
+        self,
+        numbers: Sequence[int],
+        errors: Sequence[EncoderError | None],
+        stages: Sequence[Stages],
+        seconds: float,
+    ) -> None:
+        self._process.failures = 0
+        jobs = [self._ended(*each) for each in zip(numbers, stages, strict=True)]
+        pins = [error or self._pins.pop(job.key.address) for job, error in zip(jobs, errors, strict=True)]
+        self._queue.encoded(jobs, pins, seconds)
+
+    def drop(self, number: int, error: EncoderError, stages: Stages) -> None:
+        self._queue.drop(self._ended(number, stages), error)
+
+    # The store: see `RowStore`
+
+    def put(
+        self, address: bytes, tokens: int, grid: Grid, holder: str, is_reserved: bool
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """Return where to write the rows, tier and extents, before `commit` or `abandon`; None if they are held."""
+        entry, is_new = self._store.begin(
+            address, tokens, grid, holder, is_reserved=is_reserved, is_shared=True
+        )
+        if not is_new:
+            self._pins[address] = Pin(self._store, entry)
+            return None
+        self._writing[address] = entry
+        return entry.tier.name, list(entry.extents(0, tokens))
+
+    def commit(self, address: bytes) -> None:
+        entry = self._writing.pop(address)
+        self._store.commit(entry)
+        self._pins[address] = Pin(self._store, entry)
+
+    def abandon(self, address: bytes) -> None:
+        self._store.abandon(self._writing.pop(address))
+
+    def reserve(self, tokens: Sequence[int], wait: bool) -> int:
+        fit = self._store.reserve(tokens, wait=wait)
+        with self._lock:
+            self._reserved.update(tokens[:fit])
+        return fit
+
+    def release(self, tokens: int) -> None:
+        with self._lock:
+            self._reserved[tokens] -= 1
+        self._store.release(tokens)
+
+    def measured(self, method: str, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Record what a worker measured; see `Metrics`."""
+        if method == "starved":
+            given = [given[0] * self._share]
+        elif method == "batch":
+            given = [given[0], given[1] * self._share, given[2]]
+        getattr(self._metrics, method)(*given, **named)
+
+    # Numbers
+
+    def _ended(self, number: int, stages: Stages) -> Job:
+        job = self._jobs.pop(number)
+        job.stage_ms, job.stage_began_s = stages
+        return job
+
+    def _taken(self, jobs: Sequence[Job]) -> tuple[list[TakenJob], list[int]]:
+        taken = []
+        for job in jobs:
+            job.number = next(self._numbers)
+            self._jobs[job.number] = job
+            task, source, video = job.task, job.source, None
+            if source.file is not None:
+                if (file := source.file()) is not None:
+                    self._files[job.number] = file
+                    video = f"/proc/{os.getpid()}/fd/{file.descriptor}", file.size
+                source = replace(source, file=None)
+            taken.append(
+                TakenJob(
+                    *(job.number, job.key, source, job.grid, job.queued_at),
+                    patches=task.patches,
+                    holder=task.holder,
+                    demanded=task.demanded,
+                    video=video,
+                )
+            )
+        return taken, self._gone()
+
+    def _named(self, numbers: Sequence[int]) -> list[Job]:
+        return [self._jobs[number] for number in numbers]
+
+    def _numbered(self, jobs: Sequence[Job]) -> list[int]:
+        numbers = [job.number for job in jobs]
+        self._waiting.difference_update(numbers)
+        return numbers
+
+    def _gone(self) -> list[int]:
+        """Forget those of the waiting jobs that nobody wants any more; return them, for the process to forget."""
+        with self._lock:
+            gone = [n for n in list(self._waiting) if self._jobs[n].task.state is State.GONE]
+            for number in gone:
+                self._waiting.discard(number)
+                del self._jobs[number]
+            return gone
+
+
+class ServedRows(CountedRows):
+    """A rule whose rows a device's process counts."""
+
+    def __init__(self, devices: Sequence[DeviceProcess], max_rows: int) -> None:
+        super().__init__(lambda *_: 0, max_rows)  # not called: `counted` asks
+        self._devices = devices
+
+    def counted(self, width: int, height: int) -> int | str:
+        """Ask the first device that works."""
+        return min(self._devices, key=lambda device: not device.is_up).rows(width, height)
+
+
+class ServedTower:
+    """What the server knows of the tower that its devices have: the part of `VisionModel` that it asks for."""
+
+    def __init__(self, loaded: Loaded, devices: Sequence[DeviceProcess]) -> None:
+        self._loaded = loaded
+        self._devices = devices
+        self.geometry = loaded.rule or ServedRows(devices, loaded.max_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TOWER_COUNTS:
+            return sum(device.counts[name] for device in self._devices)
+        return getattr(self._loaded, name)
+
+
+class ServedDecoder(Decoder):
+    """Reads headers in the server; the devices' processes decode."""
+
+    def __init__(self, files: FileDecoder, loaded: Loaded, devices: Sequence[DeviceProcess]) -> None:
+        super().__init__(torch.device("cpu"), files)
+        self._loaded = loaded
+        self._devices = devices
+
+    @property
+    def name(self) -> str:
+        return self._loaded.decoder
+
+    @property
+    def deaths(self) -> Mapping[str, int]:
+        return {
+            reason: ours + sum(device.counts[reason] for device in self._devices)
+            for reason, ours in self._files.deaths.items()
+        }
+
+    @property
+    def messages(self) -> int:
+        return self._files.messages + sum(device.counts["messages"] for device in self._devices)
+
+    def batches(self, source: Source) -> bool:
+        return self._loaded.jpegs and source.video is None and DaliJpegs.takes(source)
+
+
+def served_model(config: Config, devices: Sequence[DeviceProcess]) -> Model:
+    """Wait until all devices have loaded; return what the server knows of the model that they have.
+
+    Raises `ConfigError` naming what a device cannot load.
+    """
+    files = files_decoder(config, threads=0)
+    try:
+        all_loaded = [device.loaded() for device in devices]
+        for each in all_loaded:
+            each.plan.check()
+        files.start()
+    except BaseException as error:
+        for device in devices:
+            device.end()
+        files.close()
+        if isinstance(error, DecoderStartError | OSError):
+            raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
+        raise
+    for device, each in zip(devices, all_loaded, strict=True):
+        device.name, device.plan = each.device, each.plan
+    loaded = all_loaded[0]
+    return Model(
+        cast(VisionModel, ServedTower(loaded, devices)),
+        loaded.recipe,
+        ServedDecoder(files, loaded, devices),
+        Device(loaded.device),
+        loaded.videos,
+        loaded.no_videos,
+    )

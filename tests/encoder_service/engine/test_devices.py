@@ -1,0 +1,163 @@
+"""Several devices, and processes of devices that are killed or do not start."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from encoder_contract.video import VideoSettings
+from encoder_service.app import Server
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine import model as loading
+from encoder_service.engine.devices import DeviceProcess, start_devices
+from encoder_service.engine.model import Model, load_model
+from encoder_service.engine.session import served_model
+from prefill_client import EncoderClient, RowRequest
+from prefill_client.video import Video, read_videos
+from testing.clips import clip
+from testing.photos import photo
+from tests.calls import collect
+from tests.servers import server_of
+from tests.waiting import START_S, soon
+
+
+@asynccontextmanager
+async def serving(
+    config: Config, devices: str, **settings: float
+) -> AsyncIterator[tuple[Server, EncoderClient, Sequence[DeviceProcess]]]:
+    """Run a server whose devices have processes of their own."""
+    config = replace(config, devices=devices, **settings)
+    started = start_devices(config)
+    model = await asyncio.to_thread(served_model, config, started)
+    try:
+        async with (
+            server_of(config, model, started) as server,
+            await EncoderClient.connect(server.endpoint) as client,
+        ):
+            yield server, client, started
+    finally:
+        model.decoder.close()
+
+
+async def fetched(client: EncoderClient, images: Sequence[bytes]) -> list[bytes]:
+    """Submit images and return the rows of each."""
+    submitted = await client.submit(images)
+    found: dict[bytes, bytes] = {}
+    requests = [RowRequest(each.digest) for each in submitted]
+    async with client.fetch(requests, transports=["inline"], timeout_s=START_S) as stream:
+        async for rows in stream:
+            assert rows.error is None, rows.error
+            found[rows.digest] = rows.array.tobytes()
+    return [found[each.digest] for each in submitted]
+
+
+async def test_processes_share_one_queue_and_one_store_and_give_the_same_rows(
+    config: Config, model: Model
+) -> None:
+    images = [photo(256, 256 + 32 * (n % 4), n) for n in range(24)]
+    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+        expected = await fetched(client, images)
+    async with serving(config, "cpu,cpu") as (server, client, devices):
+        assert await fetched(client, images) == expected
+        assert server.store.stats().tiers[-1].entries == len(images)
+        await soon(lambda: all(device.counts["eager_batches"] for device in devices))
+        assert len({device.process.pid for device in devices}) == 2
+
+
+async def test_a_killed_process_costs_no_image_and_no_row(config: Config) -> None:
+    known = [photo(128, 128, n) for n in range(8)]
+    async with serving(config, "cpu") as (server, client, [device]):
+        before = await fetched(client, known)
+        loads = [[photo(320, 320, 100 + 4 * n + k) for k in range(4)] for n in range(8)]
+        loading = [asyncio.create_task(fetched(client, load)) for load in loads]
+        held = len(known)
+        await soon(lambda: server.store.stats().tiers[-1].entries > held)
+        os.kill(device.process.pid, signal.SIGKILL)
+        await soon(lambda: not device.is_up)
+        assert await fetched(client, known) == before, "rows that are held need no device"
+        await asyncio.gather(*loading)
+        assert device.restarts["killed"] == 1
+        assert server.store.stats().tiers[-1].entries == len(known) + 32
+        assert not server.store._reserved_pages
+
+
+async def test_with_one_of_two_processes_killed_the_other_goes_on(config: Config) -> None:
+    async with serving(config, "cpu,cpu") as (_, client, [first, second]):
+        os.kill(first.process.pid, signal.SIGKILL)
+        await soon(lambda: not first.is_up)
+        await fetched(client, [photo(192, 192, n) for n in range(4)])
+        await soon(lambda: second.counts["eager_batches"] > 0)
+        await soon(lambda: first.is_up, START_S)
+
+
+async def test_rows_go_into_the_device_tier_of_the_server(config: Config) -> None:
+    async with serving(config, "cpu", store_device_gib=0.01) as (server, client, _):
+        await fetched(client, [photo(128, 128, n) for n in range(4)])
+        assert server.store.stats().tiers[0].writes == 4
+
+
+async def test_pairs_of_frames_of_a_video_are_encoded_by_a_process(config: Config, model: Model) -> None:
+    data, settings = clip("mp4", frames=20, fps=10.0), VideoSettings.from_folder(config.model)
+
+    async def rows_by(client: EncoderClient) -> list[bytes]:
+        (video,) = await read_videos(client, [data], settings)
+        assert isinstance(video, Video), video
+        await client.submit(video.images)
+        outcomes = await collect(client, [RowRequest.of(image) for image in video.images])
+        assert not any(rows.error for rows in outcomes.values())
+        return [outcomes[index].array.tobytes() for index in sorted(outcomes)]
+
+    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+        expected = await rows_by(client)
+    async with serving(config, "cpu") as (_, client, _):
+        assert await rows_by(client) == expected
+
+
+def test_what_a_process_finds_wrong_is_one_line_of_the_server(config: Config, tmp_path: Path) -> None:
+    for file in config.model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    broken = replace(config, model=tmp_path)
+    with pytest.raises(ConfigError, match=f"--model {tmp_path}: ") as refused:
+        served_model(broken, start_devices(broken))
+    assert "\n" not in str(refused.value)
+
+
+def test_too_little_memory_is_told_before_weights_are_read(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "unused_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(loading, "load_family", None)
+    with pytest.raises(ConfigError, match=r"--devices cpu: the tower's weights take .* 0.00 GiB are free"):
+        load_model(config)
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        ("gpu", "must be auto, or cpu, cuda or cuda:N with commas between them, got gpu"),
+        ("cuda:0,cuda:0", "must name each GPU once, got cuda:0,cuda:0"),
+        ("cuda,cuda:0", "must name each GPU once"),
+        ("cpu,cuda:0", "must be of one kind"),
+        ("auto,cpu", "must be auto, or cpu"),
+        ("", "must be auto, or cpu"),
+        (",".join(["cpu"] * (len(os.sched_getaffinity(0)) + 1)), "times at most, once a core"),
+    ],
+)
+def test_devices_that_cannot_be_meant_are_refused(config: Config, devices: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"--devices .*{says}"):
+        replace(config, devices=devices)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told_for_each_of_several(config: Config) -> None:
+    two = replace(config, devices="cuda:0,cuda:1")
+    with pytest.raises(ConfigError, match=r"--devices cuda:0: torch .* sees 0 CUDA devices"):
+        served_model(two, start_devices(two))

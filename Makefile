@@ -166,6 +166,10 @@ check: setup ## Check style, types, stubs, contract and manifests, as CI does be
 docs: setup ## Build the documentation site into .docs/site; a link or name that leads nowhere fails
 	@$(PY) -m docs.site && echo "open .docs/site/index.html"
 
+.PHONY: pictures
+pictures: setup ## Make the pictures in docs/img anew (needs Debian's prometheus and chromium)
+	@$(PY) -m docs.pictures
+
 .PHONY: licences
 licences: setup ## List the licences of all that the images have (make check refuses those not allowed)
 	@$(PY) deploy/licences.py

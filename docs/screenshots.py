@@ -1,18 +1,120 @@
-"""The pictures in docs/operations.md: `top` and the status page of running servers under load."""
+"""Makes the pictures of the pages anew: `make pictures`.
+
+Two replicas, a Redis, the reference prefill service and a Prometheus run on this machine under a light load. The
+pictures are one frame of `top`, the status page, each row of the dashboard, and the first page of the documentation
+site. Needs Prometheus and Chromium (Debian: apt install prometheus chromium).
+"""
 
 import argparse
 import asyncio
 import io
+import itertools
+import json
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 
+from docs import dashboard, site
 from encoder_service.top import Top, frame
+from prefill_client import EncoderClient
+from testing.checkpoints import write_checkpoint
+from testing.photos import damaged, data_url, photo
+from testing.redis_servers import free_port, redis_server
+from testing.server_process import ServerProcess
+from testing.traffic import Supply, Traffic
 
 PICTURES = Path(__file__).resolve().parent / "img"
+RULES = [
+    Path(__file__).resolve().parents[1] / f"deploy/prometheus/{name}.yml" for name in ("rules", "alerts")
+]
+START_S = 120.0
+PHOTO = (640, 480)
+
+
+def found(*names: str) -> str:
+    """Return the first of these programs that is installed."""
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    raise SystemExit(f"pictures: {names[0]} is not installed (Debian: apt install {names[0]})")
+
+
+@contextmanager
+def process(command: Sequence[str | Path], log: Path, healthy: str) -> Iterator[None]:
+    """Run a program until the block ends; begin the block once the URL `healthy` answers."""
+    with log.open("w") as stream:
+        program = subprocess.Popen(command, stdout=stream, stderr=stream)
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(healthy):
+            if program.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"pictures: {command[0]} did not start:\n{log.read_text()}")
+            time.sleep(0.2)
+        yield
+    finally:
+        program.terminate()
+        program.wait()
+
+
+def _answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+def prometheus_config(replicas: Mapping[str, str], prefill: str) -> str:
+    """Return a configuration that scrapes each replica under its name, and has the rules of deploy/."""
+    targets = [{"targets": [at], "labels": {"instance": name}} for name, at in replicas.items()]
+    return yaml.safe_dump(
+        {
+            "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
+            "rule_files": [str(path) for path in RULES],
+            "scrape_configs": [
+                {"job_name": "encoder", "static_configs": targets},
+                {"job_name": "prefill", "static_configs": [{"targets": [prefill]}]},
+            ],
+        }
+    )
+
+
+async def load(endpoints: Sequence[str], prefill: str, seconds: float) -> None:
+    """Send prompts of images, half of them seen before, chats, and now and then a damaged file."""
+    ends = time.monotonic() + seconds
+    async with (
+        Traffic(endpoints, Supply(*PHOTO), workers=2, images=3, pause_s=0.5),
+        await EncoderClient.connect(endpoints) as client,
+    ):
+        for number in itertools.count():
+            if time.monotonic() > ends:
+                return
+            await asyncio.to_thread(_chat, prefill, number)
+            if number % 5 == 0:
+                await client.submit([damaged(number)])
+            await asyncio.sleep(0.5)
+
+
+def _chat(prefill: str, number: int) -> None:
+    """Ask about two photos, of which the second has been asked about before."""
+    photos = [data_url(photo(*PHOTO, seed)) for seed in (1000 + number, 1000 + number // 2)]
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in photos]
+    content.append({"type": "text", "text": "What is this?"})  # type: ignore[dict-item]
+    chat = {"model": "chat", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+    request = urllib.request.Request(
+        f"http://{prefill}/v1/chat/completions",
+        json.dumps(chat).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.read()
 
 
 async def picture_top(endpoints: list[str], seconds: float) -> str:
@@ -25,38 +127,82 @@ async def picture_top(endpoints: list[str], seconds: float) -> str:
     return console.export_svg(title="encoder-service top")
 
 
-def picture_page(endpoint: str, out: Path) -> None:
-    """Write the status page as PNG; needs Chromium."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        raise SystemExit("no chromium here")
+def screenshot(browser: str, url: str, size: str, out: Path) -> None:
+    """Write what a browser shows of a page as PNG, in 64 colours."""
     with tempfile.TemporaryDirectory() as home:
         flags = [
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
+            "--hide-scrollbars",
             f"--user-data-dir={home}",
-            "--window-size=900,540",
         ]
-        subprocess.run(
-            [browser, *flags, f"--screenshot={out}", f"http://{endpoint}/"],
-            check=True,
-            capture_output=True,
-            timeout=60,
-        )
+        command = [browser, *flags, f"--window-size={size}", f"--screenshot={out}", url]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    out.write_bytes(dashboard.small(out.read_bytes()))
+
+
+async def _under_load(
+    pictures: Callable[[], object], working: Coroutine[None, None, None], after_s: float
+) -> None:
+    """Make the pictures while the load runs, so many seconds after it began."""
+    task = asyncio.create_task(working)
+    await asyncio.sleep(after_s)
+    await asyncio.to_thread(pictures)
+    await task
+
+
+def run(out: Path, seconds: float) -> None:
+    """Start everything, make the pictures, stop everything."""
+    prometheus, browser = found("prometheus"), found("chromium", "google-chrome")
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        checkpoint = write_checkpoint(folder / "checkpoint", depth=4, text_layers=2)
+        redis = stack.enter_context(redis_server())
+        replicas = {
+            f"encoder-{number}": ServerProcess(checkpoint, index=redis.url, store_host_gib=0.25, threads=1)
+            for number in range(2)
+        }
+        for replica in replicas.values():
+            stack.callback(replica.terminate)
+        for replica in replicas.values():
+            replica.wait_until_it_listens()
+        endpoints = [replica.endpoint for replica in replicas.values()]
+        watched = [replica.metrics_url for replica in replicas.values()]
+        at = {
+            name: url.removeprefix("http://").rstrip("/") for name, url in zip(replicas, watched, strict=True)
+        }
+        prefill, port = f"127.0.0.1:{free_port()}", free_port()
+        command = [Path(sys.executable).with_name("prefill-client"), "serve", "--model", checkpoint]
+        command += ["--encoder", endpoints[0], "--listen", prefill, "--served-name", "chat", "--threads", "1"]
+        stack.enter_context(process(command, folder / "prefill.log", f"http://{prefill}/health"))
+        (folder / "prometheus.yml").write_text(prometheus_config(at, prefill))
+        command = [prometheus, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        command += [f"--web.listen-address=127.0.0.1:{port}"]
+        url = f"http://127.0.0.1:{port}"
+        stack.enter_context(process(command, folder / "prometheus.log", f"{url}/-/ready"))
+        began = time.time()
+
+        def pictures() -> None:
+            (out / "top.svg").write_text(asyncio.run(picture_top(watched, 5.0)))
+            screenshot(browser, f"http://{at['encoder-0']}/", "900,540", out / "status-page.png")
+            # The first rates have half of their window.
+            asked = dashboard.Prometheus(url, began + dashboard.WINDOW_S / 2, time.time())
+            dashboard.write(asked, out)
+
+        asyncio.run(_under_load(pictures, load(endpoints, prefill, seconds), seconds * 0.8))
+    if site.main():
+        raise SystemExit("pictures: the documentation site was not built")
+    screenshot(browser, (site.SITE / "index.html").as_uri(), "1280,900", out / "docs-site.png")
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("endpoints", nargs="+", help="--metrics-listen of the servers")
-    parser.add_argument(
-        "--seconds", type=float, default=5.0, help="what the frame of top covers (default %(default)s)"
-    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="of load (default %(default)s)")
     parser.add_argument("--out", type=Path, default=PICTURES, help="folder (default %(default)s)")
     given = parser.parse_args()
-    (given.out / "top.svg").write_text(asyncio.run(picture_top(given.endpoints, given.seconds)))
-    picture_page(given.endpoints[0], given.out / "status-page.png")
+    run(given.out, given.seconds)
 
 
 if __name__ == "__main__":

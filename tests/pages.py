@@ -21,9 +21,22 @@ def named(pattern: str, text: str) -> set[str]:
     return set(re.findall(pattern, text))
 
 
+def text_of(page: Path) -> str:
+    """What a page says of this release: without the names that docs/migrating.md calls gone."""
+    text = page.read_text()
+    for row in rows_of_gone(text):
+        text = text.replace(row, f"|{row.split('|', 2)[2]}")
+    return text
+
+
+def rows_of_gone(text: str) -> list[str]:
+    """The rows of the tables whose first column names what only release 0.1 had."""
+    return "".join(re.findall(r"^\| 0\.1 \|.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)).splitlines()
+
+
 def code_in(page: Path) -> Iterator[str]:
     """Yield what a page says in code: fenced blocks, indented blocks, and spans."""
-    text = page.read_text()
+    text = text_of(page)
     yield from re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     yield from re.findall(r"(?:^\n)((?: {4,}\S.*\n)+)", text, re.MULTILINE)

@@ -1,3 +1,3 @@
 """The version of the package, in one place; imports nothing, so that the build can read it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

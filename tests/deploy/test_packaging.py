@@ -90,6 +90,16 @@ def environment(site: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(site)}
 
 
+def test_every_file_names_this_release() -> None:
+    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == __version__
+    before = r"encoder-service[\w-]*:|encoder_service-|newName: encoder-service[\w-]*, newTag: |version=\""
+    ours = rf"(?:{before})(\d+\.\d+\.\d+)"
+    files = [*(ROOT / "deploy").rglob("*.y*ml"), ROOT / "deploy/Dockerfile", ROOT / "README.md"]
+    named = {str(path): set(re.findall(ours, path.read_text())) for path in files}
+    assert {name: found - {__version__} for name, found in named.items() if found - {__version__}} == {}
+    assert len([found for found in named.values() if found]) >= 4
+
+
 def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     tree = wheel.parent.parent
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"

@@ -10,7 +10,7 @@ from encoder_contract.command_line import BAD_USAGE, FAILED
 from encoder_service.app import LOST_DEVICE
 from encoder_service.config import Config
 from encoder_service.config import flag as flag_of
-from tests.pages import PAGES, ROOT, lines_in, name_of, named
+from tests.pages import PAGES, ROOT, lines_in, name_of, named, text_of
 from tests.processes import run
 
 FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
@@ -115,7 +115,7 @@ def test_every_environment_name_exists(commands: Commands) -> None:
     assert {"ENCSVC_LISTEN", "PREFILLSVC_LISTEN", "SGLANGSVC_LISTEN"} <= known
     deployed = [*(ROOT / "deploy").rglob("*.y*ml"), ROOT / "deploy" / ".env.example"]
     for path in [*PAGES, *deployed]:
-        assert named(r"\b([A-Z]+SVC_[A-Z_]*[A-Z])\b", path.read_text()) <= known, path.name
+        assert named(r"\b([A-Z]+SVC_[A-Z_]*[A-Z])\b", text_of(path)) <= known, path.name
 
 
 def test_make_targets_and_variables_on_pages_exist_and_are_described() -> None:

@@ -76,6 +76,7 @@ TLS = {"tls": {"enabled": True}}
         ("cpu", (), {}),
         ("cpu", ("monitoring",), {"monitoring": {"enabled": True}}),
         ("cpu-tls", (), TLS),
+        ("cpu-tls", ("monitoring-tls",), {"monitoring": {"enabled": True}, **TLS}),
         ("gpu", (), {"profile": "gpu", "autoscale": {"enabled": True}}),
         (
             "gpu-tls",

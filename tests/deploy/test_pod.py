@@ -3,6 +3,7 @@
 import asyncio
 import re
 import shlex
+import socket
 import ssl
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,7 @@ import pytest
 import yaml
 
 from deploy import check
-from encoder_contract.credentials import Token
 from encoder_contract.errors import UnavailableError
-from encoder_service.metrics import Scrape, scrape
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
@@ -78,6 +78,7 @@ class Pod:
             each["metadata"]["name"]: each["data"] for each in manifests if each["kind"] == "ConfigMap"
         }
         self._secrets = secrets
+        self._monitors = [each["spec"] for each in manifests if each["kind"] == "PodMonitor"]
         (deployment,) = (each for each in manifests if each["kind"] == "Deployment")
         self._spec = deployment["spec"]["template"]["spec"]
         (self.container,) = self._spec["containers"]
@@ -181,6 +182,28 @@ class Pod:
         with urllib.request.urlopen(url, timeout=PATIENCE_S, context=context) as answer:
             return int(answer.status)
 
+    def scraped(self) -> str:
+        """Scrape the container as the Prometheus operator's PodMonitor says."""
+        ((endpoint,),) = (each["podMetricsEndpoints"] for each in self._monitors)
+        assert endpoint["scheme"] == "https"
+        ca, token = (
+            self._secrets[each["name"]][each["key"]]
+            for each in (endpoint["tlsConfig"]["ca"]["secret"], endpoint["authorization"]["credentials"])
+        )
+        host, _, port = self.ports()[endpoint["port"]].rpartition(":")
+        context = ssl.create_default_context(cadata=ca)
+        connection = HTTPConnection(host, int(port), PATIENCE_S)
+        with (
+            socket.create_connection((host, int(port)), PATIENCE_S) as plain,
+            context.wrap_socket(
+                plain, server_hostname=endpoint["tlsConfig"]["serverName"]
+            ) as connection.sock,
+        ):
+            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            return answer.read().decode()
+
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
@@ -217,7 +240,8 @@ async def pod(checkpoint: Path, authority: Authority, tmp_path: Path) -> AsyncIt
     async with redis_by_tls(authority.issue(tmp_path, "redis", ["127.0.0.1"])) as redis_port:
         here = {"/model": str(checkpoint), REDIS: f"127.0.0.1:{redis_port}", "0.0.0.0:50051": "0.0.0.0:0"}
         here["0.0.0.0:9464"] = "0.0.0.0:0"
-        pod = Pod(rendered(tmp_path, "tls", "redis-tls"), secrets_of_the_page(tmp_path), tmp_path, here)
+        manifests = rendered(tmp_path, "tls", "redis-tls", "monitoring-tls")
+        pod = Pod(manifests, secrets_of_the_page(tmp_path), tmp_path, here)
         async with running(pod):
             yield pod
 
@@ -251,11 +275,8 @@ async def test_a_tls_pod_serves_probes_and_tenants_and_rereads_its_secret(pod: P
     await refused(pod, Credentials())
     await refused(pod, Credentials(ca, server_name=NAME))
 
-    def metrics() -> Scrape:
-        return scrape(f"https://{pod.ports()['metrics']}", PATIENCE_S, ca, Token(str(tmp_path / "token")))
-
     async def joined() -> bool:
-        return (await asyncio.to_thread(metrics)).total("index_state", state="joined") == 1
+        return 'encsvc_index_state{state="joined"} 1.0\n' in await asyncio.to_thread(pod.scraped)
 
     await soon(joined)
 

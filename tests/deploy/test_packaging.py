@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,16 +22,14 @@ PACKAGES = {
     "prefill_reference": ROOT,
     "encoder_contract": ROOT / "proto",
 }
-# Build files only: a build in the tree itself would leave things behind, and take along what it left last time.
+# A copy: a build in the tree itself would leave things behind, and take along what it left last time.
 SOURCES = (
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "encoder_service",
-    "prefill_client",
-    "prefill_reference",
-    "proto",
+    *("pyproject.toml", "MANIFEST.in", "Makefile", "constraints.txt", "requirements-vllm.txt"),
+    *("requirements-sglang.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md"),
+    *("SECURITY.md", "LICENSE", "encoder_service", "prefill_client", "prefill_reference", "proto"),
+    *("bench", "demo", "deploy", "docs", "examples", "testing", "tests"),
 )
+NOT_OURS = ("__pycache__", "*.egg-info", "node_modules", ".env", "*.log")
 WAIT_S = 200  # building and installing it takes five
 
 
@@ -40,9 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-            )
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(*NOT_OURS))
         else:
             shutil.copy(ROOT / name, tree / name)
     pip("wheel", "--no-build-isolation", "--wheel-dir", tree / "dist", tree)
@@ -100,17 +97,24 @@ def test_every_file_names_this_release() -> None:
     assert len([found for found in named.values() if found]) >= 4
 
 
-def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_source_distribution_has_all_and_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     tree = wheel.parent.parent
+    tracked = {str(path.relative_to(tree)) for name in SOURCES for path in files_of(tree / name)}
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, timeout=WAIT_S, capture_output=True)
     (source,) = tmp_path.iterdir()
+    with tarfile.open(source) as packed:
+        assert tracked - {name.partition("/")[2] for name in packed.getnames()} == set()
     pip("wheel", "--no-build-isolation", "--wheel-dir", tmp_path / "dist", source)
     (again,) = (tmp_path / "dist").iterdir()
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as theirs:
         names = {name for name in ours.namelist() if ".dist-info/" not in name}
         assert names == {name for name in theirs.namelist() if ".dist-info/" not in name}
         assert all(ours.read(name) == theirs.read(name) for name in names)
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
 
 
 def test_the_line_of_the_readme_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:

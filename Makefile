@@ -83,11 +83,11 @@ demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a 
 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed)
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet and not families'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families'
 
 .PHONY: test-quick
 test-quick: setup ## Run the tests that need neither a server nor much computing (a minute)
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile -m 'not gpu and not fleet and not families and not process and not slow'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families and not process and not slow'
 
 $(VENV)/.done-dali: $(VENV)/.done-$(GPU)
 	@echo "installing DALI into $(VENV) (476 MiB) ..."

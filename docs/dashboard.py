@@ -18,7 +18,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image
 
 DASHBOARD = Path(__file__).resolve().parents[1] / "deploy/grafana/dashboards/encoder-service.json"
@@ -51,13 +51,9 @@ def rows(dashboard: Path = DASHBOARD) -> Iterator[tuple[str, list[dict[str, Any]
     yield title, panels
 
 
-def filled(text: str, instance: str) -> str:
-    """Return an expression or a title with Grafana's variables filled in; an empty `instance` means all."""
-    for name, value in {
-        "$__rate_interval": f"{WINDOW_S}s",
-        "$job": ".*",
-        "$instance": instance or ".*",
-    }.items():
+def filled(text: str, jobs: str, instance: str) -> str:
+    """Return an expression with Grafana's variables filled in."""
+    for name, value in {"$__rate_interval": f"{WINDOW_S}s", "$job": jobs, "$instance": instance}.items():
         text = text.replace(name, value)
     return text
 
@@ -69,14 +65,14 @@ class Prometheus:
         self._url = url.rstrip("/")
         self._range = {"start": began_s, "end": ended_s, "step": STEP_S}
 
-    def instance(self) -> str:
-        """Return the name of the first replica; raises `LookupError` if there is none."""
-        names = sorted(str(each["metric"]["instance"]) for each in self._ask("encsvc_build_info"))
-        if not names:
+    def replicas(self) -> tuple[str, str]:
+        """Return the jobs of all replicas, as a regular expression, and the first instance; `LookupError` if none."""
+        found = [each["metric"] for each in self._ask("encsvc_build_info")]
+        if not found:
             raise LookupError(f"{self._url} has no encsvc_build_info in that time: it scrapes no server")
-        return names[0]
+        return "|".join(sorted({each["job"] for each in found})), min(each["instance"] for each in found)
 
-    def series(self, panel: Mapping[str, Any], instance: str) -> list[Series]:
+    def series(self, panel: Mapping[str, Any], jobs: str, instance: str) -> list[Series]:
         """Return all lines of a panel."""
         return [
             Series(
@@ -85,7 +81,7 @@ class Prometheus:
                 [float(value) for _, value in found["values"]],
             )
             for target in panel["targets"]
-            for found in self._ask(filled(target["expr"], instance))
+            for found in self._ask(filled(target["expr"], jobs, instance))
         ]
 
     def _ask(self, expression: str) -> list[dict[str, Any]]:
@@ -102,7 +98,7 @@ def drawn(panels: Sequence[Mapping[str, Any]], series: Sequence[Sequence[Series]
     figure = Figure(figsize=(COLUMNS * COLUMN_IN, height * ROW_IN), dpi=DPI, facecolor="white")
     for panel, place, lines in zip(panels, places, series, strict=True):
         stat = panel["type"] == "stat"
-        left, below = (0.1, 0.2) if stat else (0.9, 0.62)  # inches for ticks and legend
+        left, below = (0.1, 0.2) if stat else (0.9, 0.75)  # inches for ticks and legend
         x, y = place["x"] * COLUMN_IN, (height - (place["y"] - top) - place["h"]) * ROW_IN
         width, tall = place["w"] * COLUMN_IN - left - 0.15, place["h"] * ROW_IN - below - 0.35
         axes = figure.add_axes(
@@ -166,9 +162,9 @@ def _chart(axes: Axes, panel: Mapping[str, Any], lines: Sequence[Series]) -> Non
         axes.set_ylim(0, 1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:g} s"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(-0.05, -0.14), ncols=4, fontsize=7, frameon=False, borderpad=0
-    )
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.12, -0.13), "ncols": 3}
+    axes.legend(**place, fontsize=7, frameon=False, borderpad=0, handlelength=1.0, columnspacing=0.8)
 
 
 def _unit(panel: Mapping[str, Any]) -> str:
@@ -186,7 +182,7 @@ def amount(value: float, unit: str) -> str:
             if value >= scale:
                 return f"{value / scale:.3g} {name}{'/s' if unit == 'Bps' else ''}"
         return f"{value:.3g} B{'/s' if unit == 'Bps' else ''}"
-    return f"{value:.3g}{'/s' if unit == 'ops' else ''}"
+    return f"{value:.3g}{'/s' if unit == 'ops' else ''}" if value < 1000 else f"{value:,.0f}"
 
 
 def write(prometheus: Prometheus, out: Path) -> list[Path]:
@@ -194,9 +190,10 @@ def write(prometheus: Prometheus, out: Path) -> list[Path]:
     for stale in out.glob("dashboard-*.png"):
         stale.unlink()
     written = []
+    jobs, first = prometheus.replicas()
     for title, panels in rows():
-        instance = prometheus.instance() if "$instance" in title else ""
-        series = [prometheus.series(panel, instance) for panel in panels]
+        instance = first if "$instance" in title else ".*"
+        series = [prometheus.series(panel, jobs, instance) for panel in panels]
         if any(series):
             slug = re.sub(r"\W+", "-", title.replace("$instance", "").strip().lower())
             written.append(out / f"dashboard-{slug}.png")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import transformers
 import yaml
 from rich.console import Console
 
@@ -157,7 +158,8 @@ def run(out: Path, seconds: float) -> None:
     prometheus, browser = found("prometheus"), found("chromium", "google-chrome")
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        checkpoint = write_checkpoint(folder / "checkpoint", depth=4, text_layers=2)
+        transformers.utils.logging.disable_progress_bar()
+        checkpoint = write_checkpoint(folder / "checkpoint", depth=4, text_layers=4)
         redis = stack.enter_context(redis_server())
         replicas = {
             f"encoder-{number}": ServerProcess(checkpoint, index=redis.url, store_host_gib=0.25, threads=1)

@@ -17,7 +17,8 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from testing.photos import damaged, photo
 from tests.processes import running
 
-FILES, CALL = 2000, 50
+# A call that has files refused is answered late: several go on at a time.
+FILES, CALL, CALLS = 2000, 50, 4
 # What is wrong with a file is its sender's fault, and nothing else is: no INTERNAL, no RESOURCE_EXHAUSTED.
 EXPECTED = {"rows", Status.INVALID_ARGUMENT.value}
 # After the first quarter pools and caches are full. What is left is the list of refused addresses (4096 at most, a
@@ -82,12 +83,15 @@ async def test_2000_damaged_files_end_in_rows_or_one_error_each(
 ) -> None:
     counts: Counter[int | str] = Counter()
     resident: list[int] = []
-    with running(small_images, source_gib=0.001) as server:  # full after a few calls
+    with running(small_images, source_gib=0.004) as server:  # full after a few calls
         process = psutil.Process(server.process.pid)
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
             stub = EncoderServiceStub(channel)
-            for begin in range(0, FILES, CALL):
-                counts.update(await asyncio.wait_for(outcomes_of(stub, range(begin, begin + CALL)), 250))
+            for first in range(0, FILES, CALLS * CALL):
+                begins = range(first, first + CALLS * CALL, CALL)
+                asked = [outcomes_of(stub, range(begin, begin + CALL)) for begin in begins]
+                for outcomes in await asyncio.wait_for(asyncio.gather(*asked), 250):
+                    counts.update(outcomes)
                 resident.append(process.memory_info().rss - process.memory_info().shared)
         assert server.terminate() == 0
     assert set(counts) == EXPECTED, counts

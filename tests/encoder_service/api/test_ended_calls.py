@@ -161,6 +161,9 @@ def test_requests_of_many_empty_messages_are_refused_unparsed() -> None:
             parse(raw, 512)
 
 
+TOGETHER = 10
+
+
 async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
     """A parsed message of this kind takes 5 MB: 300 that stay are 1500 MB."""
     message = b"\x12\x00" * (messages.names_bytes(512) // 2)
@@ -168,12 +171,15 @@ async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
         process = psutil.Process(server.process.pid)
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
 
-            async def refused(calls: int) -> None:
-                for _ in range(calls):
-                    call = channel.stream_stream(FETCH)(iter([message]), timeout=100)
-                    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            async def refused() -> None:
+                call = channel.stream_stream(FETCH)(iter([message]), timeout=100)
+                assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
-            await refused(30)  # what a server takes for its first calls, it keeps
+            async def many_refused(calls: int) -> None:
+                for _ in range(calls // TOGETHER):  # each is answered late
+                    await asyncio.gather(*(refused() for _ in range(TOGETHER)))
+
+            await many_refused(30)  # what a server takes for its first calls, it keeps
             before = process.memory_info().rss
-            await refused(300)
+            await many_refused(300)
             assert process.memory_info().rss - before < 200 * MIB

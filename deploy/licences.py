@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 # What the images have. Tools that only developers run are not distributed with anything.
-SHIPPED = "encoder-service[server,reference,sglang-gateway,dali-cuda13,flash3]"
+SHIPPED = "encoder-service[server,video,reference,sglang-gateway,dali-cuda13,flash3]"
 # As packages say it: by SPDX, by classifier, or in words of their own.
 ALLOWED = {
     "0BSD",

@@ -114,7 +114,7 @@ def test_the_image_installs_existing_extras_and_runs_unprivileged() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", dockerfile) for extra in group.split(",")}
-    assert asked == {"server", "dali-cuda13", "flash3", "reference", "sglang-gateway", "vllm"}
+    assert asked == {"server", "video", "dali-cuda13", "flash3", "reference", "sglang-gateway", "vllm"}
     assert asked <= set(extras)
     assert re.search(r"^USER \d+:\d+$", dockerfile, re.M)
     targets = {service["build"]["target"] for service in SERVICES.values() if "build" in service}
@@ -166,7 +166,7 @@ def test_only_the_cuda_13_image_has_flash_attention_3(torch: str, has_flash3: bo
         text=True,
         check=True,
     )
-    assert "[server,dali-cuda13]" in ran.stdout
+    assert "[server,video,dali-cuda13]" in ran.stdout
     assert ("[flash3]" in ran.stdout) == has_flash3
 
 

@@ -23,6 +23,8 @@ class Gate:
         self._open.set()
         self.name, self.deaths, self.messages = decoder.name, decoder.deaths, decoder.messages
         self.device_bytes = decoder.device_bytes
+        self.frames: list[Frames] = []
+        """The pairs of frames that were asked for, in order."""
 
     def batches(self, source: Source) -> bool:
         """Say what the decoder says."""
@@ -38,6 +40,7 @@ class Gate:
 
     def decode_frames(self, source: Source, frames: Frames) -> Tensor | EncoderError:
         """Wait for the gate, then decode."""
+        self.frames.append(frames)
         assert self._open.wait(START_S), "nobody opened the gate"
         return self._decoder.decode_frames(source, frames)
 

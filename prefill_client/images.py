@@ -75,7 +75,7 @@ class Submitted:
 
     `address` names its rows at the server (32 bytes). `cached`: the server had the rows already. `upload_s` is when the
     upload began and ended, in seconds of `time.monotonic`; None if the server did not need the file. `endpoint` is the
-    server that answered. Of a video itself, `video` is what its container says.
+    server that answered. Of a video itself, `video` is what its container says; `frames` are those of a pair.
     """
 
     digest: bytes
@@ -87,6 +87,7 @@ class Submitted:
     upload_s: tuple[float, float] | None = None
     endpoint: str = ""
     video: VideoInfo | None = None
+    frames: Frames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +335,11 @@ def _read(data: bytes, geometry: Geometry | None) -> Image | EncoderError:
     return Image(data, content_digest(data), grid, geometry.tokens(grid))
 
 
-def raise_first(outcomes: Iterable[EncoderError | None]) -> None:
-    """Raise the first error, with the number of its image."""
+def raise_first(outcomes: Iterable[EncoderError | None], names: Sequence[str] = ()) -> None:
+    """Raise the first error, with the name of its image, or with its number if there are no `names`."""
     for index, outcome in enumerate(outcomes):
         if outcome is not None:
-            text = f"image {index}: {outcome.message}"
+            text = f"{names[index] if names else f'image {index}'}: {outcome.message}"
             raise type(outcome)(text, retry_after_ms=outcome.retry_after_ms) from outcome
 
 

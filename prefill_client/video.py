@@ -9,7 +9,7 @@ import numpy as np
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.video import Clip, VideoInfo, VideoSettings, timestamp
-from prefill_client.client import EncoderClient
+from prefill_client.client import DEFAULT_TIMEOUT_S, EncoderClient
 from prefill_client.images import Image
 from prefill_client.prompt import TokenIds
 
@@ -29,23 +29,38 @@ class Video:
 
 
 async def read_videos(
-    client: EncoderClient, files: Sequence[bytes], settings: VideoSettings, *, request_id: str = ""
+    client: EncoderClient,
+    files: Sequence[bytes],
+    settings: VideoSettings,
+    *,
+    request_id: str = "",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    sample: Callable[[VideoInfo], Sequence[int]] | None = None,
 ) -> list[Video | EncoderError]:
     """Return the videos in these files, or the error of each: the server is sent files that it lacks.
 
-    `settings` are those of the model's checkpoint, from which the pairs are computed.
+    `settings` are those of the model's checkpoint, from which the pairs are computed. `sample` chooses the frames of an
+    engine that has other rules; without, `settings.sample` does.
     """
     digests = await asyncio.to_thread(lambda: [content_digest(file) for file in files])
-    infos = await client.probe(files, digests, request_id=request_id)
+    infos = await client.probe(files, digests, request_id=request_id, timeout_s=timeout_s)
     return [
-        info if isinstance(info, EncoderError) else _video(file, digest, info, settings)
+        info
+        if isinstance(info, EncoderError)
+        else _video(file, digest, info, settings, sample or settings.sample)
         for file, digest, info in zip(files, digests, infos, strict=True)
     ]
 
 
-def _video(file: bytes, digest: bytes, info: VideoInfo, settings: VideoSettings) -> Video | EncoderError:
+def _video(
+    file: bytes,
+    digest: bytes,
+    info: VideoInfo,
+    settings: VideoSettings,
+    sample: Callable[[VideoInfo], Sequence[int]],
+) -> Video | EncoderError:
     try:
-        clip = settings.clip(info)
+        clip = settings.clip(info, sample(info))
     except EncoderError as error:
         return error
     images = tuple(Image(file, digest, pair.grid, settings.tokens(pair), frames=pair) for pair in clip.pairs)

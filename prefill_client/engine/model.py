@@ -13,8 +13,8 @@ from prefill_client.transport.connection import Description
 Difference = tuple[str, object, object]
 """(what differs, the engine's value, the service's value)."""
 
-# The files of a repository on the Hugging Face Hub that fingerprints are made of.
-_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+# The files of a repository on the Hugging Face Hub that fingerprints are made of, and the settings for videos.
+_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*processor_config.json"]
 
 fingerprints_of = cache(model_fingerprints)
 """`encoder_contract.checkpoint.model_fingerprints`; each process reads the vision weights of a folder once."""

@@ -42,7 +42,7 @@ class Description:
     `deepstack_levels`. `geometry` gives an image's grid and tokens from its size, so that the client lays out prompts
     without asking; where only the server can count rows it is None, and the answer to an image's Submit has both.
     Limits are in bytes, pixels, images and milliseconds. `video_decoder` is what decodes videos; empty: the server
-    takes none.
+    takes none, and `max_video_bytes` is 0.
     """
 
     version: str
@@ -62,6 +62,7 @@ class Description:
     max_grace_ms: int
     replica_id: str
     video_decoder: str = ""
+    max_video_bytes: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -90,6 +91,7 @@ class Description:
             max_grace_ms=message.limits.max_grace_ms,
             replica_id=message.replica_id,
             video_decoder=message.video_decoder,
+            max_video_bytes=message.limits.max_video_bytes,
         )
 
 

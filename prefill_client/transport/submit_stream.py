@@ -72,9 +72,10 @@ class SubmitStream(Exchange):
             await self._write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=piece, last=last)))
 
     def _submitted(self, state: pb.ImageState, upload_s: tuple[float, float] | None) -> Submitted:
-        digest = self._images[state.index].digest
+        image = self._images[state.index]
+        digest = image.digest
         if state.state == pb.STATE_FAILED:
-            return Submitted(digest, error=from_message(state.error))
+            return Submitted(digest, error=from_message(state.error), frames=image.frames)
         if state.state == pb.STATE_PROBED:
             said = state.video
             video = VideoInfo(
@@ -89,4 +90,5 @@ class SubmitStream(Exchange):
             cached=state.state == pb.STATE_CACHED,
             upload_s=upload_s,
             endpoint=self._endpoint,
+            frames=image.frames,
         )

@@ -83,27 +83,36 @@ class Exchange:
 
 
 async def failed_image(
-    client: EncoderClient, answers: Sequence[Submitted], *, request_id: str, timeout_s: float
+    client: EncoderClient,
+    answers: Sequence[Submitted],
+    names: Sequence[str],
+    *,
+    request_id: str,
+    timeout_s: float,
 ) -> EncoderError | None:
     """Ask the service for one row of each image; return the error of an image that is broken or lost.
 
-    `answers` has one answer for each image of the prompt. One without an endpoint was not submitted for this request.
+    `answers` has one answer for each image of the prompt, and `names` what the message calls each. An answer without
+    an endpoint is of an image that was not submitted for this request.
     """
-    kept = {index: answer for index, answer in enumerate(answers) if answer.endpoint}
-    requests = [RowRequest(each.digest, row_end=1, submitted_to=each.endpoint) for each in kept.values()]
+    named = list(zip(names, answers, strict=True))
+    kept = [(name, answer) for name, answer in named if answer.endpoint]
+    requests = [
+        RowRequest(each.digest, row_end=1, submitted_to=each.endpoint, frames=each.frames) for _, each in kept
+    ]
     with suppress(EncoderError):  # then vLLM's own answer stands
         async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, kept=True) as outcomes:
             async for outcome in outcomes:
                 if isinstance(outcome.error, InvalidImageError):
-                    return InvalidImageError(f"image {[*kept][outcome.index]}: {outcome.error.message}")
-    others = {index: answer for index, answer in enumerate(answers) if not answer.endpoint}
-    requests = [RowRequest(each.digest, row_end=1) for each in others.values()]
+                    return InvalidImageError(f"{kept[outcome.index][0]}: {outcome.error.message}")
+    others = [(name, answer) for name, answer in named if not answer.endpoint]
+    requests = [RowRequest(each.digest, row_end=1) for _, each in others]
     with suppress(EncoderError):
         async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, grace_ms=0) as outcomes:
             async for outcome in outcomes:
                 if isinstance(outcome.error, UnknownImageError):
                     return UnknownImageError(
-                        f"image {[*others][outcome.index]}, of an earlier response, is no longer kept: send the "
+                        f"{others[outcome.index][0]}, of an earlier response, is no longer kept: send the "
                         "conversation with its images, without previous_response_id"
                     )
     return None

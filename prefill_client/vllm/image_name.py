@@ -1,8 +1,8 @@
 """Names of images: the signed name of an image that the service encodes, the key of one that engines share.
 
 vLLM uses the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys,
-without a check. A name therefore covers the file, the grid, the model, the processor and the tenant. Any client can
-send such a part, so the connector fetches only names with our signature.
+without a check. A name therefore covers the file, of a video also the two frames, the grid, the model, the processor
+and the tenant. Any client can send such a part, so the connector fetches only names with our signature.
 
 Engines that share a store name an image by a digest of the pixels that their processor passes to the tower. vLLM's own
 hash is not safe: a caller can replace it by a `uuid`, which could be that of another image.
@@ -19,20 +19,27 @@ import torch
 
 from encoder_contract.geometry import Grid
 from encoder_contract.producer import EngineKey
+from encoder_contract.video import Frames
 from prefill_client.transport.connection import Description
 
-_FORM = re.compile(r"encsvc1-([0-9a-f]{64})-(\d{1,6})x(\d{1,6})-([0-9a-f]{32})-([0-9a-f]{32})")
+_FORM = re.compile(
+    r"encsvc1-([0-9a-f]{64})(?:-f(\d{1,8})-(\d{1,8}))?-(\d{1,6})x(\d{1,6})-([0-9a-f]{32})-([0-9a-f]{32})"
+)
 _PREFIX = "encsvc1-"
 _TAG_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ImageName:
-    """An image whose rows can be fetched. `producer` is 16 bytes over model, processor, dtype and tenant."""
+    """An image whose rows can be fetched. `producer` is 16 bytes over model, processor, dtype and tenant.
+
+    With `frames`, the digest is that of a video, and the image is two of its frames.
+    """
 
     digest: bytes
     grid: Grid
     producer: bytes
+    frames: Frames | None = None
 
 
 class NameSigner:
@@ -45,7 +52,8 @@ class NameSigner:
 
     def identifier(self, name: ImageName) -> str:
         """Return the identifier of a name, for vLLM's `uuid`."""
-        said = f"{_PREFIX}{name.digest.hex()}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
+        frames = f"-f{name.frames.first}-{name.frames.second}" if name.frames else ""
+        said = f"{_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
         return f"{said}-{self._tag(said)}"
 
     def name(self, identifier: str) -> ImageName | None:
@@ -53,10 +61,12 @@ class NameSigner:
         match = _FORM.fullmatch(identifier)
         if match is None:
             return None
-        digest, height, width, producer, tag = match.groups()
+        digest, first, second, height, width, producer, tag = match.groups()
         if not compare_digest(tag, self._tag(identifier.rpartition("-")[0])):
             return None
-        return ImageName(bytes.fromhex(digest), Grid(1, int(height), int(width)), bytes.fromhex(producer))
+        grid = Grid(1, int(height), int(width))
+        frames = Frames(int(first), int(second), grid) if first else None
+        return ImageName(bytes.fromhex(digest), grid, bytes.fromhex(producer), frames)
 
     def _tag(self, said: str) -> str:
         return blake3.blake3(said.encode(), key=self._key).hexdigest(length=_TAG_BYTES)

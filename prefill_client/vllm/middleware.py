@@ -1,8 +1,9 @@
-"""The ASGI middleware for vLLM's `--middleware`: it takes the images out of a request before vLLM reads it.
+"""The ASGI middleware for vLLM's `--middleware`: it takes images and videos out of a request before vLLM reads it.
 
 It submits each image to the encoder service, which answers from the header, and replaces the image by its name and
 grid. vLLM therefore loads and processes no pixel, and the service encodes while vLLM tokenises, queues and prefills
-text. Where only the service counts rows, vLLM gets a blank image of the same size to lay out (`stand_in.py`).
+text. Where only the service counts rows, vLLM gets a blank image of the same size to lay out (`stand_in.py`). A video
+becomes text and an image for each pair of its frames (`videos.py`).
 
 All images of a request are replaced, or none. They stay submitted until the request ends, at another server if theirs
 fails. At the end, servers drop the images that they have not encoded.
@@ -12,24 +13,27 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
+from itertools import islice
 from typing import Any
 from uuid import uuid4
 
 from vllm import envs
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
+from encoder_contract.video import Clip, VideoSettings
 from prefill_client.client import EncoderClient
 from prefill_client.engine.service import WatchedClient, connect
 from prefill_client.fleet.submission import KeptImages
-from prefill_client.images import Submitted, raise_first
+from prefill_client.images import File, Submitted, raise_first
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.transport.connection import traceparent
+from prefill_client.transport.connection import Description, traceparent
+from prefill_client.video import Video, read_videos
 from prefill_client.vllm.exchange import (
     App,
     Exchange,
@@ -51,10 +55,11 @@ from prefill_client.vllm.request_images import (
     RequestImages,
     trace_context,
 )
-from prefill_client.vllm.service_check import check_description
+from prefill_client.vllm.service_check import check_description, check_limits, video_settings
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.stand_in import blank_url, size_of
 from prefill_client.vllm.stored_responses import Earlier, StoredResponses
+from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError, shown
 
 _log = logging.getLogger("vllm.encoder_service")
 FORMS = {"/v1/chat/completions": CHAT, "/invocations": CHAT, "/v1/responses": RESPONSES}
@@ -151,9 +156,7 @@ class EncoderServiceMiddleware:
                 raise InvalidRequestError(
                     "--middleware needs the role ec_consumer: remove it with ec_both, where the engine encodes images"
                 )
-            self._service = _Service(
-                state.vllm_config, getattr(state.args, "allowed_media_domains", None) or ()
-            )
+            self._service = _Service(state.vllm_config, state.args)
         return self._service
 
 
@@ -166,19 +169,36 @@ class _Named:
     failed: FindFailed
 
 
+@dataclass(frozen=True, slots=True)
+class _Medium:
+    """An image or a video of a request: what messages call it, and what is submitted for it.
+
+    That is one image, for which vLLM may need a stand-in, or a pair of frames for each of `clip`.
+    """
+
+    name: str
+    files: Sequence[File]
+    stand_in: str = ""
+    clip: Clip | None = None
+
+
 class _Service:
     """The middleware's connection to the encoder service: made at the first image, and again if that failed."""
 
-    def __init__(self, vllm_config: Any, image_hosts: Sequence[str]) -> None:
+    def __init__(self, vllm_config: Any, args: Any) -> None:
+        """`args` are those of the command `vllm serve`."""
         config = vllm_config.ec_transfer_config
         if config is None:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
         self.settings = Settings.read(config.ec_connector_extra_config)
         self._config = vllm_config
         self._signer = NameSigner(config.engine_id)
-        self._destinations = Destinations(image_hosts)
+        self._destinations = Destinations(getattr(args, "allowed_media_domains", None) or ())
+        self._content_format = getattr(args, "chat_template_content_format", "auto")
+        self._trusts_options = getattr(args, "trust_request_mm_kwargs", False)
         self._client = WatchedClient(self._open, _log)
-        self._loader: ImageLoader | None = None
+        self._loaders: dict[str, ImageLoader] = {}
+        self._video_settings: VideoSettings | None = None
         self._responses = StoredResponses()
 
     def earlier(self, images: RequestImages) -> Earlier:
@@ -195,6 +215,10 @@ class _Service:
         earlier = self.earlier(images)
         if earlier.digests and earlier.tenant_salt != salt:
             raise InvalidRequestError("previous_response_id: that response had another cache_salt")
+        if images.has_options and not self._trusts_options:
+            raise InvalidRequestError(
+                f"{' and '.join(OPTIONS)} of a request are refused by vLLM without --trust-request-mm-kwargs"
+            )
         if (down := self._client.down) is not None:
             raise type(down)(down.message)
         try:
@@ -202,13 +226,11 @@ class _Service:
         except EncoderError as error:
             self.note(error)
             raise
-        new_files = await self._load(images.urls(), client)
-        stand_ins = [""] * len(new_files)
-        if client.description.geometry is None:
-            stand_ins = await asyncio.to_thread(_stand_ins, new_files)
-        files = [*map(self._responses.file, earlier.digests), *new_files]
         token = traceparent.set(caller["traceparent"])
         try:
+            media = await self._media(images, client, caller["request_id"])
+            files: list[File | None] = [*map(self._responses.file, earlier.digests)]
+            files += [file for medium in media for file in medium.files]
             kept = await client.keep(
                 [file for file in files if file is not None],
                 request_id=caller["request_id"],
@@ -216,11 +238,16 @@ class _Service:
                 timeout_s=self.settings.submit_timeout_s,
                 again_s=self._again_s,
             )
+        except EncoderError as error:
+            self.note(error)
+            raise
         finally:
             traceparent.reset(token)
+        names = [f"image {index}" for index in range(len(earlier.digests))]
+        names += [medium.name for medium in media for _ in medium.files]
         try:
             answers = _of_prompt(earlier, files, kept.answers)
-            raise_first([answer.error for answer in answers])
+            raise_first([answer.error for answer in answers], names)
         except EncoderError as error:
             await kept.close()
             self.note(error)
@@ -231,14 +258,13 @@ class _Service:
             STORED: [index for index, answer in enumerate(answers) if answer.cached],
             SUBMITTED_TO: [answer.endpoint for answer in answers],
         }
-        new = answers[len(earlier.digests) :]
-        named = [self._named(*each, producer) for each in zip(new, stand_ins, strict=True)]
-        images.name(named, (PARAMETERS, said))
+        new = iter(answers[len(earlier.digests) :])
+        images.name([self._written(medium, new, producer) for medium in media], (PARAMETERS, said))
         if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
             self._responses.add(response_id, Earlier(tuple(each.digest for each in answers), salt), files)
         timeout_s = self.settings.submit_timeout_s
         return kept, partial(
-            failed_image, client, answers, request_id=caller["request_id"], timeout_s=timeout_s
+            failed_image, client, answers, names, request_id=caller["request_id"], timeout_s=timeout_s
         )
 
     @property
@@ -280,16 +306,68 @@ class _Service:
             raise ModelMismatchError(str(error)) from error
         return client
 
-    async def _load(self, urls: list[str], client: EncoderClient) -> list[bytes]:
-        if self._loader is None:
-            most, timeout_s = client.description.max_image_bytes, self.settings.submit_timeout_s
-            self._loader = ImageLoader(self._destinations, max_bytes=most, timeout_s=timeout_s)
-        return await self._loader.load_all(urls)
+    async def _media(self, images: RequestImages, client: EncoderClient, request_id: str) -> list[_Medium]:
+        """Load the images and videos of a request; return them in its order."""
+        stills = await self._stills(images.urls(), client.description)
+        if not (urls := images.video_urls()):
+            return stills
+        check_limits(self._config, images=len(stills), videos=len(urls))
+        videos = await self._videos(urls, images.sampling, client, request_id)
+        pairs = sum(len(video.files) for video in videos)
+        check_limits(self._config, images=len(stills), videos=len(videos), pairs=pairs)
+        return images.in_order(stills, videos)
 
-    def _named(self, answer: Submitted, stand_in: str, producer: bytes) -> NamedImage:
-        assert answer.grid is not None, "an answer without an error has a grid"
-        name = ImageName(answer.digest, answer.grid, producer)
-        return NamedImage(self._signer.identifier(name), list(answer.grid), stand_in)
+    async def _stills(self, urls: list[str], description: Description) -> list[_Medium]:
+        files = await self._load("image", urls, description.max_image_bytes)
+        stand_ins = [""] * len(files)
+        if description.geometry is None:
+            stand_ins = await asyncio.to_thread(_stand_ins, files)
+        loaded = zip(files, stand_ins, strict=True)
+        return [_Medium(f"image {index}", [file], blank) for index, (file, blank) in enumerate(loaded)]
+
+    async def _videos(
+        self, urls: list[str], sampling: Sampling, client: EncoderClient, request_id: str
+    ) -> list[_Medium]:
+        """Load videos, ask the service what is in them, and choose their frames."""
+        if self._content_format == "string":
+            raise UnsupportedVideoError(
+                "videos cannot be served with --chat-template-content-format string: it moves images to the front"
+            )
+        if self._video_settings is None:
+            self._video_settings = await asyncio.to_thread(video_settings, self._config, client.description)
+        found = await read_videos(
+            client,
+            await self._load("video", urls, client.description.max_video_bytes),
+            self._video_settings,
+            request_id=request_id,
+            timeout_s=self.settings.submit_timeout_s,
+            sample=partial(sampling.frames, self._video_settings),
+        )
+        names = [f"video {index}" for index in range(len(urls))]
+        raise_first([each if isinstance(each, EncoderError) else None for each in found], names)
+        videos = [each for each in found if isinstance(each, Video)]
+        return [
+            _Medium(name, video.images, clip=video.clip) for name, video in zip(names, videos, strict=True)
+        ]
+
+    async def _load(self, what: str, urls: list[str], max_bytes: int) -> list[bytes]:
+        if what not in self._loaders:
+            timeout_s = self.settings.submit_timeout_s
+            self._loaders[what] = ImageLoader(
+                self._destinations, max_bytes=max_bytes, timeout_s=timeout_s, what=what
+            )
+        return await self._loaders[what].load_all(urls)
+
+    def _written(
+        self, medium: _Medium, answers: Iterator[Submitted], producer: bytes
+    ) -> list[str | NamedImage]:
+        """Return an image or a video as vLLM is shown it. Takes the answers to its files."""
+        named: list[NamedImage] = []
+        for answer in islice(answers, len(medium.files)):
+            assert answer.grid is not None, "an answer without an error has a grid"
+            name = ImageName(answer.digest, answer.grid, producer, answer.frames)
+            named.append(NamedImage(self._signer.identifier(name), list(answer.grid), medium.stand_in))
+        return [*named] if medium.clip is None else shown(medium.clip, named)
 
 
 def _stand_ins(files: Sequence[bytes]) -> list[str]:
@@ -305,6 +383,8 @@ def _stand_ins(files: Sequence[bytes]) -> list[str]:
 
 def _is_of_the_image(error: EncoderError) -> bool:
     """Whether an image or its host is at fault; any other error means that the service cannot help."""
+    if isinstance(error, UnsupportedVideoError):
+        return False
     return isinstance(error, ImageHostError) or error.status in (
         Status.INVALID_ARGUMENT,
         Status.PERMISSION_DENIED,
@@ -313,7 +393,7 @@ def _is_of_the_image(error: EncoderError) -> bool:
 
 
 def _of_prompt(
-    earlier: Earlier, files: Sequence[bytes | None], answers: Sequence[Submitted]
+    earlier: Earlier, files: Sequence[File | None], answers: Sequence[Submitted]
 ) -> list[Submitted]:
     """Return an answer for each image of the prompt; without an endpoint for images that could not be submitted."""
     given = iter(answers)

@@ -1,4 +1,4 @@
-"""The images of a request body: finds them in the JSON, replaces them by names, and passes facts to the connector.
+"""The images and videos of a request body: finds them in the JSON, names them, and passes facts to the connector.
 
 In the request's `ec_transfer_params`, the middleware tells the connector who calls and which images the service has.
 Any client can write there too. The connector therefore sanitises the values, and uses them only to decide how to wait.
@@ -6,17 +6,20 @@ Any client can write there too. The connector therefore sanitises the values, an
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
 from encoder_contract.traceparent import trace_id
 from prefill_client.vllm.row_fetcher import Caller
+from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError
 
-_KINDS = {"image_url", "input_image", "image_pil"}
+Item = TypeVar("Item")
+
+_IMAGES = {"image_url", "input_image", "image_pil"}
+_VIDEO = "video_url"
+_FRAMES = "data:video/jpeg"  # frames in a list, which vLLM takes for a video
 _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
-# They would change images only in the engine, and also vLLM's hash of an image.
-_PROCESSOR_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ RESPONSES = Form("input", ("content", "output"), (("type", "input_image"), ("det
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """What vLLM is told of an image: its identifier, and its grid, or the URL of its stand-in."""
+    """What vLLM is told of an image or a pair of frames: its identifier, and its grid, or the URL of its stand-in."""
 
     identifier: str
     grid: list[int]
@@ -51,21 +54,30 @@ class RequestImages:
     def __init__(self, body: Any, form: Form) -> None:
         self.body = body
         self._form = form
-        parts = list(_parts(body, form))
+        parts = [part for parts in _lists(body, form) for part in parts if isinstance(part, dict)]
         for part in parts:
             if embedded := _kinds(part) & _EMBEDDED:
                 raise ForbiddenError(f"{min(embedded)}: callers cannot send embeddings: send images")
-        self._parts = [part for part in parts if _kinds(part) & _KINDS]
-        if not self._parts:
-            return
-        for option in _PROCESSOR_OPTIONS:
-            if body.get(option):
-                raise InvalidRequestError(
-                    f"{option} is not supported: images are encoded outside the engine, with the model's own settings"
-                )
+        self._images = [part for part in parts if _kinds(part) & _IMAGES]
+        self._videos = [part for part in parts if _VIDEO in _kinds(part)]
+        if any(_kinds(part) & _IMAGES for part in self._videos):
+            raise InvalidRequestError("a part is an image or a video, not both")
+        if self._videos:
+            self._check_videos()
+        self.sampling = Sampling.read(body) if len(self) else Sampling()
+        """How the frames of videos are chosen."""
+
+    def _check_videos(self) -> None:
+        if self._form is RESPONSES:
+            raise UnsupportedVideoError("responses take no videos: send them to /v1/chat/completions")
+        template = self.body.get("chat_template_kwargs")
+        if isinstance(template, dict) and template.get("add_vision_id"):
+            raise UnsupportedVideoError(
+                "add_vision_id is not supported with videos: it would number their frames"
+            )
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._images) + len(self._videos)
 
     @property
     def goes_on_from(self) -> str:
@@ -85,24 +97,58 @@ class RequestImages:
         given = self.body.setdefault("request_id", f"resp_{uuid4().hex}")
         return given if isinstance(given, str) else ""
 
+    @property
+    def has_options(self) -> bool:
+        """Whether the request says how its media are loaded or processed."""
+        return any(self.body.get(option) for option in OPTIONS)
+
     def urls(self) -> list[str]:
         """Return the URL of each image, in the order of the request."""
-        return [_url(part) for part in self._parts]
+        return [_url(part, "image_url") for part in self._images]
 
-    def name(self, images: Sequence[NamedImage], parameters: tuple[str, dict[str, Any]]) -> None:
-        """Replace each image by a named part, without pixels or with a stand-in.
+    def video_urls(self) -> list[str]:
+        """Return the URL of each video, in the order of the request."""
+        urls = [_url(part, _VIDEO) for part in self._videos]
+        if any(url[: len(_FRAMES)].lower() == _FRAMES for url in urls):
+            raise UnsupportedVideoError(
+                "single frames (data:video/jpeg) are not supported: send a video file"
+            )
+        return urls
 
-        `parameters` are a key and a value for the connector.
+    def in_order(self, images: Sequence[Item], videos: Sequence[Item]) -> list[Item]:
+        """Return what belongs to each image and to each video, in the order of the request."""
+        of_part = {id(part): item for part, item in zip(self._images, images, strict=True)}
+        of_part |= {id(part): item for part, item in zip(self._videos, videos, strict=True)}
+        parts = (part for parts in _lists(self.body, self._form) for part in parts)
+        return [of_part[id(part)] for part in parts if id(part) in of_part]
+
+    def name(
+        self, written: Sequence[Sequence[str | NamedImage]], parameters: tuple[str, dict[str, Any]]
+    ) -> None:
+        """Replace each image and each video, in the order of the request, by text and named parts.
+
+        Named parts have no pixels, or a stand-in. `parameters` are a key and a value for the connector.
         """
-        for part, image in zip(self._parts, images, strict=True):
-            part.clear()
-            part["uuid"] = image.identifier
-            if image.stand_in:
-                part |= _stood_in(image.stand_in, self._form)
-            else:
-                part |= {**dict(self._form.named), "image_embeds": {"image_grid_thw": image.grid}}
+        replaced, left = {id(part) for part in (*self._images, *self._videos)}, iter(written)
+        for parts in _lists(self.body, self._form):
+            parts[:] = [
+                new
+                for part in parts
+                for new in (map(self._part, next(left)) if id(part) in replaced else [part])
+            ]
+        for option in OPTIONS:  # vLLM would hash them into the names
+            self.body.pop(option, None)
         key, value = parameters
         self.body["ec_transfer_params"] = {**(self.body.get("ec_transfer_params") or {}), key: value}
+
+    def _part(self, written: str | NamedImage) -> dict[str, Any]:
+        if isinstance(written, str):
+            return {"type": "text", "text": written}
+        if written.stand_in:
+            part = _stood_in(written.stand_in, self._form)
+        else:
+            part = {**dict(self._form.named), "image_embeds": {"image_grid_thw": written.grid}}
+        return {**part, "uuid": written.identifier}
 
     def _of_response(self, key: str) -> object:
         return self.body.get(key) if self._form is RESPONSES and isinstance(self.body, dict) else None
@@ -114,14 +160,13 @@ def _stood_in(url: str, form: Form) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _parts(body: Any, form: Form) -> Iterator[dict[str, Any]]:
+def _lists(body: Any, form: Form) -> Iterator[list[Any]]:
     messages = body.get(form.messages) if isinstance(body, dict) else None
     for message in messages if isinstance(messages, list) else ():
         for key in form.parts:
             parts = message.get(key) if isinstance(message, dict) else None
-            for part in parts if isinstance(parts, list) else ():
-                if isinstance(part, dict):
-                    yield part
+            if isinstance(parts, list):
+                yield parts
 
 
 def _kinds(part: dict[str, Any]) -> set[str]:
@@ -130,11 +175,11 @@ def _kinds(part: dict[str, Any]) -> set[str]:
     return {*part, kind} if isinstance(kind, str) else {*part}
 
 
-def _url(part: dict[str, Any]) -> str:
-    given = part.get("image_url")
+def _url(part: dict[str, Any], key: str) -> str:
+    given = part.get(key)
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str):
-        raise InvalidRequestError("an image part has no image_url")
+        raise InvalidRequestError(f"a part of the message has no {key}")
     return url
 
 

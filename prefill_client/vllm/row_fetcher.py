@@ -241,6 +241,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
             chunk=wanted.chunk,
             needed_in_ms=wanted.needed_in_ms,
             submitted_to=wanted.submitted_to,
+            frames=wanted.name.frames,
         )
         client = self._client.for_tenant(wanted.caller.tenant_salt.encode())
         try:

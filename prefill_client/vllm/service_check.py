@@ -1,15 +1,17 @@
-"""Checks, before the weights load, that the service makes rows for this engine's model."""
+"""Checks that the service makes rows for this engine's model, before the weights load, and for its videos."""
 
 import logging
 from typing import TYPE_CHECKING
 
-from encoder_contract.errors import DeadlineError, UnavailableError
+from encoder_contract.errors import DeadlineError, InvalidRequestError, UnavailableError
+from encoder_contract.video import VideoSettings
 from prefill_client.engine import model
 from prefill_client.engine.service import describe
 from prefill_client.transport.connection import Description
-from prefill_client.vllm.engine_checkpoint import engine_model
+from prefill_client.vllm.engine_checkpoint import engine_model, folder_of
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import RowKind
+from prefill_client.vllm.videos import UnsupportedVideoError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,6 +97,46 @@ def _refuse_everywhere(config: "VllmConfig") -> None:
     if config.parallel_config.nnodes > 1:
         raise ValueError(
             "an engine with workers on several hosts is not supported: they cannot map the same shared memory"
+        )
+
+
+def video_settings(config: "VllmConfig", description: Description) -> VideoSettings:
+    """Return the settings of the checkpoint for videos. Raises `UnsupportedVideoError` if none can be served."""
+    if not description.video_decoder:
+        raise UnsupportedVideoError("the encoder service takes no videos: send images")
+    if config.model_config.multimodal_config.video_pruning_rate:
+        raise UnsupportedVideoError(
+            "videos cannot be served with --video-pruning-rate: the service prunes no rows"
+        )
+    try:
+        settings = VideoSettings.from_folder(folder_of(config))
+    except (OSError, ValueError) as error:
+        raise UnsupportedVideoError(f"videos cannot be served: {error}") from error
+    if not settings.writes_time:
+        raise UnsupportedVideoError(
+            f"videos of {description.model_type} cannot be served: vLLM takes no times for a video whose rows come "
+            "from outside, so the model would take each for one of two frames a second; send images"
+        )
+    return settings
+
+
+def check_limits(config: "VllmConfig", *, images: int, videos: int, pairs: int = 0) -> None:
+    """Refuse more videos in a prompt than `--limit-mm-per-prompt` allows, and pairs that vLLM would refuse as images.
+
+    An engine whose limit for images is 0 has no tower; vLLM then does not count what comes from outside.
+    """
+    limits = config.model_config.multimodal_config
+    most_images, most_videos = limits.get_limit_per_prompt("image"), limits.get_limit_per_prompt("video")
+    if not most_images:
+        return
+    if videos > most_videos:
+        raise InvalidRequestError(
+            f"At most {most_videos} video(s) may be provided in one prompt, by --limit-mm-per-prompt."
+        )
+    if videos and images + pairs > most_images:
+        raise UnsupportedVideoError(
+            f"{images} images and {pairs} pairs of video frames are {images + pairs} images for vLLM, of which "
+            f"--limit-mm-per-prompt allows {most_images}: raise that limit, or ask for fewer frames (fps)"
         )
 
 

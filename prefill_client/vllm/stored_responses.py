@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
+from prefill_client.images import File
+
 # Bytes of files that are kept in case the service loses them. The least recently used are dropped first.
 MAX_BYTES = 256 << 20
 MAX_RESPONSES = 65536  # vLLM itself keeps every response for the life of its process
@@ -25,11 +27,11 @@ class StoredResponses:
         self._responses: LRUCache[str, Earlier] = LRUCache(MAX_RESPONSES)
         self._files: LRUCache[bytes, bytes] = LRUCache(MAX_BYTES, getsizeof=len)
 
-    def add(self, response_id: str, earlier: Earlier, files: Sequence[bytes | None]) -> None:
+    def add(self, response_id: str, earlier: Earlier, files: Sequence[File | None]) -> None:
         """Remember a response with its images; a file that is no longer kept is None."""
         self._responses[response_id] = earlier
         for digest, file in zip(earlier.digests, files, strict=True):
-            if file is not None and len(file) <= MAX_BYTES:
+            if isinstance(file, bytes) and len(file) <= MAX_BYTES:
                 self._files[digest] = file
 
     def earlier(self, response_id: str) -> Earlier:

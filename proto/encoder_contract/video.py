@@ -7,7 +7,7 @@ checkpoint's own video processor in `transformers` computes.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -144,12 +144,14 @@ class VideoSettings:
             max_video_tokens=int(settings["max_video_tokens"]),
         )
 
-    def clip(self, video: VideoInfo) -> Clip:
+    def clip(self, video: VideoInfo, frames: Sequence[int] | None = None) -> Clip:
         """Return the pairs that the model is shown of a video, without those that its file lacks.
 
-        Raises `InvalidImageError` for a video without frames, `ImageLimitError` for an aspect ratio over 200.
+        `frames` are the numbers of the frames to show, in order; without, `sample` chooses them. Raises
+        `InvalidImageError` for a video without frames, `ImageLimitError` for an aspect ratio over 200.
         """
-        indices = [index for index in self.sample(video) if index < video.readable_frames]
+        chosen = self.sample(video) if frames is None else frames
+        indices = [index for index in chosen if index < video.readable_frames]
         if len(indices) < 2:
             raise InvalidImageError("the file ends before the second frame that the model is to be shown")
         grid = self.grid(len(indices), video.width, video.height)

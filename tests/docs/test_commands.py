@@ -27,7 +27,8 @@ VLLM = {
     *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
     *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
     *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
-    *("--load-format", "--kv-transfer-config"),
+    *("--load-format", "--kv-transfer-config", "--trust-request-mm-kwargs"),
+    *("--chat-template-content-format", "--video-pruning-rate"),
 }
 # Flags of SGLang, on the page about it; tests/sglang starts it with them.
 SGLANG = {

@@ -1,7 +1,7 @@
 """A request at vLLM whose images are kept: what the caller hears when they are lost, and when they are not."""
 
 import asyncio
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import InvalidImageError, UnavailableError, UnknownImageError
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Submitted
-from prefill_client.vllm.exchange import Exchange, Receive, Send, failed_image
+from prefill_client.vllm.exchange import Exchange, FindFailed, Receive, Send, failed_image
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
@@ -69,6 +69,11 @@ async def test_lost_images_end_a_request_before_its_answer_begins(server: Server
     assert not caller.heard
 
 
+def finding(client: EncoderClient, answers: Sequence[Submitted]) -> FindFailed:
+    names = [f"image {index}" for index in range(len(answers))]
+    return partial(failed_image, client, answers, names, request_id="x", timeout_s=PATIENCE_S)
+
+
 async def fails(_: object, __: Receive, send: Send) -> None:
     """As vLLM for a request that its connector ends."""
     await send({"type": "http.response.start", "status": 500, "headers": []})
@@ -84,7 +89,7 @@ async def test_an_error_for_a_broken_image_names_the_image(server: Server, broke
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep(files) as kept,
     ):
-        find = partial(failed_image, client, kept.answers, request_id="x", timeout_s=PATIENCE_S)
+        find = finding(client, kept.answers)
         error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
     if broken:
         assert isinstance(error, InvalidImageError)
@@ -104,7 +109,7 @@ async def test_a_lost_image_of_an_earlier_response_says_what_to_do(server: Serve
         if sent:
             await client.submit([other])
         answers = [Submitted(content_digest(other)), *kept.answers]
-        find = partial(failed_image, client, answers, request_id="x", timeout_s=PATIENCE_S)
+        find = finding(client, answers)
         error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
     assert error is None if sent else isinstance(error, UnknownImageError)
     assert sent or "image 0, of an earlier response, is no longer kept: send" in error.message
@@ -121,7 +126,7 @@ async def test_an_error_of_vllm_is_passed_on_unless_images_are_lost(server: Serv
         if lost:
             await lose(server)
             await soon(lambda: kept.error is not None)
-        find = partial(failed_image, client, kept.answers, request_id="x", timeout_s=PATIENCE_S)
+        find = finding(client, kept.answers)
         error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
     assert isinstance(error, UnavailableError) == lost
     assert len(caller.heard) == (0 if lost else 2)

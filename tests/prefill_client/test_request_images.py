@@ -1,11 +1,11 @@
-"""The images of a request's JSON, and what is refused in their place."""
+"""The images and videos of a request's JSON, and what is refused in their place."""
 
 from typing import Any
 
 import pytest
 
-from encoder_contract.errors import ForbiddenError
-from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, RequestImages
+from encoder_contract.errors import ForbiddenError, InvalidRequestError
+from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, NamedImage, RequestImages
 
 
 def request(form: Form, key: str, *parts: dict[str, Any]) -> dict[str, Any]:
@@ -25,3 +25,80 @@ def test_embeddings_of_every_modality_are_refused(modality: str, form: Form, key
 def test_images_are_found_among_other_parts() -> None:
     parts = ({"type": "text", "text": "image_embeds"}, {"type": "image_url", "image_url": {"url": "data:x"}})
     assert RequestImages(request(CHAT, "content", *parts), CHAT).urls() == ["data:x"]
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def video(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def test_a_video_becomes_text_and_pictures_where_it_was() -> None:
+    text = {"type": "text", "text": "x"}
+    body = request(CHAT, "content", text, image("a"), video("b"), image("c"), text)
+    body |= {"mm_processor_kwargs": {"num_frames": 4}, "media_io_kwargs": {"video": {"fps": 1}}}
+    images = RequestImages(body, CHAT)
+    assert len(images) == 3
+    assert (images.urls(), images.video_urls()) == (["a", "c"], ["b"])
+    assert images.in_order(["a", "c"], ["b"]) == ["a", "b", "c"]
+    still, pair = NamedImage("still", [1, 4, 4]), NamedImage("pair", [1, 2, 2])
+    images.name([[still], ["<0.5 seconds>", pair, "end"], [still]], ("ours", {}))
+    content = body["messages"][0]["content"]
+    assert [part.get("uuid") or part["text"] for part in content] == [
+        "x", "still", "<0.5 seconds>", "pair", "end", "still", "x",
+    ]  # fmt: skip
+    assert content[3] == {
+        "type": "image_embeds",
+        "image_embeds": {"image_grid_thw": [1, 2, 2]},
+        "uuid": "pair",
+    }
+    assert not {"mm_processor_kwargs", "media_io_kwargs"} & body.keys(), "vLLM would hash them into the names"
+
+
+@pytest.mark.parametrize("part", [{"video_url": "b"}, {"type": "video_url", "video_url": "b"}, video("b")])
+def test_a_video_is_found_by_its_type_or_its_key(part: dict[str, Any]) -> None:
+    assert RequestImages(request(CHAT, "content", part), CHAT).video_urls() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "options", "told"),
+    [
+        (RESPONSES, video("b"), {}, "/v1/chat/completions"),
+        (CHAT, video("data:video/jpeg;base64,AA,BB"), {}, "send a video file"),
+        (CHAT, video("b"), {"chat_template_kwargs": {"add_vision_id": True}}, "add_vision_id"),
+        (CHAT, video("b") | image("a"), {}, "not both"),
+        (CHAT, {"type": "video_url", "uuid": "x"}, {}, "no video_url"),
+    ],
+)
+def test_videos_that_cannot_be_shown_are_refused(
+    form: Form, part: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        RequestImages(request(form, "content", part) | options, form).video_urls()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"media_io_kwargs": {"image": {"image_mode": "RGBA"}}}, "media_io_kwargs.image is not supported"),
+        ({"media_io_kwargs": {"video": {"max_frames": 9}}}, "media_io_kwargs.video.max_frames is not"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps must be one number above 0"),
+        ({"media_io_kwargs": {"video": {"fps": float("nan")}}}, "video.fps must be"),
+        ({"media_io_kwargs": {"video": [2]}}, "media_io_kwargs.video must be an object"),
+        ({"media_io_kwargs": "fast"}, "media_io_kwargs must be an object"),
+        ({"mm_processor_kwargs": {"do_sample_frames": True}}, "mm_processor_kwargs.do_sample_frames is not"),
+        ({"mm_processor_kwargs": {"size": {}}}, "mm_processor_kwargs.size is not"),
+        ({"mm_processor_kwargs": {"fps": [2.0, 1.0]}}, "mm_processor_kwargs.fps must be one number"),
+        ({"mm_processor_kwargs": {"fps": 10**400}}, "mm_processor_kwargs.fps must be one number"),
+        ({"mm_processor_kwargs": {"num_frames": 4.5}}, "num_frames must be one whole number"),
+        ({"mm_processor_kwargs": {"num_frames": True}}, "num_frames must be one whole number"),
+        ({"mm_processor_kwargs": {"num_frames": 4, "fps": 2}}, "fps or num_frames, not both"),
+    ],
+)
+def test_options_that_would_change_frames_only_in_the_engine_are_refused(
+    options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        RequestImages(request(CHAT, "content", video("b")) | options, CHAT)

@@ -1,4 +1,4 @@
-"""An unmodified `vllm serve` with the three flags, as a process of its own."""
+"""An unmodified `vllm serve` as a process of its own, with the three flags or as its makers ship it."""
 
 import json
 import socket
@@ -20,18 +20,22 @@ class HttpEngine(EngineProcess):
     def __init__(
         self, model: Path, endpoint: str | list[str], *flags: str, exact: bool = True, **extra: Any
     ) -> None:
+        """Without an `endpoint` it has none of our flags, and its own tower encodes."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         settings = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 5.0, **extra}
+        ours = [
+            "--middleware", "prefill_client.vllm.middleware.EncoderServiceMiddleware",
+            "--ec-transfer-config", json.dumps({**CONNECTOR, "ec_connector_extra_config": settings}),
+            *(["--ec-manager-config", json.dumps(MANAGER)] if exact else []),
+        ]  # fmt: skip
         command = [
             Path(sys.executable).with_name("vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(port),
             "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096",
             "--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK_TOKENS), "--block-size", "32",
             "--limit-mm-per-prompt", '{"image": 16, "video": 0}',
-            "--middleware", "prefill_client.vllm.middleware.EncoderServiceMiddleware",
-            "--ec-transfer-config", json.dumps({**CONNECTOR, "ec_connector_extra_config": settings}),
-            *(["--ec-manager-config", json.dumps(MANAGER)] if exact else []), *flags,
+            *(ours if endpoint else []), *flags,
         ]  # fmt: skip
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         super().__init__(f"http://127.0.0.1:{port}", command, environment)

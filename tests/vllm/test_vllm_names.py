@@ -77,6 +77,8 @@ NAMES: list[Names] = [
     ("config/lora.py", "LoRAConfig", "", "enable_tower_connector_lora"),
     ("config/speculative.py", "SpeculativeConfig", "", "num_speculative_tokens"),
     ("config/device.py", "DeviceConfig", "", "device"),
+    ("multimodal/video.py", "Qwen3VLVideoBackend", "", "_MAX_FRAMES _MAX_FPS"),
+    ("multimodal/video.py", "Qwen3VLVideoBackend", "compute_frames_index_to_sample", "source target"),
     ("transformers_utils/processor.py", "", "cached_image_processor_from_config", "model_config"),
     ("model_executor/models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "__init__", "vllm_config prefix"),
     (
@@ -97,6 +99,10 @@ TEXTS = [
     ("engine/arg_utils.py", '"--mm-processor-kwargs"'),
     ("engine/arg_utils.py", '"--media-io-kwargs"'),
     ("engine/arg_utils.py", '"--allowed-media-domains"'),
+    ("entrypoints/", "chat_template_content_format: "),
+    ("entrypoints/", "trust_request_mm_kwargs: bool"),
+    # The marks around a video are kept in the prompt.
+    ("model_executor/models/qwen3_vl.py", "_expands_only_video_token"),
     ("envs.py", "VLLM_API_KEY"),
     ("envs.py", "VLLM_ENABLE_RESPONSES_API_STORE"),
     # A part with a `uuid` is read by its keys, whatever its type: how named images stand in responses.

@@ -25,7 +25,7 @@ def test_a_refusal_that_the_middleware_keeps_to_itself_is_a_bare_error(
 ) -> None:
     part = raw(b"no image at all")
     assert through_middleware(engine, part) == (400, None)
-    monkeypatch.setattr(middleware, "raise_first", lambda _: None)
+    monkeypatch.setattr(middleware, "raise_first", lambda *_: None)
     with pytest.raises((AssertionError, IndexError)):  # of which a server makes a 500 without a word
         through_middleware(engine, part)
 
@@ -36,8 +36,13 @@ def through_middleware(engine: Engine, part: dict[str, Any]) -> tuple[int, dict[
     return status, body["messages"][0]["content"][0] if body else None
 
 
-def behind_middleware(engine: Engine, parts: list[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
-    """Send a chat through the middleware; return the status and the body that vLLM would have been given."""
+def behind_middleware(
+    engine: Engine, parts: list[dict[str, Any]], **fields: Any
+) -> tuple[int, dict[str, Any] | None]:
+    """Send a chat through the middleware; return the status and the body that vLLM would have been given.
+
+    `fields` are further ones of the request.
+    """
     given: list[dict[str, Any]] = []
     said: list[dict[str, Any]] = []
 
@@ -50,7 +55,7 @@ def behind_middleware(engine: Engine, parts: list[dict[str, Any]]) -> tuple[int,
     async def send(message: Any) -> None:
         said.append(message)
 
-    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": parts}], **fields}).encode()
 
     async def receive() -> Any:
         return {"type": "http.request", "body": body}

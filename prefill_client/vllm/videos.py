@@ -1,0 +1,100 @@
+"""Videos for vLLM: as text and pairs of frames, each an image of its own, for the models that write time as text.
+
+To the language model of Qwen3-VL and its successors, a video is a row of pictures with a timestamp before each. Written
+so, the prompt differs from that of vLLM's own videos only by the id of the placeholders. Each pair is fetched by the
+prefill step that reads it, and vLLM needs no decoder.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+from encoder_contract.errors import InvalidRequestError
+from encoder_contract.video import Clip, VideoInfo, VideoSettings, timestamp
+
+Picture = TypeVar("Picture")
+# vLLM's own processor keeps these marks around a whole video, since transformers 5.10; every vLLM here demands that.
+_BEGIN, _END = "<|vision_start|>", "<|vision_end|>"
+OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
+"""The fields of a request that say how its media are loaded and processed."""
+_MOST = 1 << 20
+# Those of vLLM's loader, whatever the checkpoint says.
+_FPS, _MAX_FPS, _MIN_FRAMES, _MAX_FRAMES = 2.0, 30.0, 4, 768
+
+
+class UnsupportedVideoError(InvalidRequestError):
+    """The service does not encode this video for this engine. The engine's own tower may."""
+
+
+def shown(clip: Clip, pictures: Sequence[Picture]) -> list[str | Picture]:
+    """Return a video as the prompt shows it: text, and a picture of each pair, around which vLLM writes its marks."""
+    parts: list[str | Picture] = []
+    for seconds, picture in zip(clip.seconds, pictures, strict=True):
+        parts += [timestamp(seconds), picture]
+    return [_BEGIN, *parts, _END]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The options of a request for the frames of its videos.
+
+    vLLM chooses twice. Its loader takes `fps` frames a second. If these are all frames of the video, the model's
+    processor then chooses from them: `processor_frames`, or `processor_fps` a second, or what the checkpoint says.
+    """
+
+    fps: float = _FPS
+    processor_fps: float | None = None
+    processor_frames: int | None = None
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        """Read the options of a request. Raises `InvalidRequestError` for those that are not supported.
+
+        `num_frames` of `media_io_kwargs` has no effect: vLLM's loader for these models ignores it.
+        """
+        loading, processing = (_options(name, body.get(name)) for name in OPTIONS)
+        for modality in loading.keys() - {"video"}:
+            raise _unsupported(f"media_io_kwargs.{modality}")
+        loading = _options("media_io_kwargs.video", loading.get("video"))
+        for name, given in (("media_io_kwargs.video", loading), ("mm_processor_kwargs", processing)):
+            for key in given.keys() - {"fps", "num_frames"}:
+                raise _unsupported(f"{name}.{key}")
+        fps = _number("media_io_kwargs.video.fps", loading.get("fps"), float)
+        processor_fps = _number("mm_processor_kwargs.fps", processing.get("fps"), float)
+        processor_frames = _number("mm_processor_kwargs.num_frames", processing.get("num_frames"), int)
+        if processor_fps and processor_frames:
+            raise InvalidRequestError("mm_processor_kwargs: give fps or num_frames, not both")
+        return cls(fps or _FPS, processor_fps, int(processor_frames) if processor_frames else None)
+
+    def frames(self, settings: VideoSettings, video: VideoInfo) -> list[int]:
+        """Return the numbers of the frames that the model is shown; `settings` are those of the checkpoint."""
+        fps = min(self.fps, _MAX_FPS)
+        loaded = replace(settings, fps=fps, min_frames=_MIN_FRAMES, max_frames=_MAX_FRAMES).sample(video)
+        if len(loaded) < video.frames or video.readable_frames < video.frames:
+            return loaded
+        if self.processor_frames:
+            count = min(max(self.processor_frames, settings.min_frames), settings.max_frames)
+            return replace(settings, min_frames=count, max_frames=count).sample(video)
+        return replace(settings, fps=self.processor_fps or settings.fps).sample(video)
+
+
+def _options(name: str, given: Any) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, dict):
+        raise InvalidRequestError(f"{name} must be an object")
+    return given or {}
+
+
+def _number(name: str, given: Any, kind: type[int] | type[float]) -> float | None:
+    """Return a positive number, None if there is none."""
+    whole = isinstance(given, int) or (kind is float and isinstance(given, float))
+    if given is not None and (isinstance(given, bool) or not whole or not 0 < given <= _MOST):
+        kind_said = "whole number" if kind is int else "number"
+        raise InvalidRequestError(f"{name} must be one {kind_said} above 0 and at most {_MOST}")
+    return given
+
+
+def _unsupported(option: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{option} is not supported: images and videos are encoded outside the engine, with the model's own settings; "
+        "of videos, fps and num_frames can be chosen"
+    )

@@ -1,0 +1,53 @@
+"""The frames of videos that the middleware chooses are those that vLLM's loader and the model's processor choose."""
+
+import random
+from typing import Any
+
+import pytest
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_utils import VideoMetadata
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, get_video_loader_backend_for_processor
+from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata
+
+from encoder_contract.video import VideoInfo, VideoSettings
+from prefill_client.vllm.videos import Sampling
+
+SETTINGS: dict[str, Any] = {"patch_size": 16, "merge_size": 2, "min_pixels": 1024, "max_pixels": 262144}
+
+
+def chosen_by_vllm(video: VideoInfo, loading: dict[str, Any], processing: dict[str, Any]) -> list[int]:
+    loader = VIDEO_LOADER_REGISTRY.load(get_video_loader_backend_for_processor("Qwen3VLVideoProcessor"))
+    source = loader._prepare_source(VideoSourceMetadata(video.frames, video.fps, video.seconds))
+    target = VideoTargetMetadata(
+        num_frames=loading.get("num_frames", 32), fps=loading.get("fps", 2), max_duration=300
+    )
+    loaded = loader.compute_frames_index_to_sample(source=source, target=target)
+    if len(loaded) < video.frames:
+        return [int(index) for index in loaded]
+    metadata = VideoMetadata(total_num_frames=video.frames, fps=source.original_fps)
+    return [int(index) for index in Qwen3VLVideoProcessor().sample_frames(metadata, **processing)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_frames_are_those_of_vllm(seed: int) -> None:
+    draw = random.Random(seed)
+    settings = VideoSettings(writes_time=True, mean=(0.5,) * 3, std=(0.5,) * 3, **SETTINGS)
+    for _ in range(500):
+        frames = draw.choice([draw.randint(2, 12), draw.randint(2, 5000)])
+        fps = draw.choice([0.0, 0.5, 2.0, 10.0, 24.0, 29.97, 60.0, draw.uniform(0.1, 120.0)])
+        video = VideoInfo(frames, frames, fps, 160, 96)
+        loading = draw.choice([{}, {"fps": draw.choice([0.5, 1, 2, 7.5, 30, 90])}, {"num_frames": 8}])
+        processing: dict[str, Any] = draw.choice(
+            [
+                {},
+                {"fps": draw.choice([0.5, 1, 3, 50])},
+                {"num_frames": draw.randint(4, min(768, max(4, frames)))},
+            ]
+        )
+        if processing.get("num_frames", 0) > frames:
+            processing = {}
+        body = {"media_io_kwargs": {"video": loading}, "mm_processor_kwargs": processing}
+        assert Sampling.read(body).frames(settings, video) == chosen_by_vllm(video, loading, processing), (
+            video,
+            body,
+        )

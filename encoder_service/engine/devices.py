@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING
 
 from encoder_contract.errors import EncoderError, UnavailableError
+from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.watchdog import LOST, STUCK
 
@@ -117,15 +118,15 @@ class DeviceProcess:
         """What the device's processes have counted; see `DeviceState`."""
         return self._counts + self.state.counts if self.state is not None else self._counts
 
-    def rows(self, width: int, height: int) -> int | str:
-        """Return how many rows an image of this size has, or why none, as `CountedRows.counted`.
+    def counted(self, width: int, height: int) -> Grid | str:
+        """Return the grid of an image of this size, or why there is none, as `CountedRows.counted`.
 
         Raises `EncoderError`.
         """
         try:
             with self._asking:
                 self._counting.send((width, height))
-                answer: int | str | EncoderError = self._counting.recv()
+                answer: Grid | str | EncoderError = self._counting.recv()
         except (EOFError, OSError) as error:
             raise UnavailableError(f"the process of {self.name} is being started again: retry") from error
         if isinstance(answer, EncoderError):

@@ -428,7 +428,7 @@ def _count_rows(model: Model, counting: Connection) -> None:
     while True:
         size = counting.recv()
         try:
-            answer: int | str | EncoderError = rule.counted(*size)
+            answer: Grid | str | EncoderError = rule.counted(*size)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             answer = known_error(error)
         counting.send(answer)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from encoder_contract.errors import EncoderError
+from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess
@@ -31,8 +32,7 @@ from encoder_service.image.decoder_pool import DecoderStartError
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import State
-from encoder_service.store import Pin, Store
-from encoder_service.store.arena import Entry, Grid
+from encoder_service.store import Pin, Store, arena
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Session:
         self._waiting: set[int] = set()  # for a batch
         self._lock = threading.Lock()
         self._reserved: Counter[int] = Counter()
-        self._writing: dict[bytes, Entry] = {}
+        self._writing: dict[bytes, arena.Entry] = {}
         self._pins: dict[bytes, Pin] = {}
 
     def run(self, thread: Callable[..., threading.Thread]) -> None:
@@ -249,7 +249,7 @@ class Session:
     # The store: see `RowStore`
 
     def put(
-        self, address: bytes, tokens: int, grid: Grid, holder: str, is_reserved: bool
+        self, address: bytes, tokens: int, grid: arena.Grid, holder: str, is_reserved: bool
     ) -> tuple[str, list[tuple[int, int]]] | None:
         """Return where to write the rows, tier and extents, before `commit` or `abandon`; None if they are held."""
         entry, is_new = self._store.begin(
@@ -339,12 +339,12 @@ class ServedRows(CountedRows):
     """A rule whose rows a device's process counts."""
 
     def __init__(self, devices: Sequence[DeviceProcess], max_rows: int) -> None:
-        super().__init__(lambda *_: 0, max_rows)  # not called: `counted` asks
+        super().__init__(lambda *_: Grid(1, 0, 1), max_rows)  # not called: `counted` asks
         self._devices = devices
 
-    def counted(self, width: int, height: int) -> int | str:
+    def counted(self, width: int, height: int) -> Grid | str:
         """Ask the first device that works."""
-        return min(self._devices, key=lambda device: not device.is_up).rows(width, height)
+        return min(self._devices, key=lambda device: not device.is_up).counted(width, height)
 
 
 class ServedTower:

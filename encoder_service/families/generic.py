@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from encoder_contract.checkpoint import LANGUAGE_MODEL, model_fingerprint, read_config
+from encoder_contract.geometry import Grid
 from encoder_service.families.model import DTYPES, LoadOptions, OneByOne, one_line
 from encoder_service.keys import Recipe
 
@@ -89,11 +91,16 @@ class TransformersModel(OneByOne):
         self._blank = "meta" if self._counts_by_shapes() else "cpu"
 
     def rows(self, width: int, height: int) -> int:
-        """Count the placeholders that the processor writes for an image of this size; its pixels do not exist."""
+        """Count the placeholders that the processor writes for an image of this size."""
+        return self.grid(width, height).patches
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Return the grid of the rows of an image of this size, as the processor says it; its pixels do not exist."""
         pixels = torch.zeros(1, dtype=torch.uint8, device=self._blank).expand(3, height, width)
         with self._counting:
             processed = _process(self._counter, pixels)
-        return int((processed["input_ids"] == self._placeholder).sum())
+        rows = int((processed["input_ids"] == self._placeholder).sum())
+        return _grid(rows, processed.get("image_grid_thw"))
 
     def prepare_image(self, pixels: Tensor) -> Mapping[str, Any]:
         """Return what `get_image_features` takes, on the CPU; floating-point values in `dtype`."""
@@ -127,6 +134,17 @@ def _process(processor: Any, pixels: Tensor) -> Mapping[str, Any]:
     """Return what a processor makes of one image, uint8 [3, H, W], and of a prompt that is that image."""
     made: Mapping[str, Any] = processor(images=[pixels], text=[processor.image_token], return_tensors="pt")
     return made
+
+
+def _grid(rows: int, patches: Tensor | None) -> Grid:
+    """Return the grid of an image's rows: (1, h, w) where each is a square of the patches [[t, h, w]]."""
+    if rows and patches is not None and len(patches) == 1:
+        _, height, width = patches[0].tolist()
+        side = max(1, math.isqrt(height * width // rows))
+        grid = Grid(1, height // side, width // side)
+        if grid.patches == rows:
+            return grid
+    return Grid(1, rows, 1)
 
 
 def _rows(_core: Any, output: Any) -> Tensor:

@@ -138,17 +138,20 @@ MAX_SIZES = 65536  # kept, with their rows: 10 MB
 
 
 class CountedRows:
-    """A `GridRule` whose grids are (1, rows, 1), with rows from a function that may take milliseconds. Thread-safe.
+    """A `GridRule` whose grids are of rows, from a function that may take milliseconds. Thread-safe.
 
-    Rows, or why there are none, are kept for the sizes that were asked last.
+    Grids, or why there are none, are kept for the sizes that were asked last.
     """
 
-    def __init__(self, count: Callable[[int, int], int], max_rows: int = MAX_ROWS) -> None:
-        """`count(width, height)` may raise: the size is then refused with its message, unless memory ran out."""
+    def __init__(self, count: Callable[[int, int], Grid], max_rows: int = MAX_ROWS) -> None:
+        """`count(width, height)` returns (1, h, w) for h × w rows.
+
+        It may raise: the size is then refused with its message, unless memory ran out.
+        """
         self._count = count
         self.max_tokens = max_rows
         self._lock = threading.Lock()
-        self._known: LRUCache[tuple[int, int], int | str] = LRUCache(MAX_SIZES)
+        self._known: LRUCache[tuple[int, int], Grid | str] = LRUCache(MAX_SIZES)
 
     def __str__(self) -> str:
         return f"rows counted by the server, at most {self.max_tokens} an image"
@@ -159,24 +162,24 @@ class CountedRows:
             return (width, height) in self._known
 
     def grid(self, width: int, height: int) -> Grid:
-        """Return (1, rows, 1); raises `InvalidImageError` for a size that the model does not take."""
+        """Return the grid of rows; raises `InvalidImageError` for a size that the model does not take."""
         with self._lock:
-            rows = self._known.get((width, height))
-        if rows is None:
-            rows = self.counted(width, height)
+            found = self._known.get((width, height))
+        if found is None:
+            found = self.counted(width, height)
             with self._lock:
-                self._known[width, height] = rows
-        if isinstance(rows, str):
-            raise InvalidImageError(rows)
-        return Grid(1, rows, 1)
+                self._known[width, height] = found
+        if isinstance(found, str):
+            raise InvalidImageError(found)
+        return found
 
     def tokens(self, grid: Grid) -> int:
         """Return the rows in a grid."""
-        return grid.h
+        return grid.patches
 
     def has(self, grid: Grid) -> bool:
         """Whether an image may have this grid."""
-        return grid.t == grid.w == 1 and 0 < grid.h <= self.max_tokens
+        return grid.t == 1 and min(grid) > 0 and grid.patches <= self.max_tokens
 
     def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> "CountedRows":
         """Return this rule; raises `ImageLimitError` for any variant, as there are none."""
@@ -184,19 +187,20 @@ class CountedRows:
             raise ImageLimitError("this model has no variants: leave min_pixels and max_pixels out")
         return self
 
-    def counted(self, width: int, height: int) -> int | str:
+    def counted(self, width: int, height: int) -> Grid | str:
         """Count the rows of this size; return why there are none. Raises an error that may not come again."""
         try:
-            rows = self._count(width, height)
+            grid = self._count(width, height)
         except (MemoryError, torch.OutOfMemoryError):
             raise  # it may succeed later
         except Exception as error:  # noqa: BLE001 - a family's code, on a size that anyone may send
             return refusal(width, height, error)
-        if not 0 < rows <= self.max_tokens:
+        if not self.has(grid):
             return (
-                f"an image of {width}x{height} pixels has {rows} rows; from 1 to {self.max_tokens} are served"
+                f"an image of {width}x{height} pixels has {grid.patches} rows; from 1 to {self.max_tokens} are"
+                " served"
             )
-        return rows
+        return grid
 
 
 def refusal(width: int, height: int, error: Exception) -> str:
@@ -246,12 +250,16 @@ class OneByOne(ABC):
         self.device, self.dtype = torch.device(options.device), DTYPES[options.dtype]
         self.batch_patches = options.batch_patches or BATCH_ROWS[self.device.type]
         self.ahead_patches = 2 * max(self.batch_patches, ROWS_AHEAD)
-        self.geometry: GridRule = CountedRows(self.rows)
+        self.geometry: GridRule = CountedRows(self.grid)
         self._flops_per_row = 0.0
 
     @abstractmethod
     def rows(self, width: int, height: int) -> int:
         """Return how many rows an image of this size has; any exception refuses the size."""
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Return (1, rows, 1), or (1, h, w) for rows that are h lines of w, as some engines must know."""
+        return Grid(1, self.rows(width, height), 1)
 
     @abstractmethod
     def prepare_image(self, pixels: Tensor) -> Inputs:
@@ -273,7 +281,7 @@ class OneByOne(ABC):
 
     def flops(self, grid: Grid) -> int:
         """Estimate an image's operations by its rows, from what `warm_up` counted."""
-        return round(self._flops_per_row * grid.h)
+        return round(self._flops_per_row * grid.patches)
 
     def inputs(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Inputs]:  # noqa: ARG002
         """See `VisionModel`."""
@@ -291,10 +299,10 @@ class OneByOne(ABC):
             between()
             with torch.inference_mode():
                 rows = self.encode_image(image)
-            if rows.shape != (grid.h, self.width) or rows.dtype is not self.dtype:
+            if rows.shape != (grid.patches, self.width) or rows.dtype is not self.dtype:
                 raise ValueError(
                     f"model_type {self.model_type!r} made {tuple(rows.shape)} {rows.dtype} of an image whose size"
-                    f" promised {(grid.h, self.width)} {self.dtype}"
+                    f" promised {(grid.patches, self.width)} {self.dtype}"
                 )
             self.eager_batches += 1
             encoded.append(rows)
@@ -313,7 +321,7 @@ class OneByOne(ABC):
                 raise ValueError(f"at start: {error}") from error
             with FlopCounterMode(display=False) as counter:
                 self.encode([prepared], [grid])
-            self._flops_per_row = counter.get_total_flops() / grid.h
+            self._flops_per_row = counter.get_total_flops() / grid.patches
         if self.device.type == "cuda":
             self.forward_bytes = torch.cuda.max_memory_allocated(self.device) - before
         self.eager_batches = 0

@@ -32,7 +32,7 @@ class Grid(NamedTuple):
 class GridRule(Protocol):
     """From an image's size to its grid and its rows: a `Geometry`, or what only a server can compute.
 
-    A model without patches of its own has grids (1, rows, 1).
+    Where only the server can compute them, grids count rows: (1, h, w) for h lines of w rows, else (1, rows, 1).
     """
 
     @property
@@ -170,5 +170,5 @@ def grid_of_rows(rows: int, geometry: Geometry | None) -> Grid:
 
 
 def rows_of_grid(grid: Grid, geometry: Geometry | None) -> int:
-    """Return how many rows a grid has; None: the server counts, and grids are (1, rows, 1)."""
+    """Return how many rows a grid has; None: the server counts, and grids are of rows."""
     return geometry.tokens(grid) if geometry else grid.patches

@@ -347,8 +347,8 @@ Global___Variant: typing_extensions.TypeAlias = Variant
 
 @typing.final
 class Grid(google.protobuf.message.Message):
-    """Grid of patches. `t` is 1 for a still image. Tokens = t x h x w / merge_size^2; where the server describes no geometry,
-    merge_size is 1 and the grid is (1, rows, 1).
+    """Grid of patches. `t` is 1 for a still image. Tokens = t x h x w / merge_size^2. Where the server describes no geometry,
+    merge_size is 1: the grid has h lines of w rows, or is (1, rows, 1) where rows lie in no rectangle.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from encoder_contract.geometry import Grid
 from encoder_service.families import check
 from encoder_service.families.choice import load_family
 from encoder_service.families.model import CountedRows, LoadOptions, OneByOne
@@ -51,7 +52,7 @@ def test_the_kit_finds_rows_and_counts_that_are_wrong(kept_family, monkeypatch, 
         assert isinstance(model, OneByOne)
         encode, count = model.encode_image, model.rows
         monkeypatch.setattr(model, "encode_image", lambda inputs: encode(inputs) * 1.0001)
-        model.geometry = CountedRows(lambda width, height: count(width, height) + (width < 100))
+        model.geometry = CountedRows(lambda width, height: Grid(1, count(width, height) + (width < 100), 1))
         return model
 
     monkeypatch.setattr(check, "load_family", wrong)

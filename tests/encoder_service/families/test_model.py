@@ -18,21 +18,21 @@ def test_a_size_is_counted_once_and_answers_at_once_then():
 
     def count(width, height):
         asked.append((width, height))
-        return width // 10
+        return Grid(1, height // 10, width // 10)
 
     rule = CountedRows(count)
     assert not rule.at_once(40, 30)
-    assert rule.grid(40, 30) == Grid(1, 4, 1)
+    assert rule.grid(40, 30) == Grid(1, 3, 4)
     assert rule.at_once(40, 30)
-    assert rule.grid(40, 30) == Grid(1, 4, 1)
+    assert rule.grid(40, 30) == Grid(1, 3, 4)
     assert asked == [(40, 30)]
-    assert rule.tokens(Grid(1, 4, 1)) == 4
+    assert rule.tokens(Grid(1, 3, 4)) == 12
 
 
 @pytest.mark.parametrize("rows", [0, -1, MAX_ROWS + 1])
 def test_a_size_whose_rows_cannot_be_served_is_refused(rows):
     with pytest.raises(InvalidImageError, match=f"has {rows} rows"):
-        CountedRows(lambda _w, _h: rows).grid(10, 20)
+        CountedRows(lambda _w, _h: Grid(1, rows, 1)).grid(10, 20)
 
 
 def test_whatever_a_family_raises_refuses_the_size_and_is_kept():
@@ -50,10 +50,11 @@ def test_whatever_a_family_raises_refuses_the_size_and_is_kept():
 
 
 def test_only_grids_of_rows_exist_and_no_variants():
-    rule = CountedRows(lambda _w, _h: 1)
+    rule = CountedRows(lambda _w, _h: Grid(1, 1, 1))
     assert rule.has(Grid(1, 7, 1))
+    assert rule.has(Grid(1, 7, 2))
     assert rule.variant() is rule
-    for grid in (Grid(1, 7, 2), Grid(2, 7, 1), Grid(1, 0, 1), Grid(1, MAX_ROWS + 1, 1)):
+    for grid in (Grid(2, 7, 1), Grid(1, 0, 1), Grid(1, 7, 0), Grid(1, MAX_ROWS + 1, 1), Grid(1, MAX_ROWS, 2)):
         assert not rule.has(grid)
     with pytest.raises(ImageLimitError, match="no variants"):
         rule.variant(max_pixels=1 << 16)

@@ -52,7 +52,7 @@ async def test_rows_come_back_as_the_tower_makes_them(caller: EncoderClient, gen
         (pixels,) = decode_files(generic.decoder, [image])
         assert isinstance(pixels, torch.Tensor)
         grid = generic.tower.geometry.grid(pixels.shape[1], pixels.shape[0])
-        assert (answer.grid, answer.tokens) == (grid, grid.h)
+        assert (answer.grid, answer.tokens) == (grid, grid.patches)
         [expected] = generic.tower.encode(generic.tower.inputs([pixels], [grid]), [grid])
         outcome = (await collect(caller, [RowRequest(answer.digest)]))[0]
         assert torch.equal(outcome.tensor(), expected)
@@ -75,9 +75,10 @@ async def test_sizes_are_counted_on_threads_and_once(
     counted: list[str] = []
     count = generic.tower.geometry._count  # type: ignore[attr-defined]
 
-    def note(width: int, height: int) -> int:
+    def note(width: int, height: int) -> Grid:
         counted.append(threading.current_thread().name)
-        return int(count(width, height))
+        grid: Grid = count(width, height)
+        return grid
 
     monkeypatch.setattr(generic.tower.geometry, "_count", note)
     answers = await caller.submit([photo(411, 233, seed) for seed in (31, 32)])
@@ -90,7 +91,7 @@ async def test_sizes_are_counted_on_threads_and_once(
 async def test_grids_that_a_caller_makes_up_are_refused(caller: EncoderClient) -> None:
     (image,) = read_images([photo(321, 222, 40)], None)
     assert isinstance(image, Image)
-    for grid, said in ((Grid(1, 3, 1), "the image has"), (Grid(1, 4, 4), "not a valid grid")):
+    for grid, said in ((Grid(1, 3, 1), "the image has"), (Grid(2, 4, 4), "not a valid grid")):
         (answer,) = await caller.submit([replace(image, grid=grid)])
         assert isinstance(answer.error, InvalidImageError)
         assert said in str(answer.error)

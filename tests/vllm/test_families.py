@@ -15,8 +15,8 @@ from tests.vllm.service import SERVICE, SETTINGS
 USUAL = ("gemma3", "idefics3")
 ROWS_TOLERANCE = 1e-5
 """Of a row against that of vLLM's own tower: another implementation of the same layers."""
-TOLERANCE = {"gemma3": 5e-4}
-"""Of a log-probability: what such rows make of it. Gemma's language model multiplies embeddings of rows by more."""
+TOLERANCE = 1e-5
+"""Of a log-probability: what such rows make of it."""
 
 
 @pytest.fixture(
@@ -49,21 +49,21 @@ def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
     engine.close()
 
 
-def test_fed_by_the_service_an_engine_answers_as_with_its_own_tower(engine: Engine, family: str) -> None:
+def test_fed_by_the_service_an_engine_answers_as_with_its_own_tower(engine: Engine) -> None:
     found = compare(engine)
     assert found.rows <= ROWS_TOLERANCE
-    assert found.answers <= TOLERANCE.get(family, 1e-5)
+    assert found.answers <= TOLERANCE
     assert not found.encoded, "the engine's own tower ran"
     engine.assert_nothing_is_held()
 
 
-def test_another_picture_of_the_same_size_is_answered_otherwise(engine: Engine, family: str) -> None:
+def test_another_picture_of_the_same_size_is_answered_otherwise(engine: Engine) -> None:
     other = photo(400, 250, 99, "PNG")
     one, two = engine.ask(["x", WIDE]), engine.ask(["x", other])
-    assert one.distance(two) > 10 * TOLERANCE.get(family, 1e-5)
+    assert one.distance(two) > 10 * TOLERANCE
 
 
-def test_preempted_at_any_step_a_request_is_answered_alike(engine: Engine, family: str) -> None:
+def test_preempted_at_any_step_a_request_is_answered_alike(engine: Engine) -> None:
     own = engine.ask(PROMPTS[-1], own=True)
     for preempt_at in (1, 2, 4):
         engine.forget()
@@ -73,5 +73,5 @@ def test_preempted_at_any_step_a_request_is_answered_alike(engine: Engine, famil
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             ended |= engine.step()
         ended = ended or engine.run(request_id)
-        assert ended[request_id].distance(own) <= TOLERANCE.get(family, 1e-5)
+        assert ended[request_id].distance(own) <= TOLERANCE
         engine.assert_nothing_is_held()

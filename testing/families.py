@@ -181,7 +181,14 @@ CHECKPOINTS = {
         ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
         text={name: value for name, value in TEXT.items() if name != "head_dim"}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}},
-        vision={"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2},
+        vision={
+            "depth": 2,
+            "embed_dim": 64,
+            "hidden_size": 128,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "in_chans": 3,  # SGLang reads it
+        },
         tokens={
             "image_token_id": "<|image_pad|>",
             "video_token_id": "<|video_pad|>",

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
+from prefill_client.sglang_gateway.families import SERVED
+
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 PLACE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- /families -->)", re.DOTALL)
 HEAD = (
-    "| type | models | tower | settings of | rows against `transformers` | counted | beside others | time |",
-    "|---|---|---|---|---|---|---|---|",
+    "| type | models | tower | settings of | rows against `transformers` | counted | beside others | time | SGLang |",
+    "|---|---|---|---|---|---|---|---|---|",
 )
 THREADS = 1
 OWN = {
@@ -45,8 +47,15 @@ def row_of(model_type: str) -> str:
         tower = "`transformers`"
     return (
         f"| `{model_type}` | {name} | {tower} | `{published}` | {errors.rpartition(' ')[2]} | {counts}"
-        f" | {beside.rpartition(', ')[2]} | {ours / theirs:.2f} |"
+        f" | {beside.rpartition(', ')[2]} | {ours / theirs:.2f} | {in_sglang(model_type)} |"
     )
+
+
+def in_sglang(model_type: str) -> str:
+    """Return how SGLang takes the rows of a family: its packages are for the server's own towers alone."""
+    if model_type not in SERVED:
+        return "-"
+    return "packages, gateway" if model_type in OWN else "gateway"
 
 
 def write(rows: Mapping[str, str], versions: str) -> None:

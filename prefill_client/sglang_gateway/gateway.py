@@ -24,6 +24,7 @@ from prefill_client import (
 )
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
+from prefill_client.sglang_gateway.families import MERGE_SIZE, grid_of_patches
 from prefill_client.sglang_gateway.frames import embedding_frame
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
@@ -163,7 +164,9 @@ class Gateway:
             rows = await self._in_place(part, kept.answers[0], left_s, held)
         else:
             rows = await self._together(part, kept.answers, left_s)
-        return PartRows([answer.grid for answer in kept.answers if answer.grid], *rows)
+        said = self._client.description
+        grids = [grid_of_patches(answer.grid, said) for answer in kept.answers if answer.grid]
+        return PartRows(grids, *rows)
 
     async def _in_place(
         self, part: Part, image: Submitted, left_s: float, held: AsyncExitStack
@@ -259,14 +262,12 @@ def stand_in(part: Part, description: Description) -> PartRows:
     A request of one part gets more tokens than any context has: SGLang answers it with 400. Its rows have one element
     each, as nothing computes with them. With several parts, rows must fit those of the others: the images are blank.
     """
-    assert description.geometry is not None  # `check_model` refuses a service without
-    merge = description.geometry.merge_size
     count = len(part.items)
-    grids = [Grid(1, merge, merge)] * count
+    grids = [Grid(1, MERGE_SIZE, MERGE_SIZE)] * count
     if part.num_parts > 1:
         blank = np.zeros((count, description.width), element_type(description.dtype))
         return PartRows(grids, blank, description.dtype)
-    side = merge * int(TOO_MANY_TOKENS**0.5)
+    side = MERGE_SIZE * int(TOO_MANY_TOKENS**0.5)
     grids[0] = Grid(1, side, side)
     return PartRows(grids, np.zeros((TOO_MANY_TOKENS + count - 1, 1), np.uint8), "uint8")
 

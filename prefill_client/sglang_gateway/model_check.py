@@ -25,12 +25,14 @@ def check_model(folder: Path, description: Description) -> None:
 
 def _compared(folder: Path, description: Description) -> Iterator[tuple[str, object, object]]:
     """Yield what decides rows, with the checkpoint's value and the service's."""
-    processor = ProcessorSettings.from_folder(folder)
     yield "model_type", read_config(folder)["model_type"], description.model_type
-    for name in ("patch_size", "merge_size", "min_pixels", "max_pixels"):
-        yield name, getattr(processor.geometry, name), getattr(description.geometry, name, None)
-    yield "image processor", processor.fingerprint.hex(), description.processor_fingerprint.hex()
+    weights = "vision weights or processor files"  # where the service counts rows, its fingerprint has both
+    if description.geometry is not None:
+        processor, weights = ProcessorSettings.from_folder(folder), "vision weights"
+        for name in ("patch_size", "merge_size", "min_pixels", "max_pixels"):
+            yield name, getattr(processor.geometry, name), getattr(description.geometry, name)
+        yield "image processor", processor.fingerprint.hex(), description.processor_fingerprint.hex()
     # A service that only stores has no weights: its fingerprint is that of its configuration.
     theirs = description.model_fingerprint
     ours = [*model_fingerprints(folder).values(), configuration_fingerprint(folder)]
-    yield "vision weights", (theirs if theirs in ours else ours[0]).hex(), theirs.hex()
+    yield weights, (theirs if theirs in ours else ours[0]).hex(), theirs.hex()

@@ -13,6 +13,7 @@ from prefill_client.http_server import HttpServer, bound
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.config import GatewayConfig
 from prefill_client.sglang_gateway.delivery import Delivery
+from prefill_client.sglang_gateway.families import check_family
 from prefill_client.sglang_gateway.frames import SUPPORTED
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.http_service import HttpService
@@ -27,8 +28,8 @@ async def serve(config: GatewayConfig) -> None:
     """Serve until SIGTERM or SIGINT, then let running parts end.
 
     Raises `EncoderError` when the service cannot be reached, `ModelMismatchError` when its model is not the language
-    server's, `OSError` and `ValueError` when that model's folder cannot be used, `ConfigError` when the port is
-    unavailable.
+    server's, or of a family that is not served, `OSError` and `ValueError` when that model's folder cannot be used,
+    `ConfigError` when the port is unavailable.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s")
     with bound(config.listen) as listener:
@@ -40,6 +41,7 @@ async def serve(config: GatewayConfig) -> None:
             timeout_s=config.start_s,
         )
         async with client:
+            check_family(client.description)
             if config.language_model:
                 await asyncio.to_thread(check_model, Path(config.language_model), client.description)
             await _serve(config, client, listener)

@@ -2,6 +2,9 @@
 
 import io
 import os
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +26,7 @@ SMALL = {
     "qwen3_vl": {"size": {"longest_edge": 65536, "shortest_edge": 1024}},
     "qwen2_5_vl": {"min_pixels": 784, "max_pixels": 65536},
 }
+DOWNLOAD_S = 300
 TOLERANCE = 1e-5  # of a log-probability
 Own = Callable[[Sequence[Part]], Answer]
 """Returns the answer of SGLang's own tower to a prompt."""
@@ -169,3 +173,18 @@ def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[Sgla
     """An engine that takes its images from the service."""
     with serving(checkpoint, environment=variables(service.endpoint)) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def wheels(pytestconfig: pytest.Config) -> Callable[[str], zipfile.ZipFile]:
+    """Return a function that gives the wheel of a release; it is downloaded once (27 to 39 MB)."""
+    folder = pytestconfig.cache.mkdir("sglang-wheels")
+
+    def wheel(release: str) -> zipfile.ZipFile:
+        if not list(folder.glob(f"sglang-{release}-*.whl")):
+            pip = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps", "--dest", folder]
+            subprocess.run([*pip, f"sglang=={release}"], check=True, timeout=DOWNLOAD_S)
+        (found,) = folder.glob(f"sglang-{release}-*.whl")
+        return zipfile.ZipFile(found)
+
+    return wheel

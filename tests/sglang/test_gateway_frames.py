@@ -6,7 +6,6 @@ The code of a wheel is read as text: of its modules, only the definitions that r
 import ast
 import io
 import pickle
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from prefill_client.sglang_gateway.frames import SUPPORTED, Modality, embedding_
 RECEIVER = "sglang/srt/disaggregation/encoder/receiver.py"
 UNPICKLER = "sglang/srt/utils/common.py"
 CLASSES = ("sglang/srt/multimodal/modality.py", "sglang/srt/managers/schedule_batch.py")
-DOWNLOAD_S = 300
 # What of the receiver reads a message: everything but what needs a server.
 READING = {
     *("EmbeddingData", "MultiModalEmbeddingData", "_cat_grid", "_validate_embedding_part"),
@@ -36,21 +34,6 @@ READING = {
     ),
     *("_GENERAL_IMAGE_META_ATTRS", "_MIMO_VIDEO_AUDIO_META_ATTRS", "_VIDEO_META_TENSOR_ATTRS"),
 }
-
-
-@pytest.fixture(scope="module")
-def wheels(pytestconfig: pytest.Config) -> Callable[[str], zipfile.ZipFile]:
-    """Return a function that gives the wheel of a release; it is downloaded once (27 to 39 MB)."""
-    folder = pytestconfig.cache.mkdir("sglang-wheels")
-
-    def wheel(release: str) -> zipfile.ZipFile:
-        if not list(folder.glob(f"sglang-{release}-*.whl")):
-            pip = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps", "--dest", folder]
-            subprocess.run([*pip, f"sglang=={release}"], check=True, timeout=DOWNLOAD_S)
-        (found,) = folder.glob(f"sglang-{release}-*.whl")
-        return zipfile.ZipFile(found)
-
-    return wheel
 
 
 def definitions(wheel: zipfile.ZipFile, path: str, names: set[str], given: dict[str, Any]) -> dict[str, Any]:

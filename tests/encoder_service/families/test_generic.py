@@ -18,7 +18,7 @@ from encoder_service.families import check
 from encoder_service.families.choice import load_family
 from encoder_service.families.model import CountedRows, LoadOptions, OneByOne
 from testing.families import CHECKPOINTS
-from testing.family_table import OWN, PAGE, PLACE
+from testing.family_table import OWN, PAGE, PLACE, in_sglang
 
 OPTIONS = LoadOptions(device="cpu", dtype="float32")
 # In the usual run: tiles that are counted on black images, native sizes, a fixed size.
@@ -42,6 +42,8 @@ def test_the_page_has_the_findings_on_every_family():
     page = found[0] if found else ""
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*OWN, *CHECKPOINTS]
     assert len(re.findall(r"\| 50 sizes, 0 wrong \| equal bits \|", page)) == len([*OWN, *CHECKPOINTS])
+    said = [in_sglang(model_type) for model_type in (*OWN, *CHECKPOINTS)]
+    assert re.findall(r"^\| `.* \| ([^|]+) \|$", page, re.MULTILINE) == said
 
 
 def test_the_kit_finds_rows_and_counts_that_are_wrong(kept_family, monkeypatch, capsys):

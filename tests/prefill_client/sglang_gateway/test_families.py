@@ -1,0 +1,118 @@
+"""A family whose rows only the service counts: SGLang gets grids of patches, or the gateway does not start."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from encoder_contract.processor import ProcessorSettings
+from encoder_service.config import Config
+from encoder_service.engine.model import load_model
+from prefill_client import EncoderClient, RowRequest, content_digest
+from prefill_client.sglang_gateway.families import SERVED
+from prefill_client.sglang_gateway.frames import SUPPORTED
+from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
+from testing.photos import data_url, photo
+from testing.server_process import ServerProcess
+from tests.processes import run, running
+from tests.servers import server_of
+from tests.sglang_gateways import RunningGateway, gateway_for
+from tests.sglang_receiver import LanguageServer
+
+IMAGES = {size: photo(*size, seed) for seed, size in enumerate([(300, 220), (97, 401), (640, 480)])}
+GATEWAY = ("prefill-client", "sglang-gateway", "--listen", "127.0.0.1:0", "--encoder")
+
+
+@pytest.fixture(scope="module")
+def folder(kept_family: Callable[..., Path]) -> Path:
+    """Qwen2-VL, of which the service has no tower of its own."""
+    return kept_family("qwen2_vl")
+
+
+@pytest.fixture
+async def gateway(config: Config, folder: Path) -> AsyncIterator[RunningGateway]:
+    model = load_model(replace(config, model=folder, dtype="float32"))
+    async with (
+        server_of(config, model) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+        gateway_for(client) as gateway,
+    ):
+        yield gateway
+    model.decoder.close()
+
+
+async def test_grids_are_of_patches_and_rows_those_of_the_service(
+    gateway: RunningGateway, folder: Path
+) -> None:
+    client, geometry = gateway.gateway._client, ProcessorSettings.from_folder(folder).geometry
+    assert client.description.geometry is None
+    expected = [list(geometry.grid(*size)) for size in IMAGES]
+    urls = [data_url(image) for image in IMAGES.values()]
+    async with LanguageServer(gateway.url, ranks=2) as sglang:
+        apart = await sglang.to_tokenizer(*([url] for url in urls))
+        (together,) = (await sglang.to_scheduler(urls)).parts
+    rows = []
+    async with client.fetch([RowRequest(content_digest(image)) for image in IMAGES.values()]) as stream:
+        async for outcome in stream:
+            rows.append((outcome.index, outcome.array))
+    rows.sort(key=lambda each: each[0])
+    assert [message.said.grid_dim for message in apart.parts] == [[grid] for grid in expected]
+    assert together.said.grid_dim == expected
+    for message, (_, right) in zip(apart.parts, rows, strict=True):
+        np.testing.assert_array_equal(message.rows, right)
+    np.testing.assert_array_equal(together.rows, np.concatenate([right for _, right in rows]))
+
+
+async def test_a_part_that_failed_has_a_stand_in_of_as_many_rows_as_its_grid(gateway: RunningGateway) -> None:
+    damaged = data_url(photo(640, 480, 9)[:2000])
+    async with LanguageServer(gateway.url) as sglang:
+        (whole,) = (await sglang.to_scheduler([damaged])).parts
+        first, _ = (await sglang.to_scheduler([damaged], [data_url(IMAGES[300, 220])])).parts
+    assert whole.said.shape == [TOO_MANY_TOKENS, 1]
+    assert np.prod(whole.said.grid_dim) == 4 * TOO_MANY_TOKENS
+    assert (first.said.grid_dim, first.said.shape[0]) == ([[1, 2, 2]], 1)
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[ServerProcess]:
+    with running(folder) as server:
+        yield server
+
+
+def test_another_checkpoint_of_such_a_family_is_refused_at_start(
+    service: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    settings = json.loads((other / "processor_config.json").read_text())
+    settings["image_processor"]["image_mean"] = [0.1, 0.2, 0.3]
+    (other / "processor_config.json").write_text(json.dumps(settings))
+    done = run(*GATEWAY, service.endpoint, "--language-model", other)
+    assert done.returncode == 1
+    assert "vision weights or processor files: " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        (
+            "paligemma",
+            f"SGLang {SUPPORTED[0]} to {SUPPORTED[-1]} start for other models alone",
+        ),
+        ("kimi_k25", "SGLang serves it with code from the checkpoint"),
+    ],
+)
+def test_a_family_that_is_not_served_is_refused_at_start_with_the_reason(
+    kept_family: Callable[..., Path], model_type: str, why: str
+) -> None:
+    with running(kept_family(model_type)) as server:
+        done = run(*GATEWAY, server.endpoint)
+    assert done.returncode == 1
+    assert f"cannot serve '{model_type}'" in done.stderr
+    assert why in done.stderr
+    assert ", ".join(SERVED) in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -75,7 +75,7 @@ def _answers(url: str) -> bool:
 def prometheus_config(replicas: Mapping[str, str], prefill: str) -> str:
     """Return a configuration that scrapes each replica under its name, and has the rules of deploy/."""
     targets = [{"targets": [at], "labels": {"instance": name}} for name, at in replicas.items()]
-    return yaml.safe_dump(
+    config: str = yaml.safe_dump(
         {
             "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
             "rule_files": [str(path) for path in RULES],
@@ -85,6 +85,7 @@ def prometheus_config(replicas: Mapping[str, str], prefill: str) -> str:
             ],
         }
     )
+    return config
 
 
 async def load(endpoints: Sequence[str], prefill: str, seconds: float) -> None:
@@ -106,8 +107,8 @@ async def load(endpoints: Sequence[str], prefill: str, seconds: float) -> None:
 def _chat(prefill: str, number: int) -> None:
     """Ask about two photos, of which the second has been asked about before."""
     photos = [data_url(photo(*PHOTO, seed)) for seed in (1000 + number, 1000 + number // 2)]
-    content = [{"type": "image_url", "image_url": {"url": url}} for url in photos]
-    content.append({"type": "text", "text": "What is this?"})  # type: ignore[dict-item]
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in photos]
+    content = [*images, {"type": "text", "text": "What is this?"}]
     chat = {"model": "chat", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
     request = urllib.request.Request(
         f"http://{prefill}/v1/chat/completions",
@@ -175,7 +176,12 @@ def run(out: Path, seconds: float) -> None:
             name: url.removeprefix("http://").rstrip("/") for name, url in zip(replicas, watched, strict=True)
         }
         prefill, port = f"127.0.0.1:{free_port()}", free_port()
-        command = [Path(sys.executable).with_name("prefill-client"), "serve", "--model", checkpoint]
+        command: list[str | Path] = [
+            Path(sys.executable).with_name("prefill-client"),
+            "serve",
+            "--model",
+            checkpoint,
+        ]
         command += ["--encoder", endpoints[0], "--listen", prefill, "--served-name", "chat", "--threads", "1"]
         stack.enter_context(process(command, folder / "prefill.log", f"http://{prefill}/health"))
         (folder / "prometheus.yml").write_text(prometheus_config(at, prefill))

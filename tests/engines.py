@@ -29,6 +29,9 @@ from encoder_service.store import Pin, Store
 from encoder_service.vision import Tower
 from tests.waiting import START_S, soon
 
+Workplace = tuple[Work, RowStore, Metrics, Callable[[], None]]
+"""What workers have, and what ends the connections to it."""
+
 
 @dataclass
 class Bench:
@@ -39,6 +42,7 @@ class Bench:
     store: Store
     model: Model
     ended: dict[bytes, Pin | EncoderError] = field(default_factory=dict)  # by content digest
+    hang_up: Callable[[], None] = lambda: None
 
     def submit(self, image: bytes, claim: Claim) -> Job:
         """Queue an image."""
@@ -57,6 +61,7 @@ class Bench:
         """Stop the engine, as a server does."""
         self.jobs.close()
         await self.engine.stop()
+        await asyncio.to_thread(self.hang_up)  # then all that the workers told has been heard
         self.jobs.fail_all(UnavailableError("the engine has stopped"))
 
 
@@ -125,11 +130,11 @@ async def running(
         on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),
         device=model.device,
     )
-    here: tuple[Work, RowStore, Metrics] = jobs, kept, Metrics()
-    with answered(jobs, kept, model) if REMOTE else nullcontext(here) as (work, rows, metrics):
+    here: Workplace = jobs, kept, Metrics(), lambda: None
+    with answered(jobs, kept, model) if REMOTE else nullcontext(here) as (work, rows, metrics, hang_up):
         options = {"batch_patches": batch_patches, "decode_pixels": decode_pixels}
         engine = Engine(work, model, rows, metrics, **options)
-        bench = Bench(engine, jobs, kept, model, ended)
+        bench = Bench(engine, jobs, kept, model, ended, hang_up)
         engine.start()
         try:
             yield bench
@@ -143,7 +148,7 @@ REMOTE = False
 
 
 @contextmanager
-def answered(jobs: JobQueue, store: Store, model: Model) -> Iterator[tuple[Work, RowStore, Metrics]]:
+def answered(jobs: JobQueue, store: Store, model: Model) -> Iterator[Workplace]:
     """Give what the workers of a device's process have, with a session that answers it."""
     pairs = [Pipe() for _ in range(6)]
     (ours, theirs), *others = pairs
@@ -153,13 +158,17 @@ def answered(jobs: JobQueue, store: Store, model: Model) -> Iterator[tuple[Work,
     serving.start()
     wire = Wire([end for _, end in others])
     shared = theirs.recv()
-    try:
-        rows = RemoteStore(wire, shared, model.device)
-        yield RemoteWork(wire, model.device), rows, cast(Metrics, RemoteMetrics(wire))
-    finally:
+
+    def hang_up() -> None:
         for _, end in pairs:
             end.close()
         serving.join()
+
+    try:
+        rows = RemoteStore(wire, shared, model.device)
+        yield RemoteWork(wire, model.device), rows, cast(Metrics, RemoteMetrics(wire)), hang_up
+    finally:
+        hang_up()
 
 
 def _thread(name: str, work: Callable[..., None], *given: Any) -> threading.Thread:

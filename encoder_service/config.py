@@ -58,6 +58,11 @@ class Config(Settings):
     model: Path = knob(
         help="folder of a Hugging Face checkpoint (config.json, preprocessor_config.json, *.safetensors)"
     )
+    trust_remote_code: Literal["no", "yes"] = knob(
+        "no",
+        help="yes: run the code in the checkpoint, for a model that transformers does not have; that code has all "
+        "rights of the server, so its author must be trusted (SECURITY.md)",
+    )
     listen: str = knob(
         "127.0.0.1:50051", help="address to serve gRPC on: host:port or unix:/path; port 0 picks a free port"
     )

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from encoder_contract.checkpoint import read_config
 from encoder_contract.errors import EncoderError
 from encoder_contract.settings import ConfigError
 from encoder_service.families.choice import check_model, load_family
@@ -46,14 +47,14 @@ class Finding:
 class WholeModel:
     """A checkpoint in `transformers`, with its language model: the truth."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, runs_code: bool = False) -> None:
         """Load it in float32, with the image processor that the server uses: that of torchvision."""
         transformers.utils.logging.disable_progress_bar()
         self._model = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs_code
         ).eval()
         self._processor = transformers.AutoProcessor.from_pretrained(
-            folder, backend="torchvision", local_files_only=True
+            folder, backend="torchvision", local_files_only=True, trust_remote_code=runs_code
         )
         config = self._model.config
         self._placeholder = getattr(config, "image_token_id", None) or config.image_token_index
@@ -101,18 +102,20 @@ class _Reached(Exception):  # noqa: N818 - no error: the forward is stopped wher
     """The forward has reached the language model."""
 
 
-def check(folder: Path, *, counted: int = 50) -> Iterator[Finding]:
+def check(folder: Path, *, counted: int = 50, trust_remote_code: bool = False) -> Iterator[Finding]:
     """Yield the findings on a checkpoint folder; `counted` sizes are counted and encoded.
 
-    Raises `ConfigError`, `ValueError` or `OSError` for a folder that cannot be served.
+    `trust_remote_code` is the server's setting of this name. Raises `ConfigError`, `ValueError` or `OSError` for a
+    folder that cannot be served.
     """
     check_model(folder)
-    options = LoadOptions(device="cpu", dtype="float32")
+    options = LoadOptions(device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
     model = load_family(folder, options)
     pixels = [_picture(*size, seed) for seed, size in enumerate(SIZES)]
     alone = [_rows(model, image) for image in pixels]
-    if model.model_type in CONFIG_MAPPING:
-        truth = WholeModel(folder)
+    is_known = model.model_type in CONFIG_MAPPING
+    if is_known or (trust_remote_code and "auto_map" in read_config(folder)):
+        truth = WholeModel(folder, runs_code=not is_known)
         yield _errors(alone, [truth.rows(truth.inputs(image)) for image in pixels])
     else:
         yield Finding("rows against transformers", "transformers has no such model", None)
@@ -213,10 +216,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--sizes", type=int, default=50, help="how many sizes are counted (default %(default)s)"
     )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code in the checkpoint, as serve does with it",
+    )
     given = parser.parse_args(arguments)
     right = True
     try:
-        for finding in check(given.folder, counted=given.sizes):
+        for finding in check(given.folder, counted=given.sizes, trust_remote_code=given.trust_remote_code):
             right = right and finding.is_right is not False
             verdict = {True: "ok", False: "WRONG", None: "-"}[finding.is_right]
             print(f"{finding.check:<26} {finding.found:<48} {verdict}", flush=True)

@@ -90,7 +90,8 @@ def _plug_in(model_type: str) -> EntryPoint | None:
 
 def _check_generic(folder: Path, model_type: str) -> None:
     """Raise `ValueError` for a model without vision part, and if what the towers of `transformers` need is missing."""
-    if not isinstance(read_config(folder).get("vision_config"), dict):
+    config = read_config(folder)
+    if "auto_map" not in config and not isinstance(config.get("vision_config"), dict):
         raise ValueError(f"model_type {model_type!r} has no vision part: config.json has no vision_config")
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:

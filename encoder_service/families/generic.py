@@ -6,13 +6,16 @@ that size, and the rows are the placeholders in it.
 """
 
 import copy
+import fcntl
 import inspect
 import json
 import logging
 import math
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,13 @@ import torchvision
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import HF_MODULES_CACHE, get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from encoder_contract.checkpoint import LANGUAGE_MODEL, model_fingerprint, read_config
 from encoder_contract.geometry import Grid
+from encoder_contract.settings import flag
 from encoder_service.families.model import DTYPES, LoadOptions, OneByOne, one_line
 from encoder_service.keys import Recipe
 
@@ -46,6 +51,10 @@ QUANTISED_NAME = re.compile(
     r"((weight|input|activation)_(scale|scale_inv|packed|zero_point)|\.(qweight|qzeros|scales|absmax|SCB))$"
 )
 INTEGERS = re.compile(r"(position_ids|num_batches_tracked|relative_position_index)$")
+
+# What a checkpoint with code of its own must have; and "owner/repository--module.Class", as its auto_map may say.
+OWN_CLASSES = ("AutoConfig", "AutoModelForImageTextToText")
+CODE_ELSEWHERE = re.compile(r'"([^"\s]+--[^"\s]+\.\w+)"')
 
 
 def load_generic(folder: Path, options: LoadOptions) -> "TransformersModel":
@@ -68,9 +77,9 @@ class TransformersModel(OneByOne):
 
     def __init__(self, folder: Path, options: LoadOptions) -> None:
         """Raise `ValueError` for what cannot be served, and whatever `transformers` raises."""
-        config = _config(folder)
-        processor = _processor(folder)
-        model = _vision_part(folder, config, DTYPES[options.dtype])
+        config, architecture = _classes(folder, trust_remote_code=options.trust_remote_code)
+        processor = _processor(folder, runs_code=config.model_type not in CONFIG_MAPPING)
+        model = _vision_part(folder, config, architecture, DTYPES[options.dtype])
         settings, vision = _processor_settings(processor), getattr(config, "vision_config", None)
         super().__init__(
             options,
@@ -161,28 +170,68 @@ def _joined(part: Any) -> Tensor:
 # What a folder holds
 
 
-def _config(folder: Path) -> Any:
+def _classes(folder: Path, *, trust_remote_code: bool) -> tuple[Any, type[Any]]:
+    """Return the configuration, and the class of the model: of `transformers`, or else of the checkpoint's code."""
     content = read_config(folder)
+    content.pop("quantization_config", None)
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:
-        if "auto_map" in content:
-            raise ValueError(
-                f"model_type {model_type!r} is served by code in the checkpoint (auto_map), and the server runs no"
-                " code of checkpoints: use one that transformers has a model for (often named -hf)"
-            )
-        raise ValueError(f"transformers {transformers.__version__} knows no model_type {model_type!r}")
-    content.pop("quantization_config", None)
+        return _own_classes(folder, content, trust_remote_code=trust_remote_code)
     # Sub-configurations, defaults and older names are resolved as `from_pretrained` does.
     config = CONFIG_MAPPING[model_type].from_dict(content)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ValueError(f"model_type {model_type!r} has no vision part, or none that transformers knows")
-    return config
+    return config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
 
-def _processor(folder: Path) -> Any:
-    processor = transformers.AutoProcessor.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True, backend="torchvision"
-    )
+def _own_classes(folder: Path, content: dict[str, Any], *, trust_remote_code: bool) -> tuple[Any, type[Any]]:
+    """Run the code in the checkpoint, if it is trusted; return the configuration and the class of the model."""
+    named = content.get("auto_map")
+    if not isinstance(named, dict):
+        raise ValueError(
+            f"transformers {transformers.__version__} knows no model_type {content.get('model_type')!r}"
+        )
+    if not trust_remote_code:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no model_type {content.get('model_type')!r}, and the code in"
+            f" the checkpoint (auto_map) is not run without {flag('trust_remote_code')}: it would have all rights of"
+            " the server. Trust its author, or use a checkpoint of a model that transformers has (often named -hf)"
+        )
+    if missing := [name for name in OWN_CLASSES if not isinstance(named.get(name), str)]:
+        raise ValueError(f"the auto_map in {folder / 'config.json'} has no {' and no '.join(missing)}")
+    _refuse_code_elsewhere(folder)
+    log.warning("%s: code in the checkpoint runs with the rights of this server", folder)
+    with _copies_alone():
+        config, architecture = (
+            get_class_from_dynamic_module(named[name], folder, local_files_only=True) for name in OWN_CLASSES
+        )
+    return config.from_dict(content), architecture
+
+
+@contextmanager
+def _copies_alone() -> Iterator[None]:
+    """Keep other devices' processes out: `transformers` copies code into a folder that all share, and runs it there."""
+    Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
+    folder = os.open(HF_MODULES_CACHE, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _refuse_code_elsewhere(folder: Path) -> None:
+    """Raise `ValueError` for code of another repository: the model's fingerprint covers that in the folder alone."""
+    for path in sorted(folder.glob("*config.json")):
+        if found := CODE_ELSEWHERE.search(path.read_text()):
+            raise ValueError(f"{path} names code of another repository ({found[1]}): copy it into {folder}")
+
+
+def _processor(folder: Path, *, runs_code: bool) -> Any:
+    with _copies_alone() if runs_code else nullcontext():
+        processor = transformers.AutoProcessor.from_pretrained(
+            folder, trust_remote_code=runs_code, local_files_only=True, backend="torchvision"
+        )
     for part in ("image_processor", "tokenizer", "image_token"):
         if getattr(processor, part, None) is None:
             raise ValueError(
@@ -213,10 +262,9 @@ def _processor_settings(processor: Any) -> dict[str, Any]:
 # Weights
 
 
-def _vision_part(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _vision_part(folder: Path, config: Any, architecture: type[Any], dtype: torch.dtype) -> Any:
     """Load the model without its language model, of whose weights nothing is read."""
     _refuse_quantised_vision(folder)
-    architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     model, found = _without_language_model(architecture).from_pretrained(
         folder,
         config=config,

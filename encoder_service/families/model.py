@@ -49,6 +49,7 @@ class LoadOptions:
     batch_invariant: bool = False
     graphs: bool = True
     precision: Precision = "full"
+    trust_remote_code: bool = False
 
 
 class VisionModel(Protocol):

@@ -115,7 +115,8 @@ def model_fingerprint(folder: Path, precision: Precision = "full") -> bytes:
     """32 bytes, BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
 
     Of a family without a tower of the server's own: over what config.json says of anything but the language model, the
-    files of the processor, and the weights that are not of the language model. Products of another precision than that
+    files of the processor, the code in the folder if config.json names any (auto_map), and the weights that are not of
+    the language model. Products of another precision than that
     of the weights are part of it. Folders with the same fingerprint give the same rows for the same patches, however
     they are sharded. Raises `FileNotFoundError` or `ValueError` naming what is missing, damaged or not supported.
     """
@@ -146,6 +147,11 @@ def _hash_of_files(folder: Path) -> "blake3.blake3":
     config = {name: value for name, value in read_config(folder).items() if name not in NOT_OF_ROWS}
     files = [path for name in _PROCESSOR_FILES if (path := folder / name).is_file()]
     canonical = {"config": config, "processor": {path.name: read_json_object(path) for path in files}}
+    if "auto_map" in config:
+        code = [path for path in folder.rglob("*.py") if path.is_file()]
+        canonical["code"] = {
+            str(path.relative_to(folder)): blake3.blake3(path.read_bytes()).hexdigest() for path in code
+        }
     return blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 

@@ -125,6 +125,21 @@ def test_a_fingerprint_of_another_family_covers_all_but_the_language_model(tmp_p
     assert model_fingerprint(tmp_path) not in known
 
 
+def test_a_fingerprint_covers_code_that_the_configuration_names(tmp_path: Path) -> None:
+    folder = write_other(tmp_path)
+    (folder / "notes.py").write_text("1")
+    plain = model_fingerprint(folder)
+    (folder / "notes.py").write_text("2")
+    assert model_fingerprint(folder) == plain
+    write_other(folder, {"auto_map": {"AutoConfig": "own.Config"}})
+    found = {plain, model_fingerprint(folder)}
+    for path, code in (("notes.py", "3"), ("own.py", ""), ("parts/layers.py", ""), ("parts/layers.py", "x")):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(code)
+        found.add(model_fingerprint(folder))
+    assert len(found) == 6
+
+
 def test_both_precisions_are_found_in_one_reading(tmp_path: Path) -> None:
     folder = write(tmp_path)
     assert model_fingerprints(folder) == {

@@ -52,7 +52,10 @@ def refusal(config, folder):
         ({"model_type": "llama"}, "model_type 'llama' has no vision part"),
         ({"model_type": "siglip"}, "model_type 'siglip' has no vision part"),
         ({"model_type": "my_vl"}, "knows no model_type 'my_vl'"),
-        ({"model_type": "my_vl", "auto_map": {"AutoConfig": "my.Config"}}, "runs no code of checkpoints"),
+        (
+            {"model_type": "my_vl", "auto_map": {"AutoConfig": "my.Config"}},
+            "is not run without --trust-remote-code",
+        ),
         ({"model_type": None}, "names no model_type"),
         ({"image_token_index": None}, "image_token_index"),
     ],

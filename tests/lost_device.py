@@ -33,7 +33,8 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["encoder_service.app", "tests.lost_device"])
 
 LOSING = "TEST_LOSING"
-"""What fails, and a file that says that it has failed before; without the file, it fails in every process."""
+"""Where processes fail, one after another, and a folder of files named after those that have; without a folder, all
+processes fail at the first."""
 
 _lost = threading.Event()
 
@@ -164,15 +165,17 @@ def die(*_: Any) -> NoReturn:
 
 def main(descriptors: list[int], *, parent: int) -> None:
     """Be the process of a device that fails."""
-    what, _, once = os.environ[LOSING].partition(":")
+    stages, _, folder = os.environ[LOSING].partition(":")
     load_model = loading.load_model
 
     def load(config: Config, processes: int) -> Model:
         model = replace(load_model(config, processes), device=LosableDevice("cpu"))
-        if once and Path(once).exists():
+        left = [stage for stage in stages.split(", ") if not folder or not Path(folder, stage).exists()]
+        if not left:
             return model
-        if once:
-            Path(once).touch()
+        what = left[0]
+        if folder:
+            Path(folder, what).touch()
         if what in DEATHS_THERE:
             setattr(*DEATHS_THERE[what], die)
             return model
@@ -183,13 +186,14 @@ def main(descriptors: list[int], *, parent: int) -> None:
     process.main(descriptors, parent=parent)
 
 
-def serve(what: str, once: str, log: Path, flags: list[str]) -> None:
-    """Serve, and lose a device at a stage, or a thread: the body of a process."""
+def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
+    """Serve, and lose a device at its stages, or a thread: the body of a process."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
     app.ABORT_S = 1.0
+    session.MOST_FAILURES = 3  # each takes seconds
     if what in DEATHS:
         setattr(*DEATHS[what], die)
     elif what in TIERS:
@@ -198,5 +202,5 @@ def serve(what: str, once: str, log: Path, flags: list[str]) -> None:
         vars(session)["Device"] = LosableDevice
     else:
         devices._MODULE = "tests.lost_device"
-        os.environ[LOSING] = f"{what}:{once}"
+        os.environ[LOSING] = f"{what}:{failed}"
     os._exit(cli.main(["serve", *flags]))  # a process that returns here did not end by itself

@@ -37,9 +37,9 @@ from encoder_service.logs import set_up_logging
 log = logging.getLogger(__name__)
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
+MAX_FILES = 65_536  # many times what a server opens
 # How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
 # Submit answer; shorter than this, switching itself begins to cost.
-MAX_FILES = 65_536  # many times what a server opens
 GIL_SWITCH_S = 0.0005
 
 

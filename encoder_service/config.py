@@ -47,7 +47,7 @@ class Config(Settings):
         "model": "Model and ports",
         "tls_cert": "TLS and callers",
         "advertise": "Replicas",
-        "device": "Encoding",
+        "devices": "Encoding",
         "decoder": "Decoding",
         "store_host_gib": "Store",
         "formats": "Limits",

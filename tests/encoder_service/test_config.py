@@ -32,6 +32,10 @@ def test_every_field_is_a_flag_with_a_help_line_and_an_environment_name() -> Non
         assert "".join(field.metadata["help"].split()) in text
 
 
+def test_every_heading_of_the_help_stands_before_a_field() -> None:
+    assert set(Config.headings) <= {field.name for field in fields(Config)}
+
+
 @pytest.mark.parametrize(
     "url",
     [

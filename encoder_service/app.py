@@ -25,7 +25,6 @@ from encoder_contract.version import __version__
 from encoder_service.api.admin import AdminService
 from encoder_service.api.caller import Identity
 from encoder_service.api.describe import ServerInfo, banner, describe, facts, reachable
-from encoder_service.api.fetch import RowFormat
 from encoder_service.api.messages import PIECE_BYTES, PUT_PIECE_BYTES
 from encoder_service.api.server import Listener
 from encoder_service.api.service import EncoderService
@@ -320,12 +319,11 @@ class Server:
 
     def _build_service(self) -> EncoderService:
         config, model = self._config, self._model
-        width = model.tower.width
         info = ServerInfo(
             description=self._description,
             recipe=model.recipe,
             geometry=model.tower.geometry,
-            rows=RowFormat(width, model.recipe.dtype, width * model.tower.dtype.itemsize),
+            row_bytes=self.store.layout.row_bytes,
             transports=Transports(self.store),
             accepts_put=config.accept_put == "yes",
             encodes=not config.stores_only,

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
+from uuid import uuid4
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import GIB, Config
-from encoder_service.scheduler import Limits
+from encoder_service.scheduler import Claim, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,25 @@ class Caller:
     authorization: str | None = field(default=None, repr=False)
     certificate_names: tuple[str, ...] = ()
     signature: bytes = field(default=b"", repr=False)
+    call_id: str = field(default_factory=lambda: uuid4().hex)
+    """The identifier of the call, where the caller names no request."""
 
     @property
     def holder(self) -> str:
         """The first of `holders`: the unit of every share that does not count against the host, too."""
         return self.holders[0]
+
+    def claim(self, chunk: int = 0, needed_at: float | None = None) -> Claim:
+        """Return a new claim: demanded if there is a `needed_at` (a Fetch), else speculative (a Submit)."""
+        return Claim(
+            request_id=self.request_id or self.call_id,
+            # What a peer asks for is for those who brought the images here: see `Claim`.
+            holder="" if self.is_peer else self.holder,
+            priority=self.priority,
+            chunk=chunk,
+            needed_at=needed_at,
+            demanded=needed_at is not None,
+        )
 
 
 # What one holder may take while no other holds any.

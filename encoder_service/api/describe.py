@@ -11,7 +11,6 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
 from encoder_service.api import messages
 from encoder_service.api.caller import Identity
-from encoder_service.api.fetch import RowFormat
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.keys import Recipe
@@ -26,12 +25,17 @@ class ServerInfo:
     description: pb.DescribeResponse
     recipe: Recipe
     geometry: GridRule
-    rows: RowFormat
+    row_bytes: int
     transports: Transports
     accepts_put: bool
     encodes: bool
     identity: Identity
     fleet_key: FleetKey | None
+
+    @property
+    def max_images(self) -> int:
+        """Most images in one call."""
+        return self.description.limits.max_images_per_call
 
     def check_model(self, caller: pb.Caller) -> None:
         """Raise `ModelMismatchError` if the caller is for another model or processor than this server has."""

@@ -11,11 +11,13 @@ and time the caller has for them.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api.describe import ServerInfo
 from encoder_service.api.inbound import Requests
+from encoder_service.api.tenants import Right
 from encoder_service.limits import REFUSAL_S, Caller, Turns, name_turns
 from encoder_service.logs import known_error
 
@@ -29,17 +31,15 @@ Answer = TypeVar("Answer")
 class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
     """The state of one call. Iterate over `answers` once; `close` it in any case."""
 
-    def __init__(
-        self, requests: Requests[Request], caller: Caller, turns: Turns, check_caller: Callable[[], None]
-    ) -> None:
-        """`requests` are those after the first; `turns` keeps a call of hundreds of names from delaying others.
+    right: ClassVar[Right]
+    """What the caller must still be allowed to do at each list of names."""
 
-        `check_caller` raises when the caller may no longer call; it is asked before each list of names.
-        """
+    def __init__(self, requests: Requests[Request], caller: Caller, info: ServerInfo, turns: Turns) -> None:
+        """`requests` are those after the first; `turns` keeps a call of hundreds of names from delaying others."""
         self._requests = requests
         self._caller = caller
+        self._info = info
         self._turns = turns
-        self._check_caller = check_caller
         self._wanted: dict[int, Wanted] = {}  # by the caller's index
         # Indexes of which pieces are ignored unless they are wanted: they were on their way when the image failed.
         self._over: set[int] = set()
@@ -66,7 +66,7 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
 
     async def _names(self, names: Sequence[Name]) -> AsyncIterator[Answer]:
         """Yield the answers to a list of names, of a few at a time."""
-        self._check_caller()
+        self._info.identity.check_again(self.right, self._caller)
         indexes: set[int] = set()
         for some, pieces in name_turns(names):
             await self._turns.take(self._caller.holder, pieces)

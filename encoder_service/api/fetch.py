@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -12,15 +12,17 @@ from time import monotonic
 from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnknownImageError
 from encoder_contract.fleet_key import FleetKey
 from encoder_contract.geometry import Grid
+from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
+from encoder_service.api.describe import ServerInfo
+from encoder_service.cluster.cluster import Locations
 from encoder_service.images import FetchResult, Images
 from encoder_service.keys import ImageKey
 from encoder_service.limits import TURN_BYTES, Budget, Caller, Turns, name_turns
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
-from encoder_service.transport import Sender
 
 # Rows that are being sent, or read during a forward pass, are released sooner; a writer waits as long for space in
 # the store.
@@ -89,40 +91,16 @@ PINNED_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RowWindow:
-    """One name in the call: rows [begin, end) of an image, end 0 meaning all."""
-
-    index: int
-    begin: int
-    end: int
-
-    def is_inside(self, tokens: int) -> bool:
-        """Whether an image of so many rows has these."""
-        return self.begin < (self.end or tokens) <= tokens
-
-
-@dataclass(frozen=True, slots=True)
 class RowRequest:
-    """One image of the call, with all of its windows, and its claim for the scheduler.
+    """One image of the call, with its claim for the scheduler, and a window of its rows for each time that it is named.
 
     The rows of an image are found, awaited and pinned once, even if the call names it several times.
     """
 
     key: ImageKey
     claim: Claim
-    windows: Sequence[RowWindow]
-
-
-RowsOf = Callable[[RowRequest], Awaitable[FetchResult]]
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """What a row is on this server."""
-
-    width: int
-    dtype: str
-    row_bytes: int
+    windows: Sequence[pb.FetchImage]
+    """Rows [row_begin, row_end), `row_end` 0 meaning all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,29 +112,29 @@ class _Outcome:
     wait_s: float
     hold: ExitStack = field(default_factory=ExitStack)
 
-    def of(self, window: RowWindow) -> FetchResult | EncoderError:
+    def of(self, window: pb.FetchImage) -> FetchResult | EncoderError:
         """Return the outcome of one window of the image."""
-        if isinstance(self.result, EncoderError) or window.is_inside(self.result.pin.tokens):
+        if isinstance(self.result, EncoderError):
             return self.result
-        return InvalidRequestError(
-            f"row window [{window.begin}, {window.end}) is outside the image's {self.result.pin.tokens} rows"
-        )
+        begin, end, tokens = window.row_begin, window.row_end, self.result.pin.tokens
+        if begin < (end or tokens) <= tokens:
+            return self.result
+        return InvalidRequestError(f"row window [{begin}, {end}) is outside the image's {tokens} rows")
 
 
 async def row_requests(
-    images: Collection[pb.FetchImage],
-    key_of: Callable[[pb.FetchImage], ImageKey],
-    claim: Callable[[int, float], Claim],
-    turns: Turns,
-    caller: Caller,
+    request: pb.FetchRequest, caller: Caller, info: ServerInfo, turns: Turns
 ) -> list[RowRequest]:
     """Return what a call asks for, by image, with the windows and the first need of each.
 
-    `claim` makes one of the chunk and the time, on `monotonic`'s clock, at which the image is needed first. Raises
-    `InvalidRequestError` for an index that is used twice.
+    Raises `InvalidRequestError` for an invalid name, an index that is used twice, and too few or too many images.
     """
+    images = request.images
+    if not 0 < len(images) <= info.max_images:
+        raise InvalidRequestError(f"a Fetch call must name 1 to {info.max_images} images, got {len(images)}")
     if len({image.index for image in images}) < len(images):
         raise InvalidRequestError("two images of this call have the same index")
+    producer = Producer.from_message(request.producer) if request.HasField("producer") else None
     now = monotonic()
     named: dict[tuple[object, ...], list[pb.FetchImage]] = {}
     for image in images:  # by name, as a name is cheaper to compare than an address is to make
@@ -170,37 +148,15 @@ async def row_requests(
     wanted: list[RowRequest] = []
     for some, pieces in name_turns(list(named.values())):
         await turns.take(caller.holder, pieces)
-        wanted += [
-            RowRequest(
-                key_of(same[0]),
-                claim(
-                    min(image.chunk for image in same), now + min(image.needed_in_ms for image in same) / 1000
-                ),
-                [RowWindow(image.index, image.row_begin, image.row_end) for image in same],
-            )
-            for same in some
-        ]
+        for same in some:
+            if producer is not None:
+                key = messages.put_image_key(producer, same[0], caller.salt)
+            else:
+                key = messages.image_key(info.recipe, same[0], caller.salt)
+            needed_at = now + min(image.needed_in_ms for image in same) / 1000
+            claim = caller.claim(min(image.chunk for image in same), needed_at)
+            wanted.append(RowRequest(key, claim, same))
     return wanted
-
-
-async def rows_anywhere(
-    images: Images, requests: Sequence[RowRequest], caller: Caller, grace_s: float
-) -> RowsOf:
-    """Return a function that finds rows here or elsewhere; ask now, for all images, which replicas hold them."""
-    located = await images.locate([wanted.key for wanted in requests])
-    return lambda wanted: images.rows(wanted.key, wanted.claim, caller, grace_s, located)
-
-
-def rows_of_this_replica(images: Images) -> RowsOf:
-    """Return a function that finds rows that are held or being made here, and no others."""
-
-    async def rows_of(wanted: RowRequest) -> FetchResult:
-        found = await images.rows_here(wanted.key, wanted.claim)
-        if found is None:
-            raise UnknownImageError(f"this replica does not hold {wanted.key.named}")
-        return found
-
-    return rows_of
 
 
 class FetchCall:
@@ -208,33 +164,32 @@ class FetchCall:
 
     def __init__(
         self,
-        rows_of: RowsOf,
+        request: pb.FetchRequest,
         wanted: Sequence[RowRequest],
-        call: Call,
         images: Images,
-        *,
+        call: Call,
         caller: Caller,
-        sender: Sender,
-        rows: RowFormat,
-        pinned_bytes: Budget,
+        info: ServerInfo,
         turns: Turns,
-        fleet_key: FleetKey | None = None,
+        pinned_bytes: Budget,
     ) -> None:
-        """`turns` keeps a call of hundreds of images from delaying the calls of others.
+        """`wanted` is what `request` asks for; `turns` keeps a call of hundreds of images from delaying others.
 
-        With `fleet_key`, the caller is a peer, and the rows are signed.
+        Rows for a peer are signed with the fleet's key, if there is one.
         """
-        self._rows_of = rows_of
         self._wanted = wanted
-        self._call = call
         self._images = images
-        self._sender = sender
-        self._rows = rows
+        self._call = call
+        self._caller = caller
+        self._info = info
         self._turns = turns
-        self._fleet_key = fleet_key
-        self._holder = caller.holder
-        places = len(wanted) if sender.holds else PINNED_AHEAD
-        self._holds = Holds(pinned_bytes, caller, places, rows.row_bytes)
+        self._fleet_key = info.fleet_key if caller.is_peer else None
+        self._grace_s = min(request.grace_ms, info.description.limits.max_grace_ms) / 1000
+        self._local_only = request.local_only
+        self._located: Mapping[bytes, Locations] = {}
+        self._sender = info.transports.choose(request, is_local=caller.is_local)
+        places = len(wanted) if self._sender.holds else PINNED_AHEAD
+        self._holds = Holds(pinned_bytes, caller, places, info.row_bytes)
 
     async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the messages of the call; rows are already framed, as bytes.
@@ -243,10 +198,12 @@ class FetchCall:
         what is about to be sent is pinned, however slowly the caller reads. When the call ends, every pin is released
         and withdraws every claim.
         """
+        if not self._local_only:
+            self._located = await self._images.locate([wanted.key for wanted in self._wanted])
         tasks: set[asyncio.Task[_Outcome]] = set()
         try:
             for some, pieces in name_turns(self._wanted):
-                await self._turns.take(self._holder, pieces)
+                await self._turns.take(self._caller.holder, pieces)
                 tasks |= {asyncio.create_task(self._resolve(wanted)) for wanted in some}
             for resolved in asyncio.as_completed(tasks):
                 outcome = await resolved
@@ -266,9 +223,17 @@ class FetchCall:
             await self._end(tasks)
 
     async def _rows_in_reach(self, wanted: RowRequest) -> FetchResult:
-        await self._turns.take(self._holder)
-        found = await self._rows_of(wanted)
+        await self._turns.take(self._caller.holder)
+        found = await self._rows(wanted.key, wanted.claim)
         await self._sender.reach(found.pin)
+        return found
+
+    async def _rows(self, key: ImageKey, claim: Claim) -> FetchResult:
+        """Return the rows of an image; with `local_only`, of one that is held or being encoded here, and no other."""
+        if not self._local_only:
+            return await self._images.rows(key, claim, self._caller, self._grace_s, self._located)
+        if (found := await self._images.rows_here(key, claim)) is None:
+            raise UnknownImageError(f"this replica does not hold {key.named}")
         return found
 
     async def _resolve(self, wanted: RowRequest) -> _Outcome:
@@ -285,27 +250,27 @@ class FetchCall:
         return _Outcome(wanted, replace(found, pin=pin), wait_s, hold)
 
     async def _messages(
-        self, window: RowWindow, result: FetchResult | EncoderError, wait_s: float
+        self, window: pb.FetchImage, result: FetchResult | EncoderError, wait_s: float
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the outcome of one name: its error, or its rows."""
         if isinstance(result, EncoderError):
             self._call.fetched("failed", wait_s, {}, result)
-            await self._turns.take(self._holder)
+            await self._turns.take(self._caller.holder)
             yield pb.FetchResponse(error=messages.error_message(window.index, result))
             return
         self._call.fetched(result.source, wait_s, result.stage_ms)
         began = monotonic()
-        ready = _ready(window, result, self._rows)
+        ready = _ready(window, result, self._info)
         await self._sender.prepare(ready, result.pin)
         if self._fleet_key is not None and not self._sender.holds:
             await _sign(ready, result.pin, self._fleet_key)
         message: pb.FetchResponse | bytes = pb.FetchResponse(ready=ready)
         for frame in self._sender.frames(ready, result.pin):
-            await self._turns.take(self._holder, _pieces(message))
+            await self._turns.take(self._caller.holder, _pieces(message))
             yield message
             message = frame
         # Counted before the last message, as a caller that has it may end the call at once.
-        await self._turns.take(self._holder, _pieces(message))
+        await self._turns.take(self._caller.holder, _pieces(message))
         self._call.transferred(self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began)
         yield message
 
@@ -313,7 +278,7 @@ class FetchCall:
         running = [task for task in tasks if not task.done()]
         try:
             for some, pieces in name_turns(running):
-                await self._turns.take(self._holder, pieces)
+                await self._turns.take(self._caller.holder, pieces)
                 for task in some:
                     task.cancel()
                 await asyncio.gather(*some, return_exceptions=True)
@@ -334,18 +299,18 @@ def _pieces(message: pb.FetchResponse | bytes) -> int:
     return 1 + len(message) // TURN_BYTES if isinstance(message, bytes) else 1
 
 
-def _ready(window: RowWindow, found: FetchResult, rows: RowFormat) -> pb.ImageReady:
+def _ready(window: pb.FetchImage, found: FetchResult, info: ServerInfo) -> pb.ImageReady:
     pin = found.pin
-    end = window.end or pin.tokens
+    end = window.row_end or pin.tokens
     ready = pb.ImageReady(
         index=window.index,
         address=pin.address,
         grid=messages.grid_message(pin.grid),
-        row_begin=window.begin,
+        row_begin=window.row_begin,
         row_end=end,
-        width=rows.width,
-        dtype=rows.dtype,
-        row_bytes=(end - window.begin) * rows.row_bytes,
+        width=info.description.width,
+        dtype=info.description.dtype,
+        row_bytes=(end - window.row_begin) * info.row_bytes,
         source=SOURCES[found.source],
     )
     ready.stage_ms.update(found.stage_ms)

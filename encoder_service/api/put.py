@@ -16,12 +16,12 @@ from encoder_contract.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from encoder_contract.geometry import Grid
+from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
+from encoder_service.api.describe import ServerInfo
 from encoder_service.api.exchange import Exchange
-from encoder_service.api.fetch import RowFormat
 from encoder_service.api.inbound import Requests
 from encoder_service.images import Lease, PutImage, PutLeases
 from encoder_service.limits import TURN_BYTES, Caller, Hold, Turns
@@ -41,17 +41,6 @@ LATE = "the lease ended before the rows had arrived"
 PutMessage = pb.PutRequest | tuple[int, memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class PutRoom:
-    """What all Put calls share: the leases, the store, and the turns."""
-
-    leases: PutLeases
-    store: Store
-    rows: RowFormat
-    turns: Turns
-    is_draining: Callable[[], bool]
-
-
 @dataclass(eq=False, slots=True)
 class _Wanted:
     """An image for which this call holds the lease, and how much of it has arrived."""
@@ -69,37 +58,41 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
     An index may be used again once its image has had its last answer.
     """
 
+    right = "put"
+
     def __init__(
         self,
-        room: PutRoom,
+        leases: PutLeases,
+        store: Store,
         call: Call,
         requests: Requests[PutMessage],
         caller: Caller,
+        info: ServerInfo,
+        turns: Turns,
         *,
+        producer: Producer,
         under_way: Hold,
-        new_image: Callable[[pb.PutName], PutImage],
-        tokens: Callable[[Grid], int],
-        max_images: int,
         segment: int | None,
-        check_caller: Callable[[], None],
+        is_draining: Callable[[], bool],
     ) -> None:
         """`under_way` is what the call holds of the bytes of rows that are not complete, of all callers together.
 
-        `segment` is the open file through which rows may come; the call closes it. For the rest see `Exchange`.
+        `segment` is the open file through which rows may come; the call closes it. For `requests`, `caller`, `info` and
+        `turns` see `Exchange`.
         """
-        super().__init__(requests, caller, room.turns, check_caller)
-        self._room = room
+        super().__init__(requests, caller, info, turns)
+        self._leases = leases
+        self._store = store
         self._call = call
+        self._producer = producer
         self._under_way = under_way
-        self._new_image = new_image
-        self._tokens = tokens
-        self._max_images = max_images
         self._segment = segment
+        self._is_draining = is_draining
 
     def opened(self) -> pb.PutResponse:
         """Return the answer to the call's first message."""
         opened = pb.PutOpened(
-            lease_ms=round(self._room.leases.lease_s * 1000),
+            lease_ms=round(self._leases.lease_s * 1000),
             shm=self._segment is not None,
             max_message_bytes=messages.PUT_PIECE_BYTES,
         )
@@ -114,7 +107,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
     def _due(self) -> list[pb.PutResponse]:
         ended = [index for index, wanted in self._wanted.items() if not wanted.lease.open]
         answers = [self._fail(index, DeadlineError(LATE)) for index in ended]
-        if self._room.is_draining() and not self._wanted and not answers:
+        if self._is_draining() and not self._wanted and not answers:
             raise UnavailableError("the server is draining: use another server")
         return answers
 
@@ -149,28 +142,28 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
     def _take_index(self, index: int) -> None:
         if index in self._wanted:
             raise InvalidRequestError(f"index {index} is in use: wait for the last answer for its image")
-        if index >= self._max_images:
-            raise InvalidRequestError(f"index {index} must be below max_images_per_call = {self._max_images}")
+        if index >= (most := self._info.max_images):
+            raise InvalidRequestError(f"index {index} must be below max_images_per_call = {most}")
         self._over.discard(index)
 
     def _image(self, name: pb.PutName) -> PutImage:
-        rows = self._room.rows
-        if (name.width, name.dtype) != (rows.width, rows.dtype):
+        ours = self._info.description
+        if (name.width, name.dtype) != (ours.width, ours.dtype):
             raise InvalidRequestError(
-                f"this server's row has {rows.width} {rows.dtype} elements, got {name.width} {name.dtype[:16]!r}"
+                f"this server's row has {ours.width} {ours.dtype} elements, got {name.width} {name.dtype[:16]!r}"
             )
-        return self._new_image(name)
+        return messages.put_image(self._producer, self._caller.salt, name)
 
     async def _look_up(self, images: Sequence[PutImage]) -> list[pb.PutResponse]:
         answers = []
-        for image, answer in zip(images, await self._room.leases.ask(images, self._caller), strict=True):
+        for image, answer in zip(images, await self._leases.ask(images, self._caller), strict=True):
             if isinstance(answer, EncoderError):
                 answers.append(self._failure(image.index, answer))
                 continue
             wait_s = answer.wait_s
             if answer.lease is not None:
-                self._wanted[image.index] = _Wanted(answer.lease, self._tokens(image.grid))
-                wait_s = self._room.leases.lease_s
+                self._wanted[image.index] = _Wanted(answer.lease, self._info.geometry.tokens(image.grid))
+                wait_s = self._leases.lease_s
             self._call.put(answer.holding)
             answers.append(self._state(image, answer.holding, round(wait_s * 1000)))
         return answers
@@ -202,7 +195,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
         Raises `OverloadedError`, and `ImageLimitError` for rows that can never fit.
         """
         if wanted.incoming is None:
-            size = wanted.tokens * self._room.rows.row_bytes
+            size = wanted.tokens * self._info.row_bytes
             if size > self._under_way.most:
                 raise ImageLimitError(
                     f"its rows have {size} bytes, but at most {self._under_way.most} may be on their way "
@@ -211,7 +204,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
             self._under_way.resize(self._under_way.amount + size)
             wanted.held_bytes = size
             key, grid = wanted.lease.image.key, wanted.lease.image.grid
-            wanted.incoming = self._room.store.receive(key.address, wanted.tokens, grid, self._caller.holder)
+            wanted.incoming = self._store.receive(key.address, wanted.tokens, grid, self._caller.holder)
         return wanted.incoming
 
     async def _read(self, wanted: _Wanted, incoming: Incoming, extent: pb.Extent) -> None:
@@ -226,7 +219,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
     def _complete(self, wanted: _Wanted) -> pb.PutResponse:
         """Answer an image whose rows are in the store."""
         self._under_way.resize(self._under_way.amount - wanted.held_bytes)
-        self._room.leases.kept(wanted.lease)
+        self._leases.kept(wanted.lease)
         self._call.put("kept", wanted.held_bytes)
         return self._state(wanted.lease.image, "held")
 
@@ -234,7 +227,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
         if wanted.incoming is not None:
             _drop_unused(wanted.incoming, wanted.working)
         self._under_way.resize(self._under_way.amount - wanted.held_bytes)
-        self._room.leases.give_up(wanted.lease)
+        self._leases.give_up(wanted.lease)
 
     def _failed(self, index: int, error: EncoderError) -> pb.PutResponse:
         self._call.put("failed", error=error)

@@ -1,11 +1,10 @@
 """The gRPC service: Describe, Submit, Fetch and Put. Nothing here blocks the event loop."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from time import monotonic
 from typing import Any, Literal
-from uuid import uuid4
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError, ModelMismatchError, UnavailableError
 from encoder_contract.producer import Producer
@@ -13,23 +12,16 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
 from encoder_service.api.describe import ServerInfo
-from encoder_service.api.fetch import (
-    FetchCall,
-    RowRequest,
-    row_requests,
-    rows_anywhere,
-    rows_of_this_replica,
-)
+from encoder_service.api.fetch import FetchCall, row_requests
 from encoder_service.api.inbound import Entrance, Inbound, Methods
-from encoder_service.api.put import PutCall, PutMessage, PutRoom
+from encoder_service.api.put import PutCall, PutMessage
 from encoder_service.api.submit import SubmitCall, Uploads
 from encoder_service.images import Images, PutLeases
-from encoder_service.keys import ImageKey
 from encoder_service.limits import Budgets, Caller, Turns
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import Claim
 from encoder_service.store import Store
 
+CallKind = Literal["submit", "fetch", "put"]
 SERVICE = "encoder_contract.v1.EncoderService"
 
 
@@ -46,11 +38,12 @@ class EncoderService:
         budgets: Budgets,
     ) -> None:
         self._images = images
+        self._leases = leases
+        self._store = store
         self._info = info
         self._metrics = metrics
         self._budgets = budgets
         self._turns = Turns()
-        self._put_room = PutRoom(leases, store, info.rows, self._turns, lambda: self.draining)
         self.draining = False
 
     async def describe(self, _request: pb.DescribeRequest, caller: Caller) -> pb.DescribeResponse:
@@ -74,7 +67,16 @@ class EncoderService:
             raise ModelMismatchError(
                 "this server only stores rows (--store-only): submit images to a server that encodes, or put their rows"
             )
-        submitting = self._submitting(caller, call, inbound)
+        limits = self._info.description.limits
+        uploads = Uploads(
+            inbound.held.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
+            max_image_bytes=limits.max_image_bytes,
+            max_video_bytes=limits.max_video_bytes,
+            idle_s=self._budgets.upload_idle_s,
+        )
+        submitting = SubmitCall(
+            self._images, uploads, call, inbound.requests, caller, self._info, self._turns
+        )
         inbound.held.callback(submitting.close)
         async for answer in submitting.answers():
             yield answer
@@ -91,11 +93,20 @@ class EncoderService:
         is_peer = identity.is_peer(raw, inbound.caller)
         if not is_peer:
             identity.require("fetch", inbound.caller)  # before anything is parsed
-        request = messages.parse_fetch(raw, self._info.description.limits.max_images_per_call)
+        request = messages.parse_fetch(raw, self._info.max_images)
         caller = self._admitted("fetch", inbound.caller, request.caller, call, is_peer=is_peer)
         inbound.held.enter_context(self._budgets.fetched_images.hold(caller, len(request.images)))
-        wanted = await self._wanted(request, caller)
-        fetching = await self._fetching(request, wanted, caller, call)
+        wanted = await row_requests(request, caller, self._info, self._turns)
+        fetching = FetchCall(
+            request,
+            wanted,
+            self._images,
+            call,
+            caller,
+            self._info,
+            self._turns,
+            self._budgets.pinned_bytes,
+        )
         # When the caller leaves, its pins are released now, not at garbage collection.
         async with aclosing(fetching.answers()) as answers:
             async for message in answers:
@@ -109,14 +120,26 @@ class EncoderService:
         if isinstance(first, tuple) or first.WhichOneof("message") != "open":
             raise InvalidRequestError("the first message of a Put call must be `open`")
         caller = self._admitted("put", inbound.caller, first.open.caller, call)
-        putting = self._putting(caller, first.open, call, inbound)
+        putting = PutCall(
+            self._leases,
+            self._store,
+            call,
+            inbound.requests,
+            caller,
+            self._info,
+            self._turns,
+            producer=Producer.from_message(first.open.producer),
+            under_way=inbound.held.enter_context(self._budgets.put_bytes.hold(caller, 0)),
+            segment=self._info.transports.open_segment(first.open, is_local=caller.is_local),
+            is_draining=lambda: self.draining,
+        )
         inbound.held.callback(putting.close)
         yield putting.opened()
         async for answer in putting.answers():
             yield answer
         call.complete = True
 
-    def _begun(self, kind: Literal["submit", "fetch", "put"], inbound: Inbound[Any]) -> Call:
+    def _begun(self, kind: CallKind, inbound: Inbound[Any]) -> Call:
         """Return the record of a call, which ends with it."""
         call = Call(self._metrics, kind, inbound.caller)
         inbound.held.callback(call.close)
@@ -125,7 +148,7 @@ class EncoderService:
 
     def _admitted(
         self,
-        right: Literal["submit", "fetch", "put"],
+        right: CallKind,
         caller: Caller,
         said: pb.Caller,
         call: Call,
@@ -147,95 +170,6 @@ class EncoderService:
             raise UnavailableError("the server is draining: use another server")
         self._info.check_model(said)
         return caller
-
-    def _putting(
-        self, caller: Caller, opened: pb.PutOpen, call: Call, inbound: Inbound[PutMessage]
-    ) -> PutCall:
-        producer = Producer.from_message(opened.producer)
-        return PutCall(
-            self._put_room,
-            call,
-            inbound.requests,
-            caller,
-            under_way=inbound.held.enter_context(self._budgets.put_bytes.hold(caller, 0)),
-            new_image=partial(messages.put_image, producer, caller.salt),
-            tokens=self._info.geometry.tokens,
-            max_images=self._info.description.limits.max_images_per_call,
-            segment=self._info.transports.open_segment(opened, is_local=caller.is_local),
-            check_caller=partial(self._info.identity.check_again, "put", caller),
-        )
-
-    def _submitting(self, caller: Caller, call: Call, inbound: Inbound[pb.SubmitRequest]) -> SubmitCall:
-        limits = self._info.description.limits
-        room = inbound.held.enter_context(self._budgets.upload_bytes.hold(caller, 0))
-        return SubmitCall(
-            self._images,
-            Uploads(
-                room,
-                max_image_bytes=limits.max_image_bytes,
-                max_video_bytes=limits.max_video_bytes,
-                idle_s=self._budgets.upload_idle_s,
-            ),
-            call,
-            inbound.requests,
-            caller,
-            turns=self._turns,
-            new_claim=partial(_claim, caller, uuid4().hex),
-            new_key=partial(self._key, caller.salt),
-            tokens=self._info.geometry.tokens,
-            max_images=limits.max_images_per_call,
-            check_caller=partial(self._info.identity.check_again, "submit", caller),
-        )
-
-    async def _fetching(
-        self, request: pb.FetchRequest, wanted: Sequence[RowRequest], caller: Caller, call: Call
-    ) -> FetchCall:
-        grace_ms = min(request.grace_ms, self._info.description.limits.max_grace_ms)
-        rows_of = (
-            rows_of_this_replica(self._images)
-            if request.local_only
-            else await rows_anywhere(self._images, wanted, caller, grace_ms / 1000)
-        )
-        return FetchCall(
-            rows_of,
-            wanted,
-            call,
-            self._images,
-            caller=caller,
-            sender=self._info.transports.choose(request, is_local=caller.is_local),
-            rows=self._info.rows,
-            pinned_bytes=self._budgets.pinned_bytes,
-            turns=self._turns,
-            fleet_key=self._info.fleet_key if caller.is_peer else None,
-        )
-
-    async def _wanted(self, request: pb.FetchRequest, caller: Caller) -> list[RowRequest]:
-        most = self._info.description.limits.max_images_per_call
-        if not 0 < len(request.images) <= most:
-            raise InvalidRequestError(f"a Fetch call must name 1 to {most} images, got {len(request.images)}")
-        if request.HasField("producer"):
-            by = Producer.from_message(request.producer)
-            key_of = partial(messages.put_image_key, by, salt=caller.salt)
-        else:
-            key_of = partial(self._key, caller.salt)
-        claim = partial(_claim, caller, uuid4().hex)
-        return await row_requests(request.images, key_of, claim, self._turns, caller)
-
-    def _key(self, salt: bytes, image: pb.ImageName | pb.FetchImage) -> ImageKey:
-        return messages.image_key(self._info.recipe, image, salt)
-
-
-def _claim(caller: Caller, call_id: str, chunk: int = 0, needed_at: float | None = None) -> Claim:
-    """Return a claim of a call: demanded if there is a `needed_at` (a Fetch), else speculative (a Submit)."""
-    return Claim(
-        request_id=caller.request_id or call_id,
-        # What a peer asks for is for those who brought the images here: see `Claim`.
-        holder="" if caller.is_peer else caller.holder,
-        priority=caller.priority,
-        chunk=chunk,
-        needed_at=needed_at,
-        demanded=needed_at is not None,
-    )
 
 
 def methods(service: EncoderService, entrance: Entrance, submits: Entrance, max_images: int) -> Methods:

@@ -3,21 +3,20 @@
 `Uploads` reserves space before the bytes are sent, and releases it when they stop arriving.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
 
 from encoder_contract.errors import DeadlineError, EncoderError, ImageLimitError, InvalidRequestError
-from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.call_log import Call
+from encoder_service.api.describe import ServerInfo
 from encoder_service.api.exchange import Exchange
 from encoder_service.api.inbound import Requests
 from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, Keeper, LookupResult, SubmittedImage
-from encoder_service.keys import ImageKey
 from encoder_service.limits import Caller, Hold, Turns
 from encoder_service.scheduler import Claim
 
@@ -124,6 +123,8 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
     that need its file are wanted, and the others are answered once that has arrived.
     """
 
+    right = "submit"
+
     def __init__(
         self,
         images: Images,
@@ -131,23 +132,14 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         call: Call,
         requests: Requests[pb.SubmitRequest],
         caller: Caller,
-        *,
+        info: ServerInfo,
         turns: Turns,
-        new_claim: Callable[[], Claim],
-        new_key: Callable[[pb.ImageName], ImageKey],
-        tokens: Callable[[Grid], int],
-        max_images: int,
-        check_caller: Callable[[], None],
     ) -> None:
-        """For `requests`, `caller`, `turns` and `check_caller` see `Exchange`."""
-        super().__init__(requests, caller, turns, check_caller)
+        """For `requests`, `caller`, `info` and `turns` see `Exchange`."""
+        super().__init__(requests, caller, info, turns)
         self._images = images
         self._uploads = uploads
         self._call = call
-        self._new_claim = new_claim
-        self._new_key = new_key
-        self._tokens = tokens
-        self._max_images = max_images
         self._claims: dict[int, Claim] = {}  # by index
         self._keeper = Keeper()
         self._keeps_names = False  # those that are being answered
@@ -232,14 +224,12 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
     def _take_index(self, index: int) -> None:
         if index in self._over:
             raise InvalidRequestError(f"index {index} is used twice in this call")
-        if len(self._over) >= self._max_images:
-            raise InvalidRequestError(
-                f"the call names more than max_images_per_call = {self._max_images} images"
-            )
+        if len(self._over) >= (most := self._info.max_images):
+            raise InvalidRequestError(f"the call names more than max_images_per_call = {most} images")
         self._over.add(index)
 
     def _image(self, name: pb.ImageName) -> SubmittedImage:
-        key = self._new_key(name)
+        key = messages.image_key(self._info.recipe, name, self._caller.salt)
         grid = messages.claimed_grid(name)
         return SubmittedImage(name.index, key, grid, name.size_bytes, self._claim(name.index), name.video)
 
@@ -247,7 +237,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         """Return a new claim on an image, which replaces the one that ended with its rows or its failure."""
         if (before := self._claims.get(index)) is not None:
             self._images.withdraw(before)
-        claim = self._claims[index] = self._new_claim()
+        claim = self._claims[index] = self._caller.claim()
         return claim
 
     async def _look_up(self, images: Sequence[SubmittedImage]) -> list[pb.SubmitResponse]:
@@ -271,7 +261,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
             return [messages.state_message(image.index, b"", known, 0)]
         if known.grid is not None:
             self._call.submitted("cached" if known.cached else "queued")
-            tokens = self._tokens(known.grid)
+            tokens = self._info.geometry.tokens(known.grid)
             return [messages.state_message(image.index, image.key.address, known, tokens)]
         if image.file_is_video:
             if (behind := self._behind.get(image.key.source_key)) is not None:

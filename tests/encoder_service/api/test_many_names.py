@@ -63,7 +63,7 @@ async def test_a_submit_of_hundreds_of_names_yields_the_loop(
     async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
         digests = [content_digest(n.to_bytes(4, "big")) for n in range(512)]
         named, tasks = 0, [len(asyncio.all_tasks())]
-        key = server.service._key
+        key = messages.image_key
 
         def counted(*names: Any) -> ImageKey:
             nonlocal named
@@ -80,7 +80,7 @@ async def test_a_submit_of_hundreds_of_names_yields_the_loop(
                 before = named
             return each
 
-        monkeypatch.setattr(server.service, "_key", counted)
+        monkeypatch.setattr(messages, "image_key", counted)
         submit = (await stub(client)).Submit(timeout=60)
         await submit.write(pb.SubmitRequest(open=pb.Caller()))
         names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(digests)]

@@ -16,6 +16,7 @@ from encoder_service.api import messages
 from encoder_service.api.caller import caller_of
 from encoder_service.api.messages import Context
 from encoder_service.limits import REFUSAL_S, Budget, Caller
+from encoder_service.logs import known_error
 
 log = logging.getLogger(__name__)
 
@@ -125,12 +126,16 @@ class Entrance:
             caller = caller_of(context)
             async with AsyncExitStack() as held:
                 call = Inbound(caller, Requests(context.read, parse), held, partial(_refused, caller))
-                with messages.Border(context, lambda error: call.on_error(error)):
+                try:
                     self._enter(caller, context)
                     # When the caller disconnects, its call releases what it holds now, not at garbage collection.
                     async with aclosing(serve(call)) as answers:
                         async for answer in answers:
                             await self._send(answer, context)
+                except Exception as error:  # noqa: BLE001 - an unexpected one is logged under the id that its caller is told
+                    known = known_error(error)
+                    call.on_error(known)
+                    messages.end_with(context, known)
             if context.code():
                 await asyncio.sleep(REFUSAL_S)
 

@@ -1,7 +1,6 @@
 """Translates between protobuf messages and the server's own types, and turns errors into statuses."""
 
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -16,7 +15,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import Frames
 from encoder_service.images import LookupResult, PutImage
 from encoder_service.keys import MAX_SALT_BYTES, ImageKey, Recipe, put_key
-from encoder_service.logs import known_error
+from encoder_service.scheduler.policy import MAX_PRIORITY, MIN_PRIORITY
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
@@ -29,7 +28,6 @@ NAME_BYTES = 256
 # limit until the message is complete.
 PIECE_BYTES = 256 << 10
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
-MAX_PRIORITY = 8
 # Rows have a hundred times as many bytes as their image, so the cost of a message matters. For servers that accept Put.
 PUT_PIECE_BYTES = 1 << 20
 # Fields of a request beside the names of images.
@@ -107,9 +105,9 @@ def check_caller(caller: pb.Caller) -> None:
         or len(caller.client_id.encode()) > MAX_REQUEST_ID_BYTES
     ):
         raise InvalidRequestError(f"request_id and client_id may have at most {MAX_REQUEST_ID_BYTES} bytes")
-    if abs(caller.priority) > MAX_PRIORITY:
+    if not MIN_PRIORITY <= caller.priority <= MAX_PRIORITY:
         raise InvalidRequestError(
-            f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {caller.priority}"
+            f"priority must be from {MIN_PRIORITY} to {MAX_PRIORITY}, got {caller.priority}"
         )
     if len(caller.tenant_salt) > MAX_SALT_BYTES:
         raise InvalidRequestError(
@@ -223,46 +221,16 @@ def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
     )
 
 
-def end_with(context: Context, status: Status, message: str, retry_after_ms: int = 0) -> None:
-    """Set the status with which a call ends once its handler returns.
+def end_with(context: Context, error: EncoderError) -> None:
+    """Set the status of an error, with which a call ends once its handler returns.
 
     `context.abort` would raise an exception that gRPC keeps: a reference cycle with every frame of the handler, and so
     with the request, until a garbage collection. It also fails when the caller has left.
     """
-    context.set_code(_CODES[status])
-    context.set_details(message)
-    if retry_after_ms:
-        context.set_trailing_metadata((("retry-after-ms", str(retry_after_ms)),))
-
-
-class Border:
-    """Ends a call with the status of the error that its handler raised, and suppresses the error.
-
-    An unexpected error is logged under an incident id. `on_error` is called with the error, which is an `EncoderError`
-    by then.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        on_error: Callable[[EncoderError], None] = lambda _error: None,
-    ) -> None:
-        self._context = context
-        self._on_error = on_error
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(
-        self, _: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> bool:
-        """Set the call's status if `error` ended it; a call that was cancelled is left alone."""
-        if not isinstance(error, Exception):
-            return False
-        known = known_error(error)
-        self._on_error(known)
-        end_with(self._context, known.status, known.message, known.retry_after_ms)
-        return True
+    context.set_code(_CODES[error.status])
+    context.set_details(error.message)
+    if error.retry_after_ms:
+        context.set_trailing_metadata((("retry-after-ms", str(error.retry_after_ms)),))
 
 
 def _is_piece(raw: bytes) -> bool:

@@ -180,7 +180,7 @@ class Transports:
 
     def __init__(self, store: Store) -> None:
         self._senders = {transport: sender(store) for transport, sender in SENDERS.items()}
-        self._incoming = CallerSegments(store)
+        self._segment = store.segment
 
     def describe(self, description: pb.DescribeResponse, *, is_local: bool) -> None:
         """Add those that a caller can use, and what it has to know for that."""
@@ -197,31 +197,13 @@ class Transports:
         )
 
     def open_segment(self, opened: pb.PutOpen, *, is_local: bool) -> int | None:
-        """Return the file through which a caller puts rows, open for reading; None: they come inline."""
-        return self._incoming.open(opened) if is_local else None
+        """Return the file through which a caller puts rows, open for reading; None: they come inline.
 
-    def _usable(self, *, is_local: bool) -> Iterator[Sender]:
-        return (
-            sender
-            for sender in self._senders.values()
-            if sender.offered and (is_local or not sender.is_local)
-        )
-
-
-class CallerSegments:
-    """Opens the files that callers name. It reads from them and never maps them: they may be cut short at any time."""
-
-    def __init__(self, store: Store) -> None:
-        """Open files in the folder of the segment of `store`, for callers that can read that segment."""
-        self._segment = store.segment
-
-    def open(self, opened: pb.PutOpen) -> int | None:
-        """Return the descriptor of the file, for reading; None if there is none, or it may not be opened.
-
-        Only a regular file of our user, in our folder, and only for a caller that has proved it could open it itself.
+        Only a regular file of our user, in our segment's folder, and only for a caller that has proved it could open it
+        itself. It is read and never mapped: the caller may cut it short at any time.
         """
         path = Path(opened.segment)
-        if not opened.segment or path.parent != self._segment.path.parent:
+        if not is_local or not opened.segment or path.parent != self._segment.path.parent:
             return None
         if not compare_digest(opened.shm_proof, self._segment.segment_id):
             return None
@@ -235,3 +217,10 @@ class CallerSegments:
             return file
         os.close(file)
         return None
+
+    def _usable(self, *, is_local: bool) -> Iterator[Sender]:
+        return (
+            sender
+            for sender in self._senders.values()
+            if sender.offered and (is_local or not sender.is_local)
+        )

@@ -23,10 +23,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from time import monotonic
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -305,10 +306,8 @@ class DecoderChild:
         number, memory = process.room(len(file))
         memory.put(file)
         request = {"memory": number, "bytes": len(file), "formats": formats, "may_take": _BESIDE_PIXELS_BYTES}
-        said = self._ask(process, memory, request, _HEADER_CPU_S)
-        if isinstance(said, tuple):
-            return self._error(said)
-        if not isinstance(said, Header) or said.format not in formats:
+        said = self._ask(process, memory, request, _HEADER_CPU_S, Header)
+        if isinstance(said, Header) and said.format not in formats:
             raise self._died("senseless")
         return said
 
@@ -325,11 +324,9 @@ class DecoderChild:
             "out": out,
             "may_take": may_take_bytes(source.header),
         }
-        said = self._ask(process, memory, request, self._cpu_s)
-        if isinstance(said, (Header, VideoInfo)):
-            raise self._died("senseless")
-        if said is not None:
-            return self._error(said)
+        error = self._ask(process, memory, request, self._cpu_s, NoneType)
+        if error is not None:
+            return error
         width, height = source.header.upright
         return _lent(process, number, (height, width, 3), out)
 
@@ -338,12 +335,9 @@ class DecoderChild:
         process = self.ready()
         self.opened = None
         request = {"memory": VIDEO, "may_take": self._memory_bytes}
-        said = self._ask(process, file, request, self._cpu_s)
-        if isinstance(said, tuple):
-            return self._error(said)
-        if not isinstance(said, VideoInfo):
-            raise self._died("senseless")
-        self.opened, self._decoded_frames = key, 0
+        said = self._ask(process, file, request, self._cpu_s, VideoInfo)
+        if isinstance(said, VideoInfo):
+            self.opened, self._decoded_frames = key, 0
         return said
 
     def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
@@ -359,16 +353,9 @@ class DecoderChild:
             "shape": (height, width),
             "may_take": self._memory_bytes,
         }
-        said = self._ask(process, memory, request, self._cpu_s + _FRAME_CPU_S * (second - begin))
-        if isinstance(said, (Header, VideoInfo)):
-            raise self._died("senseless")
-        return self._error(said) if said is not None else _lent(process, number, (2, height, width, 3), 0)
-
-    def _error(self, said: tuple[str, bool]) -> InvalidImageError:
-        text, is_shortage_of_memory = said
-        if is_shortage_of_memory:
-            raise self._died("memory")
-        return InvalidImageError(text)
+        cpu_s = self._cpu_s + _FRAME_CPU_S * (second - begin)
+        error = self._ask(process, memory, request, cpu_s, NoneType)
+        return error if error is not None else _lent(process, number, (2, height, width, 3), 0)
 
     def end(self) -> int:
         """End its process, if there is one; return the exit status, 0 without one. The next use starts another."""
@@ -382,9 +369,14 @@ class DecoderChild:
             return 0
 
     def _ask(
-        self, process: _Process, memory: PixelMemory | VideoFile, request: dict[str, Any], cpu_s: float
-    ) -> "Answer":
-        """Return what the process answers within `cpu_s` of a processor."""
+        self,
+        process: _Process,
+        memory: PixelMemory | VideoFile,
+        request: dict[str, Any],
+        cpu_s: float,
+        kind: type[Result],
+    ) -> Result | InvalidImageError:
+        """Return what the process answers within `cpu_s` of a processor: a `kind`, or the error of the image."""
         message = json.dumps({**request, "size": memory.size}).encode()
         try:
             began_s = _cpu_s(process.pid)
@@ -405,9 +397,17 @@ class DecoderChild:
         if not reply:
             raise self._died("")
         try:
-            return parsed(reply)
+            answer = parsed(reply)
         except (ValueError, RecursionError):  # the latter of what is nested deeply
             raise self._died("senseless") from None
+        if isinstance(answer, kind):
+            return answer
+        if not isinstance(answer, tuple):
+            raise self._died("senseless")
+        text, is_shortage_of_memory = answer
+        if is_shortage_of_memory:
+            raise self._died("memory")
+        return InvalidImageError(text)
 
     @staticmethod
     def _reply(process: _Process, began_s: float, cpu_s: float) -> bytes:
@@ -529,10 +529,8 @@ class DecoderPool:
             DecoderChild(launcher, self._printed, memory_bytes=memory_bytes, cpu_s=cpu_s, videos=True)
             for _ in range(OPEN_VIDEOS)
         ]
-        self._idle_videos = deque(self._video_children)  # the one used last is last
-        self._has_idle_video = threading.Condition()
-        # The last one used is the next: its memory is warm. One that is being started is last.
-        self._idle = deque(self._children)
+        # The one used last is last, and the next for an image: its memory is warm. One that is being started is first.
+        self._idle, self._idle_videos = deque(self._children), deque(self._video_children)
         self._has_idle = threading.Condition()
         for child in self._children:
             child.launch()
@@ -560,9 +558,7 @@ class DecoderPool:
     def close(self) -> None:
         """End all processes, each once it is done with its image; a further use starts them again."""
         self._of_all(DecoderChild.end)
-        with ExitStack() as stack:
-            for child in [stack.enter_context(self._taken_for(b"")) for _ in self._video_children]:
-                child.end()
+        self._of_all(DecoderChild.end, b"")
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
         """Return the header of a file in one of some `RARE_FORMATS`, or its error, as `FileDecoder.read_header`."""
@@ -597,7 +593,7 @@ class DecoderPool:
             "opening this video",
             self._limits,
             lambda child: child.open_video(key, file),
-            self._taken_for(key),
+            key,
         )
 
     def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
@@ -618,7 +614,7 @@ class DecoderPool:
             return child.read_frames(source, first, second)
 
         what = f"decoding frames {first} and {second} of this video"
-        return self._asked(what, self._limits, read, self._taken_for(source.key))
+        return self._asked(what, self._limits, read, source.key)
 
     @property
     def _limits(self) -> tuple[str, int]:
@@ -626,56 +622,48 @@ class DecoderPool:
         return f"{self._cpu_s:g} s of a processor, and {_FRAME_CPU_S:g} s a frame", self._memory_bytes
 
     @contextmanager
-    def _taken_for(self, key: bytes) -> Iterator[DecoderChild]:
-        """Take the child that has this video open, once it is idle, or any other that is idle; or wait for one."""
-        with self._has_idle_video:
-            while True:
-                child = next((each for each in self._video_children if each.opened == key), None)
-                if child is None and self._idle_videos:
-                    child = self._idle_videos[0]
-                if child is not None and child in self._idle_videos:
-                    break
-                self._has_idle_video.wait()
-            self._idle_videos.remove(child)
-        try:
-            yield child
-        finally:
-            with self._has_idle_video:
-                self._idle_videos.append(child)
-                self._has_idle_video.notify_all()
-
-    @contextmanager
-    def _taken(self) -> Iterator[DecoderChild]:
-        """Take a child that is idle, or wait for one."""
+    def _taken(self, video: bytes | None = None) -> Iterator[DecoderChild]:
+        """Take a child that is idle, or wait for one; with the key of a `video`, that which has it open, if one has."""
+        idle = self._idle if video is None else self._idle_videos
         with self._has_idle:
-            self._has_idle.wait_for(lambda: self._idle)
-            child = self._idle.pop()
-        put_back = self._idle.append
+            while (child := self._next(video)) is None:
+                self._has_idle.wait()
+            idle.remove(child)
+        put_back = idle.append
         try:
             yield child
         except BaseException:
-            put_back = self._idle.appendleft  # its process is being started, or should be
+            put_back = idle.appendleft  # its process is being started, or should be
             raise
         finally:
             with self._has_idle:
                 put_back(child)
-                self._has_idle.notify()
+                self._has_idle.notify_all()
 
-    def _of_all(self, use: Callable[[DecoderChild], Result]) -> list[Result]:
-        """Return what `use` makes of each child, once it is idle."""
+    def _next(self, video: bytes | None) -> DecoderChild | None:
+        """Return the idle child to take; None if there is none, or the one that has the video open is not idle."""
+        if video is None:
+            return self._idle[-1] if self._idle else None
+        if (child := next((each for each in self._video_children if each.opened == video), None)) is None:
+            return self._idle_videos[0] if self._idle_videos else None
+        return child if child in self._idle_videos else None
+
+    def _of_all(self, use: Callable[[DecoderChild], Result], video: bytes | None = None) -> list[Result]:
+        """Return what `use` makes of each child, once it is idle; with a `video`, of each of those for videos."""
+        children = self._children if video is None else self._video_children
         with ExitStack() as stack:
-            return [use(child) for child in [stack.enter_context(self._taken()) for _ in self._children]]
+            return [use(child) for child in [stack.enter_context(self._taken(video)) for _ in children]]
 
     def _asked(
         self,
         what: str,
         limits: tuple[str, int],
         ask: Callable[[DecoderChild], Result],
-        taken: AbstractContextManager[DecoderChild] | None = None,
+        video: bytes | None = None,
     ) -> Result | EncoderError:
-        """Return what `ask` makes of an idle child, or of `taken`, or the error of an image whose process died."""
+        """Return what `ask` makes of an idle child, as `_taken`, or the error of an image whose process died."""
         try:
-            with taken or self._taken() as child:
+            with self._taken(video) as child:
                 return ask(child)
         except DecoderDiedError as died:
             log.warning("a decoder process ended (%s) while %s", died, what)

@@ -166,14 +166,15 @@ class Server:
                 piece_bytes=PUT_PIECE_BYTES if self._config.accept_put == "yes" else PIECE_BYTES,
             )
             self.endpoint = self._listener.endpoint
+            self.metrics.read_from(self.readings)
             self.watch = Watch(
                 self._config.metrics_listen,
                 self.metrics,
-                self,
+                draining=lambda: self.draining,
                 title=f"encoder-service {__version__}",
                 facts=self._facts(),
                 certificates=self._certificates,
-                readers=None if is_local(self._config.metrics_listen) else self._identity,
+                check_reader=None if is_local(self._config.metrics_listen) else self._identity.check_reader,
             )
             await self._join_cluster()
         except ConfigError:
@@ -192,7 +193,7 @@ class Server:
             partial(self._listener.stop, self._config.drain_s),
             self._stop_engine,
             self.cluster.close,
-            partial(asyncio.to_thread, self.watch.stop),
+            self.watch.stop,
             partial(asyncio.to_thread, self.store.close),
         ):
             try:

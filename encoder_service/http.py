@@ -1,7 +1,7 @@
 """The HTTP port: metrics, health for tools without gRPC, and a status page; and the event loop lag that health tells.
 
-The port has an event loop in a thread of its own: the server's may be stuck, and health has to say so. `Readers` may
-read metrics and the page. Health is open to everybody, because probes have no token, and tells nothing else.
+The port has an event loop in a thread of its own: the server's may be stuck, and health has to say so. Metrics and the
+page may be for some readers only. Health is open to everybody, because probes have no token, and tells nothing else.
 """
 
 import asyncio
@@ -9,17 +9,16 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
 from http import HTTPStatus
 from time import monotonic
-from typing import Protocol
 
 from encoder_contract.certificates import Certificates, Pem
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_service.config import ConfigError, flag
-from encoder_service.metrics import Metrics, Reading
+from encoder_service.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +45,6 @@ a {{ color: #0969da; margin-right: 1.2rem }}
 """
 
 
-class Readers(Protocol):
-    """Who may read metrics and the page."""
-
-    def check_reader(self, authorization: str) -> None:
-        """Raise `UnauthenticatedError` or `ForbiddenError` unless this header's sender may; called on any thread."""
-
-
 class HttpPort:
     """Serves `/`, `/metrics`, `/healthz` (the event loop runs) and `/readyz` (and the server accepts calls)."""
 
@@ -66,11 +58,13 @@ class HttpPort:
         last_tick: Callable[[], float],
         draining: Callable[[], bool],
         certificates: Certificates | None = None,
-        readers: Readers | None = None,
+        check_reader: Callable[[str], None] | None = None,
     ) -> None:
-        """Bind `listen` (host:port), for HTTPS with `certificates`; without `readers`, all clients may read everything.
+        """Bind `listen` (host:port), for HTTPS with `certificates`.
 
-        Raises `OSError` if it is unavailable, `ValueError` for an invalid address.
+        `check_reader` is given the authorization of a client that asks for metrics or the page, on the port's thread;
+        it raises `UnauthenticatedError` or `ForbiddenError` unless the client may read them. Without it all may.
+        Raises `OSError` if the address is unavailable, `ValueError` for an invalid one.
         """
         host, _, port = listen.rpartition(":")
         self._socket = socket.create_server(
@@ -86,7 +80,7 @@ class HttpPort:
         self._last_tick = last_tick
         self._draining = draining
         self._certificates = certificates
-        self._readers = readers
+        self._check_reader = check_reader
         self._pem: Pem | None = None  # what `_context` has
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # The open connections: first those without a request yet, the oldest first.
@@ -194,8 +188,8 @@ class HttpPort:
     def _refusal(self, lines: list[str]) -> bytes | None:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         try:
-            if self._readers is not None:
-                self._readers.check_reader(headers.get("authorization", ""))
+            if self._check_reader is not None:
+                self._check_reader(headers.get("authorization", ""))
         except UnauthenticatedError as error:
             return _response(HTTPStatus.UNAUTHORIZED, error.message, ("WWW-Authenticate", "Bearer"))
         except ForbiddenError as error:
@@ -220,34 +214,26 @@ def _response(status: HTTPStatus, text: str, *headers: tuple[str, str], kind: st
     return f"HTTP/1.1 {status} {status.phrase}\r\n{lines}\r\n".encode() + content
 
 
-class Monitored(Protocol):
-    """The server, as its monitoring sees it. Both are read on any thread."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether new calls are refused."""
-
-    def readings(self) -> Iterator[Reading]:
-        """Yield the state of the components at this moment."""
+PERIOD_S = 0.1  # ten samples a second are cheap, and catch everything that blocks the loop for longer
 
 
 class Watch:
-    """Measures the event loop and serves the HTTP port; `endpoint` is its address, empty without a port."""
+    """Measures how late the event loop runs, and serves the HTTP port: `endpoint` is its address, empty without one."""
 
     def __init__(
         self,
         listen: str,
         metrics: Metrics,
-        server: Monitored,
         *,
+        draining: Callable[[], bool],
         title: str,
         facts: Mapping[str, str],
         certificates: Certificates | None = None,
-        readers: Readers | None = None,
+        check_reader: Callable[[str], None] | None = None,
     ) -> None:
         """Bind the port, if one is configured; see `HttpPort`. Raises `ConfigError` if it is unavailable."""
-        self._lag = LoopLag(metrics.loop_lag)
-        metrics.read_from(server.readings)
+        self._observe = metrics.loop_lag
+        self._last_tick = monotonic()  # the last time that the event loop ran
         self._port: HttpPort | None = None
         if listen:
             try:
@@ -256,10 +242,10 @@ class Watch:
                     title=title,
                     facts=facts,
                     metrics=metrics.exposition,
-                    last_tick=lambda: self._lag.last_tick,
-                    draining=lambda: server.draining,
+                    last_tick=lambda: self._last_tick,
+                    draining=draining,
                     certificates=certificates,
-                    readers=readers,
+                    check_reader=check_reader,
                 )
             except OSError as error:
                 raise ConfigError(
@@ -271,40 +257,19 @@ class Watch:
 
     def start(self) -> None:
         """Start, on the running event loop."""
-        self._lag.start()
+        self._measuring = asyncio.create_task(self._measure(), name="loop-lag")
         if self._port is not None:
             self._port.start()
 
-    def stop(self) -> None:
-        """Stop. Takes up to half a second: do not call it on the event loop."""
-        self._lag.stop()
+    async def stop(self) -> None:
+        """Stop."""
+        self._measuring.cancel()
         if self._port is not None:
-            self._port.stop()
-
-
-PERIOD_S = 0.1  # ten samples a second are cheap, and catch everything that blocks the loop for longer
-
-
-class LoopLag:
-    """Measures while it runs. `last_tick` is the last time the loop ran, on the monotonic clock."""
-
-    def __init__(self, observe: Callable[[float], None]) -> None:
-        self._observe = observe
-        self._task: asyncio.Task[None] | None = None
-        self.last_tick = monotonic()
-
-    def start(self) -> None:
-        """Start measuring, on the running loop."""
-        self._task = asyncio.create_task(self._measure(), name="loop-lag")
-
-    def stop(self) -> None:
-        """Stop measuring."""
-        if self._task is not None:
-            self._task.cancel()
+            await asyncio.to_thread(self._port.stop)
 
     async def _measure(self) -> None:
         while True:
             due = monotonic() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
-            self.last_tick = monotonic()
-            self._observe(max(0.0, self.last_tick - due))
+            self._last_tick = monotonic()
+            self._observe(max(0.0, self._last_tick - due))

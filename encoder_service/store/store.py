@@ -35,7 +35,6 @@ class TierStats:
     used_bytes: int
     pinned_bytes: int
     entries: int
-    pinned_entries: int
     hits: int
     evictions: int
     writes: int
@@ -116,7 +115,6 @@ class Store:
         self.layout = Layout(row_bytes, max(1, PAGE_BYTES // row_bytes))
         self._wait_s = wait_s
         self._on_evict = on_evict
-        self._device_name = device
         self._closed = threading.Event()
         on_device = _allocate(device, self._whole_pages(device_bytes, "device")) if device_bytes else None
         self.segment = Segment(
@@ -127,26 +125,14 @@ class Store:
         )
         memory = torch.frombuffer(self.segment.view[self.segment.data_offset :], dtype=torch.uint8)
         self._host = Tier("host", memory, self.layout, self.segment.generations)
-        self._device = None
         self.device_probe: DeviceMemory | None = None
         """Memory without rows, for others to try to open; None if there is no device tier that they can read."""
-        if on_device is not None:
-            memory_on_device = tensor_over(on_device, device)
-            self._device = Tier(
-                "device", memory_on_device, self.layout, self.segment.device_generations, on_device.name
-            )
-            if on_device.name:
-                self.device_probe = _allocate(device, CUDA_SHARED_BYTES)
-            else:
-                log.warning(
-                    "store: other processes cannot read the device tier, and get its rows by way of the host: %s",
-                    on_device.private_because,
-                )
+        self._device = None if on_device is None else self._device_tier(on_device, device)
         # In the order in which readers prefer them.
         self._tiers = (self._host,) if self._device is None else (self._host, self._device)
         on_gpu = on_device is not None and device.startswith("cuda")
-        self._registered = on_gpu and segment.register_memory(memory, device)
-        if prefault and not self._registered:
+        self._registered_with = device if on_gpu and segment.register_memory(memory, device) else ""
+        if prefault and not self._registered_with:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
@@ -374,8 +360,8 @@ class Store:
         if self._closed.is_set():
             return
         self._closed.set()
-        if self._registered:
-            segment.unregister_memory(self._host.memory, self._device_name)
+        if self._registered_with:
+            segment.unregister_memory(self._host.memory, self._registered_with)
         self.segment.close()
 
     # For pins: see `EntryStore`
@@ -413,6 +399,18 @@ class Store:
             entry.tier.release(entry)
             self._writing.discard(entry.address)
             self._wake()
+
+    def _device_tier(self, memory: DeviceMemory, device: str) -> Tier:
+        """Return the device tier over its memory, and set `device_probe` if other processes can open that."""
+        if memory.name:
+            self.device_probe = _allocate(device, CUDA_SHARED_BYTES)
+        else:
+            log.warning(
+                "store: other processes cannot read the device tier, and get its rows by way of the host: %s",
+                memory.private_because,
+            )
+        generations = self.segment.device_generations
+        return Tier("device", tensor_over(memory, device), self.layout, generations, memory.name)
 
     # Writing and moving
 
@@ -648,14 +646,13 @@ def tensor_over(memory: DeviceMemory, device: str) -> Tensor:
 
 def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:
     page_bytes, arena = tier.layout.page_bytes, tier.arena
-    in_use = [entry for entry in entries if entry.pins]
+    pinned = sum(entry.pages for entry in entries if entry.pins)
     return TierStats(
         name=tier.name,
         size_bytes=arena.pages * page_bytes,
         used_bytes=(arena.pages - arena.free_pages) * page_bytes,
-        pinned_bytes=sum(tier.layout.pages(entry.tokens) for entry in in_use) * page_bytes,
+        pinned_bytes=pinned * page_bytes,
         entries=len(entries),
-        pinned_entries=len(in_use),
         hits=tier.hits,
         evictions=tier.evictions,
         writes=tier.writes,

@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
     def flush(self):
         self.store.flush()
         stats = self.store.stats()
-        assert all(tier.entries == tier.pinned_entries for tier in stats.tiers)
+        assert all(tier.used_bytes == tier.pinned_bytes for tier in stats.tiers)
 
     @rule()
     def move(self):

@@ -1,7 +1,6 @@
 """Limits on callers: a `Caller`, the `Budget`s that callers share, the table of them, `Turns` on the event loop."""
 
 import asyncio
-import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from uuid import uuid4
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import GIB, Config
-from encoder_service.scheduler import Claim, Limits
+from encoder_service.scheduler import Claim, Limits, most_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,6 @@ class Caller:
         )
 
 
-# What one holder may take while no other holds any.
-SHARE = 0.75
 # Shares are held for the length of a call, so one is likely to be free after about a network round trip.
 RETRY_AFTER_MS = 200
 
@@ -70,8 +67,7 @@ RETRY_AFTER_MS = 200
 class Budget:
     """A bounded resource that callers share; `name` is what messages call it. Belongs to one event loop.
 
-    A holder may have `SHARE / (1 - SHARE)` times what stays free, so greedy holders converge to equal shares and a part
-    stays free for newcomers; a holder's first amount only needs to fit.
+    A holder may have as much as `most_held` says; its first amount only needs to fit.
     """
 
     def __init__(self, size: int, name: str, *, per_host: bool = False) -> None:
@@ -118,7 +114,7 @@ class Budget:
                 f"the server's limit of {self._name} ({self.size}) is reached: retry",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        most = math.floor(free * SHARE / (1 - SHARE))
+        most = most_held(free)
         if any(held and held + amount > most for held in map(self._holders.__getitem__, holders)):
             raise OverloadedError(
                 f"this caller's share of {self._name} is used up: end other calls, or retry",
@@ -230,7 +226,6 @@ class Budgets:
                 patches=QUEUED_PATCHES,
                 source_bytes=upload_bytes,
                 claims=claims,
-                client_share=SHARE,
                 seconds=config.max_queue_s,
             ),
             # Calls count before anything of them is read: against their host.

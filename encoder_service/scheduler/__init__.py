@@ -1,6 +1,6 @@
 """Scheduling and admission: pure and synchronous, with the time passed in."""
 
-from encoder_service.scheduler.admission import Limits
+from encoder_service.scheduler.admission import Limits, most_held
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Claim, Policy, State, Task, least_work_left
 from encoder_service.scheduler.scheduler import MOST_INTERRUPTIONS, Scheduler, Snapshot
 
@@ -15,4 +15,5 @@ __all__ = [
     "State",
     "Task",
     "least_work_left",
+    "most_held",
 ]

@@ -15,6 +15,18 @@ UNMEASURED_RETRY_MS = 1_000  # before the first batch no rate is known
 RATE_MEMORY_S = 10.0
 
 
+# What one holder may take while no other holds any.
+SHARE = 0.75
+
+
+def most_held(free: float, share: float = SHARE) -> int:
+    """Return how much a holder may have in all, when so much stays free beside it.
+
+    Greedy holders converge to equal shares, and some space stays free for newcomers.
+    """
+    return math.floor(free * share / (1 - share))
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What may be queued at a time, from admission to outcome. Each must hold the largest single image."""
@@ -24,9 +36,7 @@ class Limits:
     source_bytes: int
     # Claims cost memory but no device time, so joining a queued image is free up to this number.
     claims: int
-    # The share of each limit that a single holder may fill. With several, each may hold share / (1 - share) times what
-    # is still free: greedy holders converge to equal shares, and some space stays free.
-    client_share: float = 0.75
+    client_share: float = SHARE  # of each limit, what a single holder may fill: see `most_held`
     # How long the queue may take to drain at the measured rate: bounds waiting on any hardware. It is shared as the
     # other limits are. An empty queue accepts any image.
     seconds: float = math.inf
@@ -91,7 +101,7 @@ class Admission:
                 )
             if want > free:
                 raise self.refusal(f"the queue is full: {limit} {name}")
-            if mine.images and getattr(mine, name) + want > self._share(free - want):
+            if mine.images and getattr(mine, name) + want > self._most_held(free - want):
                 raise self.refusal(f"this client's share of the queue is full ({name})")
         seconds = self.limits.seconds
         free_patches = seconds * self.rate.patches_per_s - self.held.patches - asked.patches
@@ -99,7 +109,7 @@ class Admission:
             return
         if free_patches < 0:
             raise self.refusal(f"the queue would take longer than {seconds:g} s")
-        if mine.images and mine.patches + asked.patches > self._share(free_patches):
+        if mine.images and mine.patches + asked.patches > self._most_held(free_patches):
             raise self.refusal(f"this client's share of the queue is full ({seconds:g} s)")
 
     def check_claim(self, mine: int, held: int) -> None:
@@ -107,7 +117,7 @@ class Admission:
         free = self.limits.claims - held
         if free < 1:
             raise self.refusal(f"too many callers are waiting for images ({self.limits.claims})")
-        if mine and mine + 1 > self._share(free - 1):
+        if mine and mine + 1 > self._most_held(free - 1):
             raise self.refusal("this client is waiting for too many images")
 
     def release(self, task: Task) -> None:
@@ -125,6 +135,5 @@ class Admission:
             hint = 1000 * DRAINED_BEFORE_RETRY * self.held.patches / rate
         return OverloadedError(message, retry_after_ms=round(min(max(hint, MIN_RETRY_MS), MAX_RETRY_MS)))
 
-    def _share(self, free: float) -> int:
-        share = self.limits.client_share
-        return math.floor(free * share / (1 - share))
+    def _most_held(self, free: float) -> int:
+        return most_held(free, self.limits.client_share)

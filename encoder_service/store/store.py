@@ -38,7 +38,6 @@ class TierStats:
     hits: int
     evictions: int
     writes: int
-    free_runs: int
     largest_free_bytes: int
 
 
@@ -656,7 +655,6 @@ def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:
         hits=tier.hits,
         evictions=tier.evictions,
         writes=tier.writes,
-        free_runs=arena.free_runs,
         largest_free_bytes=arena.largest_free_run * page_bytes,
     )
 

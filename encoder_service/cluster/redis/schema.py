@@ -3,7 +3,8 @@
 import re
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Collection, Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,24 +119,14 @@ def _peer(replica_id: bytes, record: bytes) -> Peer:
     return Peer(replica_id.decode(), int(epoch), endpoint, float(load))
 
 
-@dataclass(frozen=True, slots=True)
-class Roll:
-    """The answer to a heartbeat: the other live replicas by token, and whether we were on the roll already."""
-
-    peers: dict[bytes, Peer]
-    was_present: bool
-
-    @classmethod
-    def parse(cls, was_present: int, entries: list[bytes]) -> "Roll":
-        """Parse the flat list [id, record, ...] that the script returned; invalid records are skipped."""
-        peers: dict[bytes, Peer] = {}
-        for replica_id, record in zip(entries[::2], entries[1::2], strict=False):
-            try:
-                peer = _peer(replica_id, record)
-            except ValueError:
-                continue
+def peers_on(roll: Sequence[bytes]) -> dict[bytes, Peer]:
+    """Return the replicas on a roll, the flat list [id, record, ...] of the script, by token; skip invalid records."""
+    peers: dict[bytes, Peer] = {}
+    for replica_id, record in zip(roll[::2], roll[1::2], strict=False):
+        with suppress(ValueError):
+            peer = _peer(replica_id, record)
             peers[replica_token(peer.replica_id, peer.epoch)] = peer
-        return cls(peers, was_present == 1)
+    return peers
 
 
 ROLL = Script("roll")
@@ -143,10 +134,6 @@ ROLL = Script("roll")
 # Tokens of dead replicas to remember, so that they are not looked up on the roll again; each call of `acquire` sends
 # them (8 bytes each). When there are more, all are forgotten, which costs one heartbeat.
 MAX_DEAD = 256
-
-
-class SupersededError(ModelMismatchError):
-    """A later start of the same replica id is on the roll."""
 
 
 class Membership:
@@ -165,8 +152,8 @@ class Membership:
     async def heartbeat(self, connection: Connection, verb: str) -> bool:
         """Join, beat or leave; learn which replicas are alive; return whether we were on the roll already.
 
-        Raises `ModelMismatchError` when a live replica serves another model, `SupersededError` when a later start of
-        this replica has taken its place.
+        Raises `ModelMismatchError` when a live replica serves another model, or a later start of this replica has taken
+        its place.
         """
         ours = self._replica
         reply = await connection.run_once(
@@ -187,11 +174,10 @@ class Membership:
                 f"{ours.replica_id} serves {fingerprint(ours)}"
             )
         if reply[0] == b"superseded":
-            raise SupersededError(f"a later start of replica {ours.replica_id} has taken its place")
-        roll = Roll.parse(reply[1], reply[2])
-        self.peers = roll.peers
-        self.dead -= roll.peers.keys()
-        return roll.was_present
+            raise ModelMismatchError(f"a later start of replica {ours.replica_id} has taken its place")
+        self.peers = peers_on(reply[2])
+        self.dead -= self.peers.keys()
+        return bool(reply[1] == 1)
 
     def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:
         """Return those that may have joined since the last heartbeat."""

@@ -12,7 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.cluster.leases import ADDRESSES_PER_S, BATCH_ADDRESSES, Leases, Republisher
 from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis.connection import RedisUrl
-from encoder_service.cluster.redis.schema import Roll
+from encoder_service.cluster.redis.schema import peers_on
 from encoder_service.cluster.redis.session import (
     FIRST_PROBE_S,
     LAST_PROBE_S,
@@ -117,7 +117,7 @@ def test_a_breaker_that_reopens_is_probed_as_rarely_as_an_open_one() -> None:
 def test_a_replica_whose_names_are_none_is_not_on_the_roll(replica_id: str, endpoint: str) -> None:
     record = f"9 1 m.p 0.5 {endpoint}"
     entries = [b"a", b"9 1 m.p 0.5 a.example:50051", replica_id.encode(), record.encode()]
-    (peer,) = Roll.parse(1, entries).peers.values()
+    (peer,) = peers_on(entries).values()
     assert (peer.replica_id, peer.endpoint) == ("a", "a.example:50051")
 
 

@@ -62,7 +62,7 @@ FENCES = {
         "prefill_client/sglang_gateway/metrics",
         "prefill_reference/",
     },
-    "nvidia": {"encoder_service/image/dali", "encoder_service/image/decoder_process"},
+    "nvidia": {"encoder_service/image/dali"},
     "PIL": {"encoder_service/image/decoder", "encoder_service/image/pillow", "prefill_client/sglang/"},
     "cv2": {"encoder_service/image/opencv"},  # FFmpeg parses no file in the server's process
     "rich": {"encoder_service/cli", "encoder_service/top"},

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from time import monotonic
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from encoder_contract.errors import EncoderError, Status
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -16,10 +16,13 @@ log = logging.getLogger(__name__)
 MAX_NAME = 128  # characters: what the contract allows
 
 
+CallKind: TypeAlias = Literal["submit", "fetch", "put"]
+
+
 class Call:
     """One Submit, Fetch or Put. Always `close` it."""
 
-    def __init__(self, metrics: Metrics, kind: Literal["submit", "fetch", "put"], caller: Caller) -> None:
+    def __init__(self, metrics: Metrics, kind: CallKind, caller: Caller) -> None:
         """Begin the record of a call of `caller`, before its first message."""
         self._metrics = metrics
         self._kind = kind

@@ -24,8 +24,8 @@ from encoder_service.limits import TURN_BYTES, Budget, Caller, Turns, name_turns
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 
-# Rows that are being sent, or read during a forward pass, are released sooner; a writer waits as long for space in
-# the store.
+# How long an image waits for its caller's share of pinned bytes: longer than rows take to be sent, or to be read in a
+# forward pass, and as long as a writer waits for space in the store.
 WAIT_S = 2.0
 
 

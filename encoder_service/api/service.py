@@ -4,13 +4,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError, ModelMismatchError, UnavailableError
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.call_log import Call
+from encoder_service.api.call_log import Call, CallKind
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.fetch import FetchCall, row_requests
 from encoder_service.api.inbound import Entrance, Inbound, Methods
@@ -21,7 +21,6 @@ from encoder_service.limits import Budgets, Caller, Turns
 from encoder_service.metrics import Metrics
 from encoder_service.store import Store
 
-CallKind = Literal["submit", "fetch", "put"]
 SERVICE = "encoder_contract.v1.EncoderService"
 
 

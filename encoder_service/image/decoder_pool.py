@@ -56,9 +56,9 @@ Result = TypeVar("Result")
 ANSWER_S = 60.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptor}, **{settings!r})"
 _MODULE = "encoder_service.image.decoder_process"
-# The environment of these processes, and no more of the server's, which has passwords in it.
-# glibc's settings: memory that was freed is used again, as in the server, but no more than this is kept. And numpy
-# starts no threads, which would take memory.
+# The environment of these processes. They get nothing of the server's, which may hold passwords, but `PASSED_ON`.
+# glibc uses freed memory again, as in the server, but keeps no more than this. Numpy starts no threads, which would
+# take memory.
 SETTINGS = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -149,7 +149,7 @@ class PixelMemory:
         self._bytes[: len(file)] = file
 
     def lend(self, shape: tuple[int, ...], begin: int) -> Pixels:
-        """Return the pixels that begin there, uint8 of a shape: this memory's for as long as the array is used."""
+        """Return the pixels at `begin`, uint8 of this shape. The memory is in use for as long as the array lives."""
         pixels = np.frombuffer(self._bytes, np.uint8, math.prod(shape), begin).reshape(shape)
         number = next(self._numbers)
         self._lent.add(number)
@@ -180,7 +180,7 @@ class _Process:
     def __init__(self, printed: Printed, memory_bytes: int, *, videos: bool) -> None:
         """Start it. Raises `OSError` if there is no memory, process or descriptor for it."""
         # Two: while the pixels of one request are in use, the next can be answered. They cost nothing until they are
-        # used, and all descriptors that a process takes are taken here: a long day takes no more.
+        # used. The process takes all its descriptors here, and no more later.
         self.memories = [PixelMemory(), PixelMemory()]
         self.sandbox: tuple[str, ...] | None = None
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -225,9 +225,9 @@ def _end(process: "subprocess.Popen[bytes]", channel: socket.socket) -> int:
     return process.wait()
 
 
-# How often a process that has not answered is looked at. One that has used less than so much of a processor in so many
-# seconds of waiting for it hangs: the busiest machine gives it more.
+# How often a process that has not answered is looked at.
 _LOOK_S, _SOONEST_LOOK_S = 0.5, 0.01
+# A process hangs if it uses less than this of a processor in this time: even the busiest machine gives it more.
 _HANGING_CPU_S, _HANGING_S = 0.01, 5.0
 _CPU_CLOCK = 2  # of <linux/posix-timers.h>: CPUCLOCK_SCHED of a process
 # What a process may take beside pixels: the file, copies of it without metadata, and what its libraries keep.
@@ -236,7 +236,8 @@ _BESIDE_PIXELS_BYTES = 256 << 20
 _HEADER_CPU_S = 1.0
 # Of a processor, for each frame of a video that is decoded on the way: one of 2160p takes 30 ms.
 _FRAME_CPU_S = 0.1
-# Of the clock, for each second of a processor: it shares those with the vision tower.
+# How long a process may take by the clock: so long for each second of a processor, which it shares with the vision
+# tower, and so much longer.
 _WALL_PER_CPU, _WALL_S = 3.0, 3.0
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+# Pillow itself imports some of these only when an image needs them, which a process in the sandbox cannot do.
 from PIL import (
     Image,
     ImageCms,  # noqa: F401
@@ -40,9 +42,6 @@ from encoder_service.image.source import Source
 
 if TYPE_CHECKING:
     from encoder_service.image.opencv import Clip
-
-# Pillow imports some of these only when an image needs them, which a process in the sandbox cannot do.
-
 
 MESSAGE_BYTES = 1 << 16
 MESSAGE_CHARACTERS = 500  # of an error

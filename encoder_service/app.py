@@ -143,7 +143,8 @@ class Server:
             log.info("listening", extra={"fields": {"version": __version__, **self._settings_in_effect()}})
         else:
             with suppress(OSError):  # standard output on a full disk is no reason not to serve
-                print(self.banner(), flush=True)  # noqa: T201 - the settings in effect
+                # In one write, or a line of the log could come before its end.
+                print(f"{self.banner()}\n", end="", flush=True)  # noqa: T201 - the settings in effect
         await self._stop.wait()
         if self._aborted:
             last = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (LOST_DEVICE,))

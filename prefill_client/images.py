@@ -339,8 +339,7 @@ def raise_first(outcomes: Iterable[EncoderError | None], names: Sequence[str] = 
     """Raise the first error, with the name of its image, or with its number if there are no `names`."""
     for index, outcome in enumerate(outcomes):
         if outcome is not None:
-            text = f"{names[index] if names else f'image {index}'}: {outcome.message}"
-            raise type(outcome)(text, retry_after_ms=outcome.retry_after_ms) from outcome
+            raise outcome.about(names[index] if names else f"image {index}") from outcome
 
 
 # A function that reads rows in place. It may be called again with the same rows, fetched again, and must return nothing

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self, TypeVar
 
-from encoder_contract.errors import EncoderError
 from prefill_client.images import FetchedRows, RowRequest, Use, read
 from prefill_client.prompt import Chunk
 
@@ -205,15 +204,11 @@ class _Held:
         async with fetch(requests) as outcomes:
             async for outcome in outcomes:
                 if outcome.error is not None:
-                    raise of_image(chunk.windows[outcome.index].image, outcome.error) from outcome.error
+                    image = chunk.windows[outcome.index].image
+                    raise outcome.error.about(f"image {image} of the prompt") from outcome.error
                 arrived[outcome.index] = outcome
             self.rows.set_result(tuple(arrived[index] for index in range(len(requests))))
             await self._released.wait()
 
     def release(self) -> None:
         self._released.set()
-
-
-def of_image(image: int, error: EncoderError) -> EncoderError:
-    """Return the same error with the number of the image in its message."""
-    return type(error)(f"image {image} of the prompt: {error.message}", retry_after_ms=error.retry_after_ms)

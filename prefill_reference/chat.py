@@ -30,7 +30,6 @@ from prefill_client import (
     plan,
     read_images,
 )
-from prefill_client.prefetch import of_image
 from prefill_client.video import Video, VideoTokens, mark_pairs, read_videos
 from prefill_reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_reference.prefix import PrefixCache
@@ -182,7 +181,7 @@ class Chat:
         images = []
         for number, image in enumerate(read_images(files, self.client.description.geometry)):
             if isinstance(image, EncoderError):
-                raise of_image(number, image)
+                raise image.about(f"image {number} of the prompt")
             images.append(image)
         return images
 
@@ -247,7 +246,7 @@ class Chat:
         submitted = dict(zip(images, answers, strict=True))
         for number, image in submitted.items():
             if image.error:
-                raise of_image(number, image.error)
+                raise image.error.about(f"image {number} of the prompt")
         return submitted
 
     def _layout(

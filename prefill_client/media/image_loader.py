@@ -140,8 +140,7 @@ class ImageLoader:
             try:
                 return await self.load(url, lookups)
             except EncoderError as error:
-                message = f"{self._what} {index}: {error.message}"
-                raise type(error)(message, retry_after_ms=error.retry_after_ms) from error
+                raise error.about(f"{self._what} {index}") from error
 
         loading = [asyncio.ensure_future(load(index, url)) for index, url in enumerate(urls)]
         try:

@@ -151,7 +151,7 @@ class Gate(ABC, Generic[AnyPrompt]):
 
     def _take_in(self) -> None:
         for (request_id, index), error in self._table.collect():
-            self._fail(request_id, type(error)(f"image {index}: {error.message}"))
+            self._fail(request_id, error.about(f"image {index}"))
 
     def _fail(self, request_id: str, error: EncoderError) -> None:
         if request_id not in self._failed:

@@ -377,7 +377,7 @@ def _stand_ins(files: Sequence[bytes]) -> list[str]:
         try:
             urls.append(blank_url(*size_of(file)))
         except EncoderError as error:
-            raise type(error)(f"image {index}: {error.message}") from error
+            raise error.about(f"image {index}") from error
     return urls
 
 

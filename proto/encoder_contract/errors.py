@@ -5,7 +5,7 @@ status in one place, and the client turns a status back into an error with `from
 """
 
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class Status(Enum):
@@ -33,6 +33,10 @@ class EncoderError(Exception):
         super().__init__(message)
         self.message = message
         self.retry_after_ms = retry_after_ms
+
+    def about(self, what: str) -> Self:
+        """Return the same error with `what`, the image or video that it is about, before its message."""
+        return type(self)(f"{what}: {self.message}", retry_after_ms=self.retry_after_ms)
 
 
 class InvalidImageError(EncoderError):

@@ -44,11 +44,9 @@ class Router:
         self,
         endpoints: Iterable[str],
         *,
-        load_factor: float = LOAD_FACTOR,
         idle_images: int = IDLE_IMAGES,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._load_factor = load_factor
         self._idle_images = idle_images
         self._clock = clock
         self._endpoints: dict[str, _Endpoint] = {}
@@ -126,7 +124,7 @@ class Router:
         now = self._clock()
         up = [endpoint for endpoint in self._endpoints.values() if endpoint.down_until <= now]
         under_way = sum(endpoint.images for endpoint in up)
-        return max(self._idle_images, ceil(self._load_factor * (under_way + more) / max(1, len(up))))
+        return max(self._idle_images, ceil(LOAD_FACTOR * (under_way + more) / max(1, len(up))))
 
     def begin(self, endpoint: str, images: int = 1) -> None:
         """Count images as under way at an endpoint."""

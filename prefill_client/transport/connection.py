@@ -1,7 +1,7 @@
 """One server: its channel, its description, and single attempts at Submit, Fetch and Put."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Self
 
 import grpc
 
-from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
+from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry
 from encoder_contract.producer import Producer
@@ -19,7 +19,7 @@ from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.images import Image, RowRequest, ServerClock, Submitted
-from prefill_client.transport import BY_DEFAULT, Receiver, asked, receivers
+from prefill_client.transport import BY_DEFAULT, asked, receivers
 from prefill_client.transport.channels import Channels, from_rpc
 from prefill_client.transport.put_stream import PutStream
 from prefill_client.transport.row_stream import RowStream
@@ -102,21 +102,19 @@ class Connection:
         self,
         endpoint: str,
         channel: grpc.aio.Channel,
-        description: Description,
-        receivers: Mapping[str, Receiver],
+        described: pb.DescribeResponse,
         clock: ServerClock,
         channels: Channels,
         version: int,
-        shm_segment: str,
     ) -> None:
         """`version` is `channels.version` at the time when `channel` was opened."""
         self.endpoint = endpoint
         self.version = version
         self._channels = channels
-        self._shm_segment = shm_segment
-        self.description = description
+        self._shm_segment = described.shm_segment
+        self.description = Description.from_message(described)
         self.channel = channel
-        self.receivers = receivers
+        self.receivers = receivers(endpoint, described)
         self.clock = clock
         self._clock_task: asyncio.Task[None] | None = None
         self._stub = EncoderServiceStub(channel)
@@ -137,7 +135,7 @@ class Connection:
         version, shown = channels.version, channels.metadata(endpoint)
         channel = channels.open(endpoint)
         try:
-            message = await EncoderServiceStub(channel).Describe(
+            described = await EncoderServiceStub(channel).Describe(
                 pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait, metadata=shown
             )
             # A second call: the first one included the time to connect.
@@ -150,17 +148,7 @@ class Connection:
         except BaseException:  # also when cancelled: no one else can close the channel
             await channel.close()
             raise
-        description = Description.from_message(message)
-        return cls(
-            endpoint,
-            channel,
-            description,
-            receivers(endpoint, message),
-            clock,
-            channels,
-            version,
-            message.shm_segment,
-        )
+        return cls(endpoint, channel, described, clock, channels, version)
 
     async def close(self, after_s: float = 0.0) -> None:
         """Close the channel after `after_s`, or at once if cancelled. Calls that still run then end."""
@@ -171,20 +159,15 @@ class Connection:
         finally:
             await self.channel.close()
 
-    async def submit(
-        self, images: Sequence[Image], caller: pb.Caller, timeout_s: float | None = None
-    ) -> list[Submitted]:
+    async def submit(self, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
         """Name the images, send those that the server lacks, and return its answer to each, in order.
 
-        Raises the error of the call, and `DeadlineError` after `timeout_s`.
+        Raises the error of the call.
         """
         stream = self.submit_stream(images, caller)
         try:
-            async with asyncio.timeout(timeout_s):
-                answers = await stream.answers()
-                await stream.finish()
-        except TimeoutError:
-            raise DeadlineError(f"{self.endpoint}: the deadline passed") from None
+            answers = await stream.answers()
+            await stream.finish()
         finally:
             stream.close()
         return answers

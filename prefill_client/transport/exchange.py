@@ -52,8 +52,8 @@ class Exchange:
         except _ENDED as error:
             raise await self._why(error) from error
 
-    async def _finish(self) -> None:
-        """End our side of the call and read what is left. Raises the error of the call."""
+    async def finish(self) -> None:
+        """End our side of the call, so that its images stay submitted, and read what is left. Raises its error."""
         try:
             await self._call.done_writing()
             while await self._call.read() is not grpc.aio.EOF:

@@ -174,11 +174,6 @@ class PutStream(Exchange):
                     ours.close()
         return stream
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether rows go through shared memory."""
-        return self._segment is not None
-
     def close(self) -> None:
         """End the call. The server releases its leases."""
         super().close()  # ends the reading task and all pending writes too

@@ -32,11 +32,6 @@ class Buffers:
         self._idle: list[bytearray] = []
         self._idle_bytes = 0
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that are kept for reuse."""
-        return self._idle_bytes
-
     def take(self, size: int) -> NDArray[np.uint8]:
         """Return an uninitialized array, uint8 [size]."""
         if size < MIN_POOLED_BYTES:

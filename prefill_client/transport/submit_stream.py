@@ -48,10 +48,6 @@ class SubmitStream(Exchange):
                 answers[state.index] = self._submitted(state, upload_s)
         return [answers[index] for index in range(len(self._images))]
 
-    async def finish(self) -> None:
-        """End the call so that its images stay submitted. Raises the error of the call."""
-        await self._finish()
-
     async def send_again(self) -> EncoderError:
         """Send images again when the server asks for them. Return the reason once it refuses one or the call ends."""
         try:

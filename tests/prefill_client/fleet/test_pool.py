@@ -38,7 +38,7 @@ async def transports(client: EncoderClient, session: PutSession) -> tuple[str, s
         return type(answer.error).__name__, ""
     fetched = await fetch_put(client, image)
     opened = [task.result() for task in session._streams.values()]
-    return fetched.transport, " ".join("shm" if stream.shares_memory else "inline" for stream in opened)
+    return fetched.transport, " ".join("shm" if stream._segment else "inline" for stream in opened)
 
 
 async def test_a_restarted_server_shares_its_memory_again(config: Config, model: Model) -> None:

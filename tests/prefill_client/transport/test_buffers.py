@@ -25,12 +25,12 @@ def test_memory_is_used_again_once_the_last_view_of_it_is_gone() -> None:
     where = address(first)
     del first
     gc.collect()
-    assert buffers.idle_bytes == 0, "a view still reads it"
+    assert buffers._idle_bytes == 0, "a view still reads it"
     assert address(buffers.take(SIZE)) != where
     assert (view == 0x0707).all()
     del view
     gc.collect()
-    assert buffers.idle_bytes >= SIZE
+    assert buffers._idle_bytes >= SIZE
     assert where in {address(buffers.take(SIZE)), address(buffers.take(SIZE))}
 
 
@@ -38,10 +38,10 @@ def test_a_tensor_over_the_memory_keeps_it() -> None:
     buffers = Buffers()
     tensor = torch.from_numpy(buffers.take(SIZE)).view(torch.bfloat16)
     gc.collect()
-    assert buffers.idle_bytes == 0
+    assert buffers._idle_bytes == 0
     del tensor
     gc.collect()
-    assert buffers.idle_bytes == SIZE
+    assert buffers._idle_bytes == SIZE
 
 
 def test_kept_buffers_are_bounded_and_fit_their_use() -> None:
@@ -49,7 +49,7 @@ def test_kept_buffers_are_bounded_and_fit_their_use() -> None:
     held = [buffers.take(SIZE) for _ in range(5)]
     held.clear()
     gc.collect()
-    assert buffers.idle_bytes == 3 * SIZE
+    assert buffers._idle_bytes == 3 * SIZE
     small = buffers.take(MIN_POOLED_BYTES)
-    assert buffers.idle_bytes == 3 * SIZE
+    assert buffers._idle_bytes == 3 * SIZE
     assert len(small) == MIN_POOLED_BYTES

@@ -5,12 +5,12 @@ Arithmetic from the model's own config (the FLOP counter, the geometry), no meas
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.tables import table
 from encoder_contract.checkpoint import read_spec
-from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.geometry import Geometry
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import TowerSpec, spec_of
 from encoder_service.config import Config
@@ -42,37 +42,7 @@ BENCHMARK = Benchmark(
     ),
     limit_s=60,
 )
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one image of a size costs."""
-
-    size: str
-    patches: int
-    tokens: int
-    tflop: float
-    embedding_mb: float
-    embeddings_per_gib: int
-    images_per_s: float
-    patches_per_s: float
-
-
-def cost(size: str, grid: Grid, spec: TowerSpec, tokens: int, sustained_tflops: float) -> Cost:
-    """Return the cost of an image of a grid."""
-    tflop = flops(spec, grid) / 1e12
-    embedding_bytes = tokens * spec.width * ELEMENT_BYTES
-    rate = sustained_tflops / tflop
-    return Cost(
-        size,
-        grid.patches,
-        tokens,
-        tflop,
-        embedding_bytes / 1e6,
-        GIB // embedding_bytes,
-        rate,
-        rate * grid.patches,
-    )
+HEADS = ("image", "patches", "tokens", "TFLOP", "MB", "per GiB", "images/s", "patches/s", "encoder devices")
 
 
 def _model(folder: Path | None) -> tuple[TowerSpec, Geometry]:
@@ -82,37 +52,26 @@ def _model(folder: Path | None) -> tuple[TowerSpec, Geometry]:
     return spec_of(config), Geometry(16, 2, 65536, 16777216)
 
 
-def show(costs: Sequence[Cost], spec: TowerSpec, sustained_tflops: float, llm_billions: float) -> None:
-    """Print the tables."""
-    print(f"{spec.model_type}, rows of {spec.width}, {sustained_tflops:g} TFLOP/s sustained\n")
-    print(
-        f"{'image':>6} {'patches':>8} {'tokens':>7} {'TFLOP':>7} {'MB':>7} "
-        f"{'per GiB':>8} {'images/s':>9} {'patches/s':>10}"
-    )
-    for c in costs:
-        print(
-            f"{c.size:>6} {c.patches:>8} {c.tokens:>7} {c.tflop:>7.2f} {c.embedding_mb:>7.1f} "
-            f"{c.embeddings_per_gib:>8} {c.images_per_s:>9.1f} {c.patches_per_s:>10.0f}"
-        )
-    print(
-        f"\nencoder devices for each device that prefills a language model of {llm_billions:g} billion parameters,"
-    )
-    print("both at the same utilisation, prompts of images only (text and cache hits lower it):")
-    for c in costs:
-        print(f"{c.size:>6} {c.tflop / prefill_tflop(c.tokens, llm_billions):>7.2f}")
-    decoding_gib = decoding_bytes(DECODE_PIXELS, Config.max_image_pixels) / GIB
-    print(f"\ndecoding, with the default settings: at most {decoding_gib:.1f} GiB")
+def cost(
+    size: str, spec: TowerSpec, geometry: Geometry, sustained_tflops: float, llm_billions: float
+) -> tuple[str | float, ...]:
+    """Return what one image of a size costs, under `HEADS`.
+
+    Encoder devices are those for each device that prefills a language model of so many billion parameters, which takes
+    two operations for each parameter and token; attention is left out.
+    """
+    grid = geometry.grid(*SIZES[size])
+    tokens = geometry.tokens(grid)
+    tflop, embedding_bytes = flops(spec, grid) / 1e12, tokens * spec.width * ELEMENT_BYTES
+    per_s, prefill_tflop = sustained_tflops / tflop, 2 * llm_billions * tokens / 1e3
+    held = GIB // embedding_bytes, per_s, per_s * grid.patches
+    return size, grid.patches, tokens, tflop, embedding_bytes / 1e6, *held, tflop / prefill_tflop
 
 
 def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:
     """Return the most memory of the host that images take while they are decoded and resized."""
     largest = max_image_pixels if max_image_pixels > decode_pixels else 0
     return PILLOW_BYTES_PER_PIXEL * (decode_pixels + largest)
-
-
-def prefill_tflop(tokens: int, billions: float) -> float:
-    """Return the TFLOP of a prefill: two operations for each parameter and token; attention left out."""
-    return 2 * billions * 1e9 * tokens / 1e12
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -133,12 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(arguments)
     spec, geometry = _model(given.model)
-    costs = []
-    for name, (width, height) in SIZES.items():
-        grid = geometry.grid(width, height)
-        costs.append(cost(name, grid, spec, geometry.tokens(grid), given.sustained_tflops))
-    show(costs, spec, given.sustained_tflops, given.llm_billions)
-    tell({c.size: asdict(c) for c in costs}, given)
+    costs = [cost(size, spec, geometry, given.sustained_tflops, given.llm_billions) for size in SIZES]
+    title = f"{spec.model_type}: rows of {spec.width}, {given.sustained_tflops:g} TFLOP/s sustained"
+    table(title, HEADS, costs)
+    decoding_gib = decoding_bytes(DECODE_PIXELS, Config.max_image_pixels) / GIB
+    print(
+        f"\nEncoder devices: for each that prefills a model of {given.llm_billions:g} billion parameters, both at the\n"
+        "same utilisation, for prompts of images only. Text and cache hits lower the number.\n"
+        f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings."
+    )
+    tell({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, given)
 
 
 if __name__ == "__main__":

@@ -116,16 +116,22 @@ async def decoders(target: Target, ready: Callable[[], Awaitable[None]]) -> None
 
 async def messages(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
     """Kilobytes that gzip turns into megabytes of empty sub-messages."""
-    count = 2_000_000
-    names = b"\x0a\x00" * count
-    bodies = {
-        FETCH: b"\x12\x00" * count,
-        SUBMIT: b"\x12" + _varint(len(names)) + names,
-    }
+    bodies = _empty_messages(2_000_000)
     channel: Any = grpc.aio.insecure_channel(  # of bytes as they are
         target.grpc, [("grpc.max_send_message_length", 64 << 20)], compression=grpc.Compression.Gzip
     )
     await ready()
+    await _repeat(channel, bodies)
+
+
+def _empty_messages(count: int) -> dict[str, bytes]:
+    """Return a Fetch and a Submit of so many empty sub-messages, by the path of the call."""
+    names = b"\x0a\x00" * count
+    return {FETCH: b"\x12\x00" * count, SUBMIT: b"\x12" + _varint(len(names)) + names}
+
+
+async def _repeat(channel: Any, bodies: dict[str, bytes]) -> None:
+    """Send the messages one after the other, without end."""
     for path in itertools.cycle(bodies):
         with suppress(grpc.aio.AioRpcError):
             async for _ in channel.unary_stream(path)(bodies[path], timeout=30):
@@ -216,20 +222,10 @@ async def watchers(target: Target, ready: Callable[[], Awaitable[None]]) -> None
 
 async def refusals(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
     """Messages of 100 KB with 50 000 empty sub-messages, as fast as they are refused."""
-    empty = b"\x12\x00" * 50_000
-    names = b"\x0a\x00" * 50_000
-    bodies = {FETCH: empty, SUBMIT: b"\x12" + _varint(len(names)) + names}
+    bodies = _empty_messages(50_000)
     channel: Any = grpc.aio.insecure_channel(target.grpc)  # of bytes as they are
-
-    async def ask(path: str) -> None:
-        while True:
-            with suppress(grpc.aio.AioRpcError):
-                async for _ in channel.unary_stream(path)(bodies[path], timeout=30):
-                    pass
-            await asyncio.sleep(0.01)
-
     await ready()
-    await asyncio.gather(*(ask(path) for path in bodies for _ in range(8)))
+    await asyncio.gather(*(_repeat(channel, {path: bodies[path]}) for path in bodies for _ in range(8)))
 
 
 async def priority(target: Target, ready: Callable[[], Awaitable[None]]) -> None:

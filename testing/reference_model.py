@@ -12,6 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.image.resize import PlainResize, to_patches
 from testing.decoding import decode_files, pillow_decoder
+from testing.reference_tower import processed
 
 
 class OneShot:
@@ -40,11 +41,6 @@ class OneShot:
         return logits
 
     def pixel_values(self, images: Sequence[bytes], grids: Sequence[Grid]) -> Tensor:
-        """Return [patches, 3 × 2 × p × p] as the Hugging Face processor lays a still image out, from our patches."""
+        """Return the images as the Hugging Face processor hands them over, from our patches."""
         pixels = [p for p in decode_files(self.decoder, images) if not isinstance(p, EncoderError)]
-        patches = torch.cat(to_patches(pixels, grids, PlainResize(self.settings.geometry)))
-        settings, side = self.settings, self.settings.geometry.patch_size
-        mean = torch.tensor(settings.mean)[:, None]
-        std = torch.tensor(settings.std)[:, None]
-        normalised = (patches.view(-1, 3, side * side) * settings.rescale_factor - mean) / std
-        return normalised[:, :, None].expand(-1, 3, 2, -1).reshape(len(patches), -1)
+        return processed(to_patches(pixels, grids, PlainResize(self.settings.geometry)), self.settings)

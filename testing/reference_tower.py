@@ -31,13 +31,8 @@ class ReferenceTower:
         return self._processor.geometry
 
     def pixels(self, patches: Sequence[Tensor]) -> Tensor:
-        """What the processor hands over: rescaled, normalised, float32; a still image's frame twice, or two frames."""
-        settings = self._processor
-        area = settings.geometry.patch_size**2
-        joined = torch.cat(list(patches))
-        values = joined.view(len(joined), 3, -1, area).float() * settings.rescale_factor
-        mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (settings.mean, settings.std))
-        return ((values - mean) / std).expand(-1, 3, 2, area).flatten(1).to(self.device)
+        """What the processor hands over."""
+        return processed(patches, self._processor).to(self.device)
 
     def rows(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """All images in one batch: rows [tokens of all images, width]."""
@@ -49,6 +44,18 @@ class ReferenceTower:
     def forward(self, pixels: Tensor, grids: Tensor) -> Any:
         """Run the module as it is."""
         return self.module(pixels, grid_thw=grids)
+
+
+def processed(patches: Sequence[Tensor], settings: ProcessorSettings) -> Tensor:
+    """Return our patches as the Hugging Face processor hands them over, [patches, 3 × 2 × p × p].
+
+    They are rescaled, normalised, float32, with a still image's frame twice, or with two frames.
+    """
+    area = settings.geometry.patch_size**2
+    joined = torch.cat(list(patches))
+    values = joined.view(len(joined), 3, -1, area).float() * settings.rescale_factor
+    mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (settings.mean, settings.std))
+    return ((values - mean) / std).expand(-1, 3, 2, area).flatten(1)
 
 
 def random_patches(grids: Sequence[Grid], patch_values: int, seed: int = 0) -> list[Tensor]:

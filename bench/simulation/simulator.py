@@ -37,13 +37,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the simulated deployment is made of; every stage time is a parameter."""
+    """What the simulated deployment is made of. Its device encodes one patch a second; other times are parameters."""
 
     policy: Policy = LEAST_WORK_LEFT
     replicas: int = 1
     prefill_engines: int = 1
-    # Seconds the device needs for a batch, given the patches of each image.
-    encode_s: Callable[[Sequence[int]], float] = sum
     # Decode and preprocess of one image: a stage beside the device, which takes the next image when it is free.
     prepare_s: float = 0.0
     prefill_s: float = 0.8  # prefill of one chunk
@@ -65,7 +63,6 @@ class Outcome:
     ttft_s: list[float | None]
     span_s: float = 0.0
     encodes: int = 0
-    busy_s: float = 0.0
     most_queued_images: int = 0
     retry_after_ms: list[int] = field(default_factory=list)
 
@@ -183,7 +180,7 @@ class Simulation:
             self._at(time_s, partial(self._end_prepare, replica, tasks))
         if not replica.encoding and (batch := scheduler.next_batch(now, machine.budget_patches)):
             replica.encoding = True
-            seconds = machine.encode_s([task.patches for task in batch])
+            seconds = sum(task.patches for task in batch)
             self._at(now + seconds, partial(self._end_encode, replica, batch, seconds))
             self._turn(replica, now)
 
@@ -200,7 +197,6 @@ class Simulation:
         outcome = self._outcome
         outcome.most_queued_images = max(outcome.most_queued_images, replica.scheduler.queued.images)
         outcome.encodes += len(batch)
-        outcome.busy_s += seconds
         replica.encoding = False
         replica.scheduler.done(batch, seconds)
         for task in batch:
@@ -246,7 +242,6 @@ class Load:
     sizes: dict[int, int]  # images of a request -> weight
     # Work that arrives in a second over the work that all `replicas` do in a second.
     load: float = 0.8
-    image_s: float = 1.0  # seconds of one image on the device
     image_patches: int = 1
     replicas: int = 1
     burst: float = 1.0  # mean requests that arrive at the same moment
@@ -257,7 +252,7 @@ class Load:
         source = random.Random(seed)
         sizes, weights = list(self.sizes), list(self.sizes.values())
         mean = sum(s * w for s, w in self.sizes.items()) / sum(weights)
-        rate = self.load * self.replicas / (mean * self.image_s * self.burst)
+        rate = self.load * self.replicas / (mean * self.burst)
         jobs: list[Job] = []
         time_s = 0.0
         while len(jobs) < count:

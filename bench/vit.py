@@ -59,7 +59,6 @@ BENCHMARK = Benchmark(
         *_case_figures("560", "one 560×560"),
         *_case_figures("720p", "one 1280×720"),
         *_case_figures("960x1280", "one 960×1280"),
-        Figure("in_step_ratio", "eight 256×256: one by one / in step"),
         Figure("patch_embed_ratio", "patch embedding: Conv3d / ours", target=">= 20"),
         Figure("error_ratio_qwen3_vl", "Qwen3-VL: mean bf16 error, ours / `transformers`", target="<= 1"),
         Figure("error_ratio_qwen2_5_vl", "Qwen2.5-VL: the same", target="<= 1"),
@@ -82,7 +81,6 @@ PACE_CASE = "256"
 SHARE_OF_CASES = 0.5
 # A round in forwards: each tower's own, and our products and attention again.
 OURS_IN_ROUND, THEIRS_IN_ROUND = 2, 1
-OURS_OF_A_ROUND = 0.35  # one forward of ours
 CALLS_S = 1.0  # the best of many calls is found early; on a slow machine they add up to minutes
 
 
@@ -109,10 +107,6 @@ def measure(given: Namespace) -> dict[str, Any]:
     pace = pace_of(tower, reference)
     result: dict[str, Any] = {"threads": threads, **cases(tower, reference, given, budget, pace)}
     result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
-    in_step_s = OURS_OF_A_ROUND * pace * work(tower, "8x256")
-    if budget.affords("one by one and in step", 2 * in_step_s):
-        rounds = budget.count("rounds in step", given.rounds, 2 * in_step_s, share=0.5)
-        result["in_step_ratio"] = in_step_ratio(tower, case_grids(tower, "8x256"), rounds)
     del tower, reference
     return {**result, **error_ratios(budget), "left_out": budget.left_out}
 
@@ -272,17 +266,6 @@ def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:
         return partial(functional.linear, x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
     return partial(torch.ops.mkldnn._linear_pointwise.default, x, packed, None, "none", [], "")
-
-
-def in_step_ratio(tower: Tower, grids: Sequence[Grid], rounds: int) -> float:
-    """The time of images one after the other over that of the same images in one batch."""
-    patches = random_patches(grids, tower.spec.patch_values)
-    each = together = float("inf")
-    for _ in range(rounds):
-        images = zip(patches, grids, strict=True)
-        each = min(each, sum(seconds(lambda: tower.encode([image], [grid])) for image, grid in images))  # noqa: B023
-        together = min(together, seconds(lambda: tower.encode(patches, grids)))
-    return each / together
 
 
 @torch.inference_mode()

@@ -53,7 +53,7 @@ class Counts:
     def __init__(self) -> None:
         self._counted: Counter[tuple[str, str]] = Counter()
 
-    def fetched(self, outcome: Outcome, size_bytes: int) -> None:
+    def fetched(self, outcome: Outcome | Found, size_bytes: int) -> None:
         """An image's rows have arrived."""
         self._counted[IMAGES, outcome.source] += 1
         self._counted[BYTES, outcome.transport] += size_bytes
@@ -66,9 +66,7 @@ class Counts:
     def found(self, found: Found, size_bytes: int) -> None:
         """The store said who makes the rows of an image, or its rows came from the store."""
         if found.outcome == "here":
-            self._counted[IMAGES, found.source] += 1
-            self._counted[BYTES, found.transport] += size_bytes
-            self._add(FETCH_S, found.took_s)
+            self.fetched(found, size_bytes)
         elif found.outcome == "ours":
             self.encoded(shared=found.lease is not None)
 

@@ -339,13 +339,8 @@ class SharingGate(Gate[SharedPrompt]):
     """For an engine that encodes itself and shares rows."""
 
     _table: SharedTable
-
-    def __init__(
-        self, table: SharedTable, counts: Counts, *, tower: TowerInput, window_tokens: int, gating: Gating
-    ) -> None:  # fmt: skip
-        super().__init__(table, counts, tower=tower, window_tokens=window_tokens, gating=gating)
-        self.encoder_cache: Container[str] = ()
-        """Images whose rows are in vLLM's own encoder cache: no step loads or encodes them."""
+    encoder_cache: Container[str] = ()
+    """Images whose rows are in vLLM's own encoder cache: no step loads or encodes them."""
 
     def _read(self, request: Request) -> SharedPrompt:
         """Return the images that can be shared; a part that the tower cannot encode ends its request."""

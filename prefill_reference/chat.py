@@ -149,14 +149,7 @@ class Chat:
             row_bytes=self.client.description.row_bytes,
         ) as session:
             async for ready in session:
-                ready_s = time.monotonic()
-                embed = partial(self._embed, prompt, ready.chunk)
-                run, logits = await self._on_model(
-                    self._run, prompt, ready, await ready.read(embed, self._model_thread)
-                )
-                lane = f"chunk {run.chunk.index}"
-                trace.add(lane, "wait", ready_s - run.waited_ms / 1000, ready_s)
-                trace.add(lane, "prefill", run.began_s, run.began_s + run.prefill_ms / 1000)
+                run, logits = await self._prefill_chunk(prompt, ready, trace)
                 runs.append(run)
                 on_chunk(run)
         assert logits is not None, "a prefix never covers the whole prompt"
@@ -164,6 +157,20 @@ class Chat:
         return Prefilled(
             prompt, logits, layout, tuple(images), submitted, begin, tuple(runs), room, tuple(names)
         )
+
+    async def _prefill_chunk(
+        self, prompt: Prompt, ready: ReadyChunk, trace: Trace
+    ) -> tuple[ChunkRun, Tensor]:
+        """Prefill one chunk; return what was run, and the logits behind it."""
+        ready_s = time.monotonic()
+        embed = partial(self._embed, prompt, ready.chunk)
+        run, logits = await self._on_model(
+            self._run, prompt, ready, await ready.read(embed, self._model_thread)
+        )
+        lane = f"chunk {run.chunk.index}"
+        trace.add(lane, "wait", ready_s - run.waited_ms / 1000, ready_s)
+        trace.add(lane, "prefill", run.began_s, run.began_s + run.prefill_ms / 1000)
+        return run, logits
 
     async def decode(
         self, prefilled: Prefilled, *, max_tokens: int, choose: Choose = greedy

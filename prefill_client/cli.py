@@ -45,21 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     encode = commands.add_parser(
         "encode", help="encode image files and print the shape of their rows and the time of each stage"
     )
-    encode.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="image file")
-    encode.add_argument(
-        "--server",
-        type=endpoint,
-        default="127.0.0.1:50051",
-        metavar="HOST:PORT",
-        help="address of the server, or unix:/path (default %(default)s)",
-    )
-    encode.add_argument(
-        "--timeout-s", type=seconds, default=120.0, help="seconds before giving up (default %(default)s)"
-    )
-    Credentials.add_flags(encode)
-    encode.add_argument(
-        "--inline", action="store_true", help="receive rows by gRPC, not through shared memory"
-    )
+    _add_encode_flags(encode)
     timeline = commands.add_parser(
         "timeline", help="draw request traces as a timeline, with a lane per image and per prefill chunk"
     )
@@ -90,6 +76,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command in ("serve", "sglang-gateway"):
         return _serve(vars(given))
     return _draw(given) if given.command == "timeline" else _encode_files(given)
+
+
+def _add_encode_flags(encode: argparse.ArgumentParser) -> None:
+    encode.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="image file")
+    encode.add_argument(
+        "--server",
+        type=endpoint,
+        default="127.0.0.1:50051",
+        metavar="HOST:PORT",
+        help="address of the server, or unix:/path (default %(default)s)",
+    )
+    encode.add_argument(
+        "--timeout-s", type=seconds, default=120.0, help="seconds before giving up (default %(default)s)"
+    )
+    Credentials.add_flags(encode)
+    encode.add_argument(
+        "--inline", action="store_true", help="receive rows by gRPC, not through shared memory"
+    )
 
 
 def _add_service_flags(serve: argparse.ArgumentParser) -> None:

@@ -118,9 +118,8 @@ class EncoderServiceMiddleware:
                 )
             if error is None:
                 return
-            self._of(scope).note(error)
         if error is not None:
-            if _is_of_the_image(error) or not self._of(scope).can_do_without(images):
+            if _is_of_the_image(error) or not self._of(scope).leave_to_own_tower(images, error):
                 await _refuse(send, error)
                 return
             _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
@@ -213,19 +212,10 @@ class _Service:
         caller = _caller(images.body, headers)
         salt = _salt(self.settings, images.body)
         earlier = self.earlier(images)
-        if earlier.digests and earlier.tenant_salt != salt:
-            raise InvalidRequestError("previous_response_id: that response had another cache_salt")
-        if images.has_options and not self._trusts_options:
-            raise InvalidRequestError(
-                f"{' and '.join(OPTIONS)} of a request are refused by vLLM without --trust-request-mm-kwargs"
-            )
+        self._check(images, earlier, salt)
         if (down := self._client.down) is not None:
             raise type(down)(down.message)
-        try:
-            client = (await self._client.get()).for_tenant(salt.encode())
-        except EncoderError as error:
-            self.note(error)
-            raise
+        client = (await self._client.get()).for_tenant(salt.encode())
         token = traceparent.set(caller["traceparent"])
         try:
             media = await self._media(images, client, caller["request_id"])
@@ -238,9 +228,6 @@ class _Service:
                 timeout_s=self.settings.submit_timeout_s,
                 again_s=self._again_s,
             )
-        except EncoderError as error:
-            self.note(error)
-            raise
         finally:
             traceparent.reset(token)
         names = [f"image {index}" for index in range(len(earlier.digests))]
@@ -248,9 +235,8 @@ class _Service:
         try:
             answers = _of_prompt(earlier, files, kept.answers)
             raise_first([answer.error for answer in answers], names)
-        except EncoderError as error:
+        except EncoderError:
             await kept.close()
-            self.note(error)
             raise
         producer = producer_of(client.description, salt)
         said = {
@@ -267,19 +253,30 @@ class _Service:
             failed_image, client, answers, names, request_id=caller["request_id"], timeout_s=timeout_s
         )
 
+    def leave_to_own_tower(self, images: RequestImages | None, error: EncoderError) -> bool:
+        """Leave the images of a request to the engine's own tower; return False if it cannot encode them.
+
+        It has no pixels of earlier responses. If `error` means that the service is down, it encodes the images of all
+        requests until the service answers.
+        """
+        if not self._has_own_tower:
+            return False
+        self._client.note(error)
+        return images is None or not self.earlier(images).digests
+
     @property
-    def has_own_tower(self) -> bool:
+    def _has_own_tower(self) -> bool:
         """Whether the engine's own tower encodes images while the service cannot."""
         return self.settings.without_service == "own_tower"
 
-    def can_do_without(self, images: RequestImages | None) -> bool:
-        """Whether the engine's own tower can encode a request's images: it has no pixels of earlier responses."""
-        return self.has_own_tower and not (images is not None and self.earlier(images).digests)
-
-    def note(self, error: EncoderError) -> None:
-        """If `error` means that the service is down, let the engine's own tower encode until the service answers."""
-        if self.has_own_tower:
-            self._client.note(error)
+    def _check(self, images: RequestImages, earlier: Earlier, salt: str) -> None:
+        """Raise `InvalidRequestError` for a request that vLLM would refuse, or that continues another tenant's."""
+        if earlier.digests and earlier.tenant_salt != salt:
+            raise InvalidRequestError("previous_response_id: that response had another cache_salt")
+        if images.has_options and not self._trusts_options:
+            raise InvalidRequestError(
+                f"{' and '.join(OPTIONS)} of a request are refused by vLLM without --trust-request-mm-kwargs"
+            )
 
     @property
     def _again_s(self) -> float:
@@ -287,10 +284,7 @@ class _Service:
 
         Shorter than `timeout_s`, so that the middleware gives up before the connector does.
         """
-        settings = self.settings
-        return (
-            settings.submit_timeout_s if settings.without_service == "own_tower" else settings.timeout_s / 2
-        )
+        return self.settings.submit_timeout_s if self._has_own_tower else self.settings.timeout_s / 2
 
     async def close(self) -> None:
         """Close the connection."""

@@ -99,7 +99,7 @@ def _lent(message: pb.FetchResponse, source: FetchedRows | None, reading: ExitSt
         rows: Rows = SharedRows(Handle.from_message(ready.handle), ready.width, ready.dtype)
     else:
         rows = source.rows  # which know of the call that holds them
-    return tensor_view(reading.enter_context(rows.reading()), ready.dtype)
+    return reading.enter_context(rows.lent()).tensor(ready.dtype)
 
 
 def _broadcast(content: bytes | None, group: dist.ProcessGroup | None) -> bytes:

@@ -61,13 +61,6 @@ class Rows(ABC):
         return False
 
     @abstractmethod
-    def reading(self) -> AbstractContextManager[NDArray[np.generic]]:
-        """Lend the rows in place, read-only. Use what was read only after the block has ended without an error.
-
-        Raises `StaleHandleError` on entry, or on exit if the rows were replaced during the block.
-        """
-
-    @abstractmethod
     def copy(self) -> NDArray[np.generic]:
         """Return the rows on the host, valid after the Fetch call. Raises `StaleHandleError`."""
 
@@ -80,7 +73,10 @@ class Rows(ABC):
 
     @abstractmethod
     def lent(self) -> "AbstractContextManager[Rows]":
-        """Lend the rows as `Rows` that cannot be lost, with the checks of `reading`."""
+        """Lend the rows in place, read-only. Use what was read only after the block has ended without an error.
+
+        Raises `StaleHandleError` on entry, or on exit if the rows were replaced during the block.
+        """
 
     @abstractmethod
     def own(self) -> "Rows":
@@ -96,11 +92,6 @@ class OwnRows(Rows):
     def __init__(self, array: NDArray[np.generic]) -> None:
         self._array = array
         self.shape = array.shape
-
-    @contextmanager
-    def reading(self) -> Iterator[NDArray[np.generic]]:
-        """Lend the rows."""
-        yield self._array
 
     def copy(self) -> NDArray[np.generic]:
         """Return the rows themselves: no other code writes to them."""

@@ -141,9 +141,9 @@ class Traffic:
         """Images that differ among those that ended."""
         return len({served.digest for served in self.served})
 
-    def since(self, began_s: float, until_s: float = float("inf")) -> Iterator[Served]:
-        """Yield what was begun or under way between two moments of the monotonic clock."""
-        return (s for s in self.served if s.began_s + s.seconds > began_s and s.began_s < until_s)
+    def since(self, moment_s: float) -> Iterator[Served]:
+        """Yield what was begun or under way after a moment of the monotonic clock."""
+        return (served for served in self.served if served.began_s + served.seconds > moment_s)
 
     async def _work(self, client: EncoderClient) -> None:
         while not self._stopping:

@@ -89,9 +89,7 @@ class _Loaded:
     data: bytes
     answered_by: str
     asks: tuple[tuple[str, str], ...]
-    fresh_until: (
-        float | None
-    )  # seconds of `monotonic` until when it may be used unasked; None: must not be kept
+    fresh_until: float | None  # of `monotonic`: may be used unasked until then; None: must not be kept
 
 
 class ImageLoader:

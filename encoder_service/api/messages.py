@@ -61,20 +61,14 @@ def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
 
 def parse_fetch(raw: bytes, max_images: int) -> pb.FetchRequest:
     """Return the message of a Fetch; raises `InvalidRequestError`."""
-    most = names_bytes(max_images)
-    _check_bytes(pb.FetchRequest, raw, most)
-    _check_count(raw, max_images)
-    return parse(pb.FetchRequest, raw, most)
+    return _parse_names(pb.FetchRequest, raw, max_images)
 
 
 def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
     """Return the message of a Submit; only a piece of an image may be larger than a list of names."""
     if _is_piece(raw):
         return parse(pb.SubmitRequest, raw, max_request_bytes(max_images))
-    most = names_bytes(max_images)
-    _check_bytes(pb.SubmitRequest, raw, most)
-    _check_count(raw, max_images, pb.SubmitRequest.NAMES_FIELD_NUMBER)
-    return parse(pb.SubmitRequest, raw, most)
+    return _parse_names(pb.SubmitRequest, raw, max_images, pb.SubmitRequest.NAMES_FIELD_NUMBER)
 
 
 def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryview]:
@@ -84,13 +78,18 @@ def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryv
     """
     if (piece := parse_rows(raw)) is not None and len(raw) <= SMALL_BYTES + PUT_PIECE_BYTES:
         return piece
-    most = names_bytes(max_images)
-    _check_bytes(pb.PutRequest, raw, most)
-    _check_count(raw, max_images, pb.PutRequest.NAMES_FIELD_NUMBER)
-    request = parse(pb.PutRequest, raw, most)
+    request = _parse_names(pb.PutRequest, raw, max_images, pb.PutRequest.NAMES_FIELD_NUMBER)
     if request.WhichOneof("message") == "rows":
         return request.rows.index, memoryview(request.rows.data)
     return request
+
+
+def _parse_names(kind: type[M], raw: bytes, max_images: int, names_field: int = 0) -> M:
+    """Return a message that may name images, whose fields are counted before it is parsed; see `_check_count`."""
+    most = names_bytes(max_images)
+    _check_bytes(kind, raw, most)
+    _check_count(raw, max_images, names_field)
+    return parse(kind, raw, most)
 
 
 def _check_bytes(kind: type[Message], raw: bytes, most: int) -> None:

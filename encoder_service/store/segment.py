@@ -106,13 +106,6 @@ class Segment:
             ) from error
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what dead servers left behind, and callers that were killed while they opened a Put call."""
-    for prefix in (_PREFIX, CALLERS_PREFIX):
-        for path in remove_ownerless(folder, prefix):
-            log.warning("store: removed %s, which a dead process left behind", path)
-
-
 def _round_up(size_bytes: int) -> int:
     return -(-size_bytes // _PAGE_TABLE_BYTES) * _PAGE_TABLE_BYTES
 
@@ -127,13 +120,13 @@ class StoreSizeError(ValueError):
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
-    """Remove what dead servers left in `folder`. Raise `StoreSizeError` if it cannot hold `size_bytes` then."""
-    _sweep(folder)
-    check_host(folder, size_bytes)
+    """Raise `StoreSizeError` if `folder` or this process's memory limit has no space for `size_bytes` more.
 
-
-def check_host(folder: Path, size_bytes: int) -> None:
-    """Raise `StoreSizeError` if `folder` or this process's memory limit has no space for `size_bytes` more."""
+    First remove what dead servers left there, and callers that were killed while they opened a Put call.
+    """
+    for prefix in (_PREFIX, CALLERS_PREFIX):
+        for path in remove_ownerless(folder, prefix):
+            log.warning("store: removed %s, which a dead process left behind", path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StoreSizeError(f"--store-segment-dir {folder} does not exist or cannot be written to")
     files = os.statvfs(folder)

@@ -201,9 +201,9 @@ def test_a_store_beyond_the_memory_limit_says_so(tmp_path, monkeypatch):
     ):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(segment, "_CGROUP", tmp_path)
-    segment.check_host(tmp_path, 500_000)
+    segment.require_room(tmp_path, 500_000)
     with pytest.raises(StoreSizeError, match="container's memory limit"):
-        segment.check_host(tmp_path, 500_001)
+        segment.require_room(tmp_path, 500_001)
 
 
 def test_close_removes_the_segment_and_keeps_what_is_viewed(tmp_path):

@@ -36,7 +36,7 @@ from encoder_service.cluster.redis import RedisIndex, RedisSettings
 from encoder_service.cluster.redis.session import OnCall
 from encoder_service.cluster.sharing import SourceSharing
 from encoder_service.cluster.tasks import begin, end
-from encoder_service.cluster.waiting import Waiters
+from encoder_service.cluster.waiting import PeerWaiters
 from encoder_service.keys import ImageKey
 from encoder_service.store import Pin, Store
 
@@ -70,7 +70,7 @@ class RedisCluster(Cluster):
         self.leases = Leases(self.index, renew_s=settings.lease_ttl_ms / 3000)
         self._peers = peers
         self._store = store
-        self._waiters = Waiters(
+        self._waiters = PeerWaiters(
             self.index.settled, self.index.subscribe, self.find, lambda: bool(self.index.peers())
         )
         self._transfers = Transfers(self.index, self.leases, peers, store)

@@ -23,7 +23,7 @@ Subscribe = Callable[[Iterable[bytes], Iterable[bytes]], Awaitable[None]]
 Found = Callable[[bytes, Locations], None]
 
 
-class Waiters:
+class PeerWaiters:
     """Any number of waiters for any number of addresses; one task reads for all of them. One event loop's.
 
     `wait` is for an address that another replica encodes: it is read when its change is notified, and every `REREAD_S`.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Location, Locations
-from encoder_service.cluster.waiting import REREAD_S, SEARCH_IMAGES, Waiters
+from encoder_service.cluster.waiting import REREAD_S, SEARCH_IMAGES, PeerWaiters
 from encoder_service.keys import ImageKey
 from tests.waiting import soon
 
@@ -29,7 +29,7 @@ class Elsewhere:
         self.found[address] = locations
 
 
-def searching(elsewhere: Elsewhere, has_peers: Callable[[], bool]) -> Waiters:
+def searching(elsewhere: Elsewhere, has_peers: Callable[[], bool]) -> PeerWaiters:
     """Waiters that only search: nobody waits for what another replica encodes."""
 
     async def subscribe(begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
@@ -38,7 +38,7 @@ def searching(elsewhere: Elsewhere, has_peers: Callable[[], bool]) -> Waiters:
     async def read(addresses: Collection[bytes]) -> dict[bytes, Locations]:
         raise AssertionError(f"{addresses} are not waited for")
 
-    return Waiters(read, subscribe, elsewhere.find, has_peers)
+    return PeerWaiters(read, subscribe, elsewhere.find, has_peers)
 
 
 def address(number: int) -> bytes:

@@ -30,7 +30,7 @@ from encoder_service.api.server import Listener
 from encoder_service.api.service import EncoderService
 from encoder_service.api.tenants import read_tenants
 from encoder_service.cluster.cluster import Cluster, IndexState, Replica
-from encoder_service.cluster.peers import SILENCE_S, Peers, RowType
+from encoder_service.cluster.peers import SILENCE_S, Peers
 from encoder_service.cluster.redis import RedisSettings, namespace
 from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.cluster.tasks import DIED
@@ -276,11 +276,11 @@ class Server:
             source_ttl_s=int(config.source_ttl_s),
             max_source_bytes=config.max_shared_bytes,
         )
-        rows = RowType(tower.width, tower.dtype, recipe.dtype, self._model.tower.geometry)
         peers = Peers(
-            recipe.model,
-            recipe.processor,
-            rows,
+            recipe,
+            tower.width,
+            tower.dtype,
+            tower.geometry,
             certificates=config.peer_certificates(),
             name=config.tls_peer_name,
             key=self._fleet_key,

@@ -5,10 +5,11 @@ from typing import cast
 import torch
 
 from encoder_contract.geometry import Geometry, Grid
-from encoder_service.cluster.peers import Peers, RowType
+from encoder_service.cluster.peers import Peers
 from encoder_service.cluster.redis import RedisSettings
 from encoder_service.cluster.redis.session import OnCall
 from encoder_service.cluster.redis_cluster import RedisCluster
+from encoder_service.keys import Recipe
 from encoder_service.store import Store
 
 
@@ -24,6 +25,7 @@ def cluster_of(
     settings: RedisSettings, held: Holding | None = None, on_call: OnCall = lambda *_: None
 ) -> RedisCluster:
     """Return the cluster of a replica without a store, which asks no peer for rows."""
-    rows = RowType(8, torch.float32, "float32", Geometry(16, 2, 65536, 1 << 24))
+    recipe, geometry = Recipe(b"m" * 32, b"p" * 32, "float32"), Geometry(16, 2, 65536, 1 << 24)
+    peers = Peers(recipe, 8, torch.float32, geometry)
     store = cast(Store, Holding() if held is None else held)
-    return RedisCluster(settings, (), Peers(b"m" * 32, b"p" * 32, rows), store, on_call=on_call)
+    return RedisCluster(settings, (), peers, store, on_call=on_call)

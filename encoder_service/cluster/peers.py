@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic, time
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.framing import checksum, parse_fetch_response
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.keys import ImageKey
+from encoder_service.keys import ImageKey, Recipe
 
 log = logging.getLogger(__name__)
 
@@ -42,44 +41,34 @@ RATED_BYTES = 1 << 20  # the time of a smaller transfer is latency, and says not
 CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
 
 
-@dataclass(frozen=True, slots=True)
-class RowType:
-    """The type of a row of this model; anything else that a peer sends is rejected."""
-
-    width: int
-    dtype: torch.dtype
-    dtype_name: str
-    geometry: GridRule
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.width * self.dtype.itemsize
-
-
 class Peers:
     """Channels to peers, and their measured rate. Belongs to one event loop."""
 
     def __init__(
         self,
-        model: bytes,
-        processor: bytes,
-        rows: RowType,
+        recipe: Recipe,
+        width: int,
+        dtype: torch.dtype,
+        geometry: GridRule,
+        *,
         certificates: Certificates | None = None,
         name: str = "",
         key: FleetKey | None = None,
         on_fetch: Callable[[float, bool], None] = lambda _seconds, _ok: None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Fingerprints and row type are those of our model; `on_fetch` is told seconds and success of each attempt.
+        """A row of our model is `width` elements of `dtype`; anything else that a peer sends is rejected.
+
+        `on_fetch` is told seconds and success of each attempt.
 
         With `certificates`, peers are reached by TLS: ours is presented, theirs must be for `name`, or their own host.
         With `key`, our calls are signed, and unsigned rows are not accepted. A peer that is silent for `silence_s` has
         failed, and so has one to which no connection can be made in that time.
         """
-        self._model = model
-        self._processor = processor
-        self._rows = rows
+        self._recipe = recipe
+        self._width, self._dtype = width, dtype
+        self._row_bytes = width * dtype.itemsize
+        self._geometry = geometry
         self._on_fetch = on_fetch
         self._silence_s = silence_s
         self._channels = _Channels(certificates, name, silence_s)
@@ -90,7 +79,7 @@ class Peers:
 
     def transfer_s(self, tokens: int) -> float:
         """Return how long fetching an image of so many tokens is expected to take, seconds."""
-        return tokens * self._rows.row_bytes / self.bytes_per_s
+        return tokens * self._row_bytes / self.bytes_per_s
 
     async def fetch(self, endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
         """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds.
@@ -110,7 +99,7 @@ class Peers:
         if buffer.numel() >= RATED_BYTES:
             rate = buffer.numel() / max(monotonic() - began, 1e-6)
             self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
-        return grid, buffer.view(self._rows.dtype).view(-1, self._rows.width)
+        return grid, buffer.view(self._dtype).view(-1, self._width)
 
     async def offer(self, endpoint: str, key: ImageKey) -> None:
         """Make the peer fetch an image from this replica, by asking it for one row. The caller bounds the time.
@@ -148,8 +137,8 @@ class Peers:
         frames = key.frames
         return pb.FetchRequest(
             caller=pb.Caller(
-                model_fingerprint=self._model,
-                processor_fingerprint=self._processor,
+                model_fingerprint=self._recipe.model,
+                processor_fingerprint=self._recipe.processor,
                 tenant_salt=key.salt,
                 client_id="peer",
             ),
@@ -187,15 +176,14 @@ class Peers:
 
     def _checked(self, ready: pb.ImageReady, address: bytes) -> Grid:
         """Return the grid; raises unless this can be the requested image, which also bounds the memory to allocate."""
-        rows = self._rows
         grid = Grid(ready.grid.t, ready.grid.h, ready.grid.w)
-        tokens = rows.geometry.tokens(grid)
+        tokens = self._geometry.tokens(grid)
         if (
             ready.address != address
-            or not rows.geometry.has(grid)
-            or (ready.width, ready.dtype) != (rows.width, rows.dtype_name)
+            or not self._geometry.has(grid)
+            or (ready.width, ready.dtype) != (self._width, self._recipe.dtype)
             or (ready.row_begin, ready.row_end) != (0, tokens)
-            or ready.row_bytes != tokens * rows.row_bytes
+            or ready.row_bytes != tokens * self._row_bytes
         ):
             raise InternalError("the peer answered with rows of another image or model")
         return grid

@@ -21,9 +21,9 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import Location, Locations
 from encoder_service.cluster.leases import Leases
-from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers, RowType
+from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers
 from encoder_service.cluster.redis_cluster import MAX_OF_ONE_PEER, MAX_TRANSFERS, Transfers
-from encoder_service.keys import ImageKey
+from encoder_service.keys import ImageKey, Recipe
 from encoder_service.store import Store
 from testing.holding import cluster_of
 from tests.index_replicas import redis_settings
@@ -31,9 +31,9 @@ from tests.small_store import WIDTH, make_store
 from tests.waiting import PATIENCE_S
 
 GRID = Grid(1, 16, 16)
-ROWS = RowType(WIDTH, torch.float32, "float32", Geometry(16, 2, 65536, 1 << 24))
+OURS = Recipe(b"m" * 32, b"p" * 32, "float32"), WIDTH, torch.float32, Geometry(16, 2, 65536, 1 << 24)
 IMAGE = ImageKey(b"a" * 32, b"d" * 32)
-BYTES = 64 * ROWS.row_bytes
+BYTES = 64 * WIDTH * torch.float32.itemsize
 Answer = Callable[[], AsyncIterator[bytes]]
 # A sound answer may take so long at the most; what a busy machine adds is far less than for ever.
 MOST_S = 2 * SILENCE_S + BYTES / MIN_BYTES_PER_S
@@ -109,7 +109,7 @@ async def peer(answer: Answer) -> AsyncIterator[str]:
 
 
 async def fetched(answer: Answer, silence_s: float = SILENCE_S) -> tuple[Grid, Tensor]:
-    peers = Peers(b"m" * 32, b"p" * 32, ROWS, silence_s=silence_s)
+    peers = Peers(*OURS, silence_s=silence_s)
     try:
         async with peer(answer) as endpoint:
             return await peers.fetch(endpoint, IMAGE)
@@ -138,7 +138,7 @@ async def test_a_peer_that_never_gets_anywhere_is_given_up_in_time(answer: Answe
 
 def transfers_from(fetch: Callable[..., Awaitable[tuple[Grid, Tensor]]], store: Store) -> Transfers:
     """Transfers whose peers answer as `fetch`, beside an index that was never joined."""
-    peers = Peers(b"m" * 32, b"p" * 32, ROWS)
+    peers = Peers(*OURS)
     peers.fetch = fetch  # type: ignore[method-assign, assignment]
     index = cluster_of(redis_settings("redis://127.0.0.1:1", "none")).index
     return Transfers(index, Leases(index, renew_s=1.0), peers, store)

@@ -1,5 +1,6 @@
 """A family whose rows only the service counts: SGLang gets grids of patches, or the gateway does not start."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,15 +11,15 @@ import numpy as np
 import pytest
 
 from encoder_contract.processor import ProcessorSettings
+from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import load_model
+from encoder_service.engine.model import Model, load_model
 from prefill_client import EncoderClient, RowRequest, content_digest
 from prefill_client.sglang_gateway.families import SERVED
 from prefill_client.sglang_gateway.frames import SUPPORTED
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
 from testing.photos import data_url, photo
-from testing.server_process import ServerProcess
-from tests.processes import run, running
+from tests.processes import run
 from tests.servers import server_of
 from tests.sglang_gateways import RunningGateway, gateway_for
 from tests.sglang_receiver import LanguageServer
@@ -33,16 +34,23 @@ def folder(kept_family: Callable[..., Path]) -> Path:
     return kept_family("qwen2_vl")
 
 
-@pytest.fixture
-async def gateway(config: Config, folder: Path) -> AsyncIterator[RunningGateway]:
+@pytest.fixture(scope="module")
+def generic(config: Config, folder: Path) -> Iterator[Model]:
     model = load_model(replace(config, model=folder, dtype="float32"))
-    async with (
-        server_of(config, model) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-        gateway_for(client) as gateway,
-    ):
-        yield gateway
+    yield model
     model.decoder.close()
+
+
+@pytest.fixture
+async def service(config: Config, generic: Model) -> AsyncIterator[Server]:
+    async with server_of(config, generic) as server:
+        yield server
+
+
+@pytest.fixture
+async def gateway(service: Server) -> AsyncIterator[RunningGateway]:
+    async with await EncoderClient.connect(service.endpoint) as client, gateway_for(client) as gateway:
+        yield gateway
 
 
 async def test_grids_are_of_patches_and_rows_those_of_the_service(
@@ -77,20 +85,14 @@ async def test_a_part_that_failed_has_a_stand_in_of_as_many_rows_as_its_grid(gat
     assert (first.said.grid_dim, first.said.shape[0]) == ([[1, 2, 2]], 1)
 
 
-@pytest.fixture(scope="module")
-def service(folder: Path) -> Iterator[ServerProcess]:
-    with running(folder) as server:
-        yield server
-
-
-def test_another_checkpoint_of_such_a_family_is_refused_at_start(
-    service: ServerProcess, folder: Path, tmp_path: Path
+async def test_another_checkpoint_of_such_a_family_is_refused_at_start(
+    service: Server, folder: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     settings = json.loads((other / "processor_config.json").read_text())
     settings["image_processor"]["image_mean"] = [0.1, 0.2, 0.3]
     (other / "processor_config.json").write_text(json.dumps(settings))
-    done = run(*GATEWAY, service.endpoint, "--language-model", other)
+    done = await asyncio.to_thread(run, *GATEWAY, service.endpoint, "--language-model", other)
     assert done.returncode == 1
     assert "vision weights or processor files: " in done.stderr
     assert done.stderr.count("\n") == 1
@@ -106,11 +108,13 @@ def test_another_checkpoint_of_such_a_family_is_refused_at_start(
         ("kimi_k25", "SGLang serves it with code from the checkpoint"),
     ],
 )
-def test_a_family_that_is_not_served_is_refused_at_start_with_the_reason(
-    kept_family: Callable[..., Path], model_type: str, why: str
+async def test_a_family_that_is_not_served_is_refused_at_start_with_the_reason(
+    config: Config, kept_family: Callable[..., Path], model_type: str, why: str
 ) -> None:
-    with running(kept_family(model_type)) as server:
-        done = run(*GATEWAY, server.endpoint)
+    # A service that only stores names the family as one with its tower does, which takes long to load.
+    config = replace(config, model=kept_family(model_type), store_only="yes")
+    async with server_of(config, load_model(config)) as server:
+        done = await asyncio.to_thread(run, *GATEWAY, server.endpoint)
     assert done.returncode == 1
     assert f"cannot serve '{model_type}'" in done.stderr
     assert why in done.stderr

@@ -5,7 +5,7 @@ import json
 import socket
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,12 @@ from tests.waiting import START_S, soon
 HEALTH_S = 2.0
 MISSES = 3
 FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2)
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path) -> Iterator[ServerProcess]:
+    with running(checkpoint) as server:
+        yield server
 
 
 async def has_health(gateway: GatewayProcess, status: int) -> bool:
@@ -51,36 +57,35 @@ async def bootstrap_server() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", calls
 
 
-async def test_a_gateway_serves_registers_and_ends_in_order(checkpoint: Path) -> None:
+async def test_a_gateway_serves_registers_and_ends_in_order(service: ServerProcess, checkpoint: Path) -> None:
+    before = service.encodes()
     async with bootstrap_server() as (bootstrap, calls):
-        with running(checkpoint) as server:
-            settings = {
-                "register_at": bootstrap,
-                "register_as": "http://gateway:30001/",
-                "virtual_encoders": 2,
-                "language_model": checkpoint,
-            }
-            with running_gateway(server.endpoint, **settings) as gateway:
-                expected = [("POST /register_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
-                await soon(lambda: calls[:2] == expected)
-                async with LanguageServer(gateway.url, ranks=2) as sglang:
-                    assert len((await sglang.to_tokenizer([data_url(FIRST)], [data_url(SECOND)])).parts) == 2
-                    assert len((await sglang.to_scheduler([data_url(FIRST)])).messages) == 2
-                assert server.encodes() == 2
-                assert await asyncio.to_thread(gateway.terminate) == 0
-                gone = [("DELETE /unregister_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
-                assert calls[-2:] == gone
-                log = gateway.log.read_text()
+        settings = {
+            "register_at": bootstrap,
+            "register_as": "http://gateway:30001/",
+            "virtual_encoders": 2,
+            "language_model": checkpoint,
+        }
+        with running_gateway(service.endpoint, **settings) as gateway:
+            expected = [("POST /register_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
+            await soon(lambda: calls[:2] == expected)
+            async with LanguageServer(gateway.url, ranks=2) as sglang:
+                assert len((await sglang.to_tokenizer([data_url(FIRST)], [data_url(SECOND)])).parts) == 2
+                assert len((await sglang.to_scheduler([data_url(FIRST)])).messages) == 2
+            assert service.encodes() == before + 2
+            assert await asyncio.to_thread(gateway.terminate) == 0
+            gone = [("DELETE /unregister_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
+            assert calls[-2:] == gone
+            log = gateway.log.read_text()
     assert "served, 1 images" in log
     assert "Traceback" not in log
 
 
-async def test_health_is_answered_in_time_beside_parts_of_megabytes(checkpoint: Path) -> None:
+async def test_health_is_answered_in_time_beside_parts_of_megabytes(service: ServerProcess) -> None:
     # Bytes behind the end of a JPEG cost what a larger photo costs on its way, and nothing at the encoder.
     image = data_url(photo(1600, 1200, 9) + bytes(2 << 20))
     with (
-        running(checkpoint) as server,
-        running_gateway(server.endpoint) as gateway,
+        running_gateway(service.endpoint) as gateway,
         socket.create_server(("127.0.0.1", 0)) as receiver,  # it accepts, and never reads
     ):
         port = receiver.getsockname()[1]
@@ -132,7 +137,11 @@ async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path
 
 
 async def test_a_service_that_stays_away_is_one_clear_503(checkpoint: Path) -> None:
-    with running(checkpoint) as server, running_gateway(server.endpoint, part_s=3) as gateway:
+    # It encodes nothing before it goes away, so that it needs no tower.
+    with (
+        running(checkpoint, store_only="yes") as server,
+        running_gateway(server.endpoint, part_s=3) as gateway,
+    ):
         server.kill()
         async with LanguageServer(gateway.url) as sglang:
             ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
@@ -142,7 +151,7 @@ async def test_a_service_that_stays_away_is_one_clear_503(checkpoint: Path) -> N
 
 
 def test_a_gateway_of_another_model_is_refused_at_start(
-    kept_checkpoint: Any, checkpoint: Path, tmp_path: Path
+    service: ServerProcess, kept_checkpoint: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -152,13 +161,12 @@ def test_a_gateway_of_another_model_is_refused_at_start(
     (other / "preprocessor_config.json").unlink()
     (other / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}))
     seeded = kept_checkpoint(seed=5)
-    with running(checkpoint) as server:
-        for folder, what in ((other, "image processor: "), (seeded, "vision weights: ")):
-            done = run(
-                "prefill-client", "sglang-gateway", "--encoder", server.endpoint, "--listen", "127.0.0.1:0",
-                "--language-model", folder,
-            )  # fmt: skip
-            assert (done.returncode, what in done.stderr) == (1, True), done.stderr
+    for folder, what in ((other, "image processor: "), (seeded, "vision weights: ")):
+        done = run(
+            "prefill-client", "sglang-gateway", "--encoder", service.endpoint, "--listen", "127.0.0.1:0",
+            "--language-model", folder,
+        )  # fmt: skip
+        assert (done.returncode, what in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.parametrize(

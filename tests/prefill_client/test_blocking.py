@@ -1,26 +1,31 @@
 """The synchronous client: from several threads at once, and what closing does to them."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from encoder_contract.errors import InvalidImageError, ModelMismatchError, UnavailableError, UnknownImageError
+from encoder_service.config import Config
+from encoder_service.engine.model import load_model
 from prefill_client import BlockingClient, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.processes import running
 from tests.put_calls import PRODUCER, TOKENS, new_image
+from tests.servers import server_of
 from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def process(checkpoint: Path) -> Iterator[ServerProcess]:
-    with running(checkpoint) as server:
+    with running(checkpoint, accept_put="yes") as server:
         yield server
 
 
@@ -50,16 +55,24 @@ def test_files_are_named_by_path(client: BlockingClient, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_rows_as_numbers_are_those_of_the_tensor(checkpoint: Path, dtype: str) -> None:
-    with running(checkpoint, dtype=dtype) as server, BlockingClient.connect(server.endpoint) as client:
-        (submitted,) = client.submit([photo(90, 60, 3)])
-        with client.fetch([RowRequest(submitted.digest)]) as outcomes:
-            (outcome,) = outcomes
-            numbers, tensor, array = outcome.float32(), outcome.tensor(), outcome.array
-        assert numbers.dtype == np.float32
-        assert np.array_equal(numbers, tensor.float().numpy())
-        assert numbers.std() > 0
-        assert client.description.row_bytes * len(numbers) == tensor.nbytes == array.nbytes
+async def test_rows_as_numbers_are_those_of_the_tensor(config: Config, dtype: str) -> None:
+    def compare(endpoint: str) -> None:
+        with BlockingClient.connect(endpoint) as client:
+            (submitted,) = client.submit([photo(90, 60, 3)])
+            with client.fetch([RowRequest(submitted.digest)]) as outcomes:
+                (outcome,) = outcomes
+                numbers, tensor, array = outcome.float32(), outcome.tensor(), outcome.array
+            assert client.description.dtype == dtype
+            assert numbers.dtype == np.float32
+            assert np.array_equal(numbers, tensor.float().numpy())
+            assert numbers.std() > 0
+            assert client.description.row_bytes * len(numbers) == tensor.nbytes == array.nbytes
+
+    config = replace(config, dtype=dtype)
+    model = load_model(config)
+    async with server_of(config, model) as server:
+        await asyncio.to_thread(compare, server.endpoint)
+    model.decoder.close()
 
 
 def test_rows_of_a_failed_image_raise_its_error(client: BlockingClient) -> None:
@@ -70,14 +83,9 @@ def test_rows_of_a_failed_image_raise_its_error(client: BlockingClient) -> None:
             read()
 
 
-def test_threads_put_rows_and_fetch_what_others_put(checkpoint: Path) -> None:
+def test_threads_put_rows_and_fetch_what_others_put(client: BlockingClient) -> None:
     images = [new_image() for _ in range(6)]
-    with (
-        running(checkpoint, accept_put="yes") as server,
-        BlockingClient.connect(server.endpoint) as client,
-        client.put(PRODUCER) as session,
-        ThreadPoolExecutor(3) as threads,
-    ):
+    with client.put(PRODUCER) as session, ThreadPoolExecutor(3) as threads:
         width = client.description.width
         rows = [np.full((TOKENS, width), number, np.float32) for number in range(len(images))]
 

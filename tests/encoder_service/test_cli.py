@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,18 @@ from encoder_service.api.admin_client import run as operate
 from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from testing.server_process import ServerProcess
 from tests.closed_port import closed_port
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
 from tests.processes import run, running
 from tests.waiting import PATIENCE_S, soon
+
+
+@pytest.fixture(scope="module")
+def process(checkpoint: Path) -> Iterator[ServerProcess]:
+    with running(checkpoint) as server:
+        yield server
 
 
 @pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
@@ -72,23 +80,22 @@ asyncio.run(hold(*sys.argv[1:]))
 """
 
 
-def test_a_killed_client_soon_releases_its_shared_rows(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_killed_client_soon_releases_its_shared_rows(process: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
-    with running(checkpoint) as server:
-        holder = subprocess.Popen(
-            [sys.executable, "-c", HOLD, server.endpoint, tmp_path / "photo.jpg"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert holder.stdout
-        assert holder.stdout.readline() == "shm\n"
-        assert " 1 pins" in operate("stats", server.endpoint)
-        holder.kill()
-        holder.wait()
-        until = time.monotonic() + PATIENCE_S
-        while " 0 pins" not in (shown := operate("stats", server.endpoint)) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert " 0 pins" in shown
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, process.endpoint, tmp_path / "photo.jpg"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout
+    assert holder.stdout.readline() == "shm\n"
+    assert " 1 pins" in operate("stats", process.endpoint)
+    holder.kill()
+    holder.wait()
+    until = time.monotonic() + PATIENCE_S
+    while " 0 pins" not in (shown := operate("stats", process.endpoint)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert " 0 pins" in shown
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:
@@ -97,9 +104,8 @@ def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:
     assert "cuda:7" in result.stderr
 
 
-def test_a_server_says_what_it_runs_on_and_within_which_limits(checkpoint: Path) -> None:
-    with running(checkpoint) as server:
-        banner = "\n".join(server.lines)
+def test_a_server_says_what_it_runs_on_and_within_which_limits(process: ServerProcess) -> None:
+    banner = "\n".join(process.lines)
     for word in ("qwen3_vl", "cpu", "attention", "decoder", "store", "limits"):
         assert word in banner
 
@@ -125,19 +131,20 @@ async def test_encode_prints_address_grid_and_stages_and_refuses_non_images(
     assert "InvalidImageError" in second.stdout
 
 
-def test_operator_commands_inspect_and_empty_the_store(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 1))
-    with running(checkpoint) as server:
-        encoded = run("prefill-client", "encode", tmp_path / "photo.jpg", "--server", server.endpoint).stdout
-        address = next(line.split()[1] for line in encoded.splitlines() if "address" in line)
-        shown = run("encoder-service", "stats", "--server", server.endpoint).stdout
-        assert address in shown
-        assert "hit rate" in shown
-        dropped = run("encoder-service", "evict", address, "--server", server.endpoint)
-        again = run("encoder-service", "evict", address, "--server", server.endpoint)
-        flushed = run("encoder-service", "flush", "--server", server.endpoint)
-        wrong = run("encoder-service", "evict", "xyz", "--server", server.endpoint)
-        after = run("encoder-service", "stats", "--server", server.endpoint).stdout
+def test_operator_commands_inspect_and_empty_the_store(process: ServerProcess, tmp_path: Path) -> None:
+    operate("flush", process.endpoint)  # what other tests left
+    (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 2))
+    at = ("--server", process.endpoint)
+    encoded = run("prefill-client", "encode", tmp_path / "photo.jpg", *at).stdout
+    address = next(line.split()[1] for line in encoded.splitlines() if "address" in line)
+    shown = run("encoder-service", "stats", *at).stdout
+    assert address in shown
+    assert "hit rate" in shown
+    dropped = run("encoder-service", "evict", address, *at)
+    again = run("encoder-service", "evict", address, *at)
+    flushed = run("encoder-service", "flush", *at)
+    wrong = run("encoder-service", "evict", "xyz", *at)
+    after = run("encoder-service", "stats", *at).stdout
     assert (dropped.stdout, again.stdout) == ("dropped\n", "not dropped: it is not held, or in use\n")
     assert flushed.stdout == "0 entries dropped\n"
     assert (wrong.returncode, "hexadecimal" in wrong.stderr) == (1, True)

@@ -23,7 +23,8 @@ from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.redis_servers import free_port
 from tests.closed_port import closed_port
-from tests.processes import SCRIPTS, run, running
+from tests.processes import SCRIPTS, run
+from tests.servers import server_of
 from tests.waiting import PATIENCE_S, START_S
 
 CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
@@ -243,9 +244,10 @@ def test_a_disk_too_small_for_the_store_names_the_flag(checkpoint: Path) -> None
     assert "Traceback" not in result.stderr
 
 
-def test_closed_and_full_outputs_print_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
+async def test_closed_and_full_outputs_print_no_traceback(server: Server, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
-    with running(checkpoint) as server:
+
+    def lose_outputs() -> None:
         for words in (
             ["encoder-service", "stats", "--server", server.endpoint],
             ["prefill-client", "encode", tmp_path / "photo.jpg", "--server", server.endpoint],
@@ -260,8 +262,10 @@ def test_closed_and_full_outputs_print_no_traceback(checkpoint: Path, tmp_path: 
                 told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
             assert (told.returncode, told.stderr) == (1, b"standard output: No space left on device\n")
 
+    await asyncio.to_thread(lose_outputs)
 
-async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path) -> None:
+
+async def test_a_server_that_is_being_started_is_waited_for(config: Config, model: Model) -> None:
     free = f"127.0.0.1:{free_port()}"
     connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=100))
     await asyncio.sleep(0.2)
@@ -269,6 +273,5 @@ async def test_a_server_that_is_being_started_is_waited_for(checkpoint: Path) ->
         with pytest.raises(UnavailableError, match="no server answers"):
             await EncoderClient.connect(free, timeout_s=100, wait=False)
     assert not connecting.done()
-    with running(checkpoint, listen=free):
-        async with await connecting as client:
-            assert client.description.model_name == checkpoint.name
+    async with server_of(config, model, listen=free), await connecting as client:
+        assert client.description.model_name == config.model.name

@@ -1,5 +1,6 @@
 """The client alone works where there is nothing but what it depends on: no torch, no Pillow, no server."""
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import pytest
 
 import encoder_contract
 import prefill_client
+from encoder_service.app import Server
 from testing.photos import photo
-from tests.processes import running
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -69,12 +70,15 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_client_returns_numpy_arrays_without_torch(checkpoint: Path, site: Path, tmp_path: Path) -> None:
+async def test_the_client_returns_numpy_arrays_without_torch(
+    server: Server, site: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "photo.jpg"
     file.write_bytes(photo(160, 120, 7))
-    with running(checkpoint) as server:
-        command = [sys.executable, "-I", "-S", "-c", SCRIPT, str(site), server.endpoint, str(file), *ABSENT]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-I", "-S", "-c", SCRIPT, str(site), server.endpoint, str(file), *ABSENT]
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.stderr == ""
     assert done.stdout.split("\n")[:3] == ["shm numpy True", "shm numpy True", "inline numpy True"]
 

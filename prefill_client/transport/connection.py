@@ -19,7 +19,7 @@ from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.images import Image, RowRequest, ServerClock, Submitted
-from prefill_client.transport import BY_DEFAULT, asked, receivers
+from prefill_client.transport import asked, receivers
 from prefill_client.transport.channels import Channels, from_rpc
 from prefill_client.transport.put_stream import PutStream
 from prefill_client.transport.row_stream import RowStream
@@ -183,9 +183,9 @@ class Connection:
         caller: pb.Caller,
         *,
         grace_ms: int,
-        transports: Sequence[str] = BY_DEFAULT,
-        timeout_s: float | None = None,
-        producer: Producer | None = None,
+        transports: Sequence[str],
+        timeout_s: float,
+        producer: Producer | None,
     ) -> RowStream:
         """Begin a Fetch call. Rows come by the first of `transports` that both sides can use, else inline.
 

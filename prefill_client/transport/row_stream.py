@@ -3,9 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 from encoder_contract.errors import DeadlineError, InternalError, StaleHandleError
 from encoder_contract.geometry import Grid
@@ -36,8 +35,8 @@ class _Arriving:
 class RowStream(Exchange):
     """A running Fetch call. Iterate it for one outcome per request, in the order in which they become ready.
 
-    The open call keeps shared rows in place, until `close` or the end of `async with`. Therefore the call has no
-    deadline; `timeout_s` bounds the wait for outcomes.
+    The open call keeps shared rows in place until `close`. Therefore the call has no deadline; `timeout_s` bounds the
+    wait for outcomes.
     """
 
     def __init__(
@@ -47,21 +46,15 @@ class RowStream(Exchange):
         receivers: Mapping[str, Receiver],
         endpoint: str,
         clock: ServerClock,
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> None:
         super().__init__(call, endpoint)
-        self._deadline = inf if timeout_s is None else monotonic() + timeout_s
+        self._deadline = monotonic() + timeout_s
         self._holds = False
         self._requests = requests
         self._receivers = receivers
         self._clock = clock
         self._arriving: dict[int, _Arriving] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
     async def __aiter__(self) -> AsyncIterator[FetchedRows]:
         ended = 0
@@ -72,7 +65,6 @@ class RowStream(Exchange):
                 yield outcome
 
     async def _read_in_time(self) -> Any:
-        left_s = self._deadline - monotonic()
         reading: Awaitable[Any] = self._read()
         if self._holds:
             # Cancelling a read would end the call, and with it the hold on rows that have come.
@@ -80,7 +72,7 @@ class RowStream(Exchange):
             reading.add_done_callback(_forget)
             reading = asyncio.shield(reading)
         try:
-            async with asyncio.timeout(None if left_s == inf else left_s):
+            async with asyncio.timeout(self._deadline - monotonic()):
                 return await reading
         except TimeoutError:
             if not self._holds:

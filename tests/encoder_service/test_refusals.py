@@ -31,6 +31,7 @@ from testing.photos import photo
 from tests.calls import collect, connection, fetched, named, naming, raw_submit, stub
 from tests.gate import Gate
 from tests.servers import server_of
+from tests.waiting import PATIENCE_S
 
 
 async def test_a_window_outside_the_image_fails_alone(client: EncoderClient) -> None:
@@ -164,10 +165,12 @@ async def test_a_call_meant_for_another_model_is_refused_with_both_fingerprints(
     client: EncoderClient,
 ) -> None:
     other = pb.Caller(model_fingerprint=b"\x01" * 32)
-    async with (await connection(client)).fetch([RowRequest(bytes(32))], other, grace_ms=0) as stream:
-        with pytest.raises(ModelMismatchError) as caught:
-            async for _ in stream:
-                pass
+    stream = (await connection(client)).fetch(
+        [RowRequest(bytes(32))], other, grace_ms=0, transports=["inline"], timeout_s=PATIENCE_S, producer=None
+    )
+    with pytest.raises(ModelMismatchError) as caught:
+        async for _ in stream:
+            pass
     assert "01" * 32 in str(caught.value)
     assert client.description.model_fingerprint.hex() in str(caught.value)
 

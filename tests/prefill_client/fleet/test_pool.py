@@ -88,7 +88,9 @@ async def test_a_call_keeps_its_connection_when_later_calls_get_a_new_one(
         before = await client._pool.connection(server.endpoint)
         client._pool._drop(server.endpoint, before)
         assert await client._pool.connection(server.endpoint) is not before
-        stream = before.fetch([request_of(image)], pb.Caller(), grace_ms=0, producer=PRODUCER)
+        stream = before.fetch(
+            [request_of(image)], pb.Caller(), grace_ms=0, transports=["shm"], timeout_s=60, producer=PRODUCER
+        )
         fetched = await anext(aiter(stream))
         assert fetched.error is None
         assert np.array_equal(fetched.copy().array, rows_for(client, 1))

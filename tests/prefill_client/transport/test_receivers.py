@@ -14,6 +14,7 @@ from prefill_client.transport import BY_DEFAULT, RECEIVERS, receivers
 from prefill_client.transport.row_stream import RowStream
 from testing.photos import photo
 from tests.calls import collect, connection
+from tests.waiting import PATIENCE_S
 
 
 def test_every_transport_has_a_sender_a_receiver_and_a_name() -> None:
@@ -62,7 +63,7 @@ async def test_rows_by_a_transport_that_was_not_asked_for_are_an_error(client: E
             return pb.FetchResponse(ready=pb.ImageReady(handle=pb.Handle(segment="/etc/passwd")))
 
     inline = {"inline": (await connection(client)).receivers["inline"]}
-    stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0))
+    stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0), PATIENCE_S)
     with pytest.raises(InternalError, match="shm, which the client did not request"):
         await anext(aiter(stream))
 

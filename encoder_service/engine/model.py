@@ -121,7 +121,7 @@ def _decoder(config: Config, device: str) -> Decoder:
     Raises `ConfigError` for settings that do not fit together, and if DALI was asked for and is not installed.
     """
     if config.stores_only:
-        return Decoder(torch.device(device), files_decoder(config, 0))
+        return Decoder(torch.device(device), files_decoder(config, threads=1))
     threads = decode_threads(config, Device(device))
     jpegs = _jpegs(config, device, threads)
     return Decoder(torch.device(device), files_decoder(config, threads), jpegs)

@@ -393,7 +393,7 @@ def served_model(config: Config, devices: Sequence[DeviceProcess]) -> Model:
 
     Raises `ConfigError` naming what a device cannot load.
     """
-    files = files_decoder(config, threads=0)
+    files = files_decoder(config, threads=1)  # for headers
     try:
         all_loaded = [device.loaded() for device in devices]
         for each in all_loaded:

@@ -502,7 +502,7 @@ OPEN_VIDEOS = 2
 class DecoderPool:
     """Decodes images in processes of their own, for up to `threads` threads at a time, and has one process to spare.
 
-    Headers of rare formats are read in another such process, one at a time.
+    Headers of rare formats are read there, too, one at a time.
 
     An image whose process dies has an error: `UndecodableImageError` if it is to blame, else `OverloadedError`.
     `deaths` counts them by reason. It starts in the background; `start` waits for that, and `name` then says what the
@@ -523,7 +523,7 @@ class DecoderPool:
         launcher = ThreadPoolExecutor(1, thread_name_prefix="decoder-launcher")
         self._children = [
             DecoderChild(launcher, self._printed, memory_bytes=memory_bytes, cpu_s=cpu_s)
-            for _ in range(threads + 2)  # for headers, and to spare
+            for _ in range(threads + 1)
         ]
         self._header_turn = threading.Lock()
         self._video_children = [

@@ -80,10 +80,14 @@ def main() -> None:
         sys.stdout.write(f"{rows[model_type]}\n")
         sys.stdout.flush()
     cpu = re.search(r"^Model name: +(.+)$", subprocess.check_output(["lscpu"], text=True), re.MULTILINE)
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=PAGE.parent
+    ).strip()
     write(
         rows,
         f"transformers {transformers.__version__}, torchvision {torchvision.__version__.partition('+')[0]},"
-        f" torch {torch.__version__}, float32, one thread of {cpu[1] if cpu else 'a CPU'}, {date.today()}.",
+        f" torch {torch.__version__}, float32, one thread of {cpu[1] if cpu else 'a CPU'}, {date.today()},"
+        f" at {commit}.",
     )
 
 

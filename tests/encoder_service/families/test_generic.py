@@ -23,6 +23,7 @@ from testing.family_table import OWN, PAGE, PLACE, in_sglang
 OPTIONS = LoadOptions(device="cpu", dtype="float32")
 # In the usual run: tiles that are counted on black images, native sizes, a fixed size.
 USUAL = ("llama4", "mistral3", "paligemma")
+MAX_TIME = 1.05  # of `get_image_features`
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,9 @@ def test_the_page_has_the_findings_on_every_family():
     page = found[0] if found else ""
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*OWN, *CHECKPOINTS]
     assert len(re.findall(r"\| 50 sizes, 0 wrong \| equal bits \|", page)) == len([*OWN, *CHECKPOINTS])
+    times = re.findall(r"^\| .* `transformers` \| .* \| ([\d.]+) \| [^|]+ \|$", page, re.MULTILINE)
+    assert len(times) == len(CHECKPOINTS)
+    assert max(map(float, times)) <= MAX_TIME
     said = [in_sglang(model_type) for model_type in (*OWN, *CHECKPOINTS)]
     assert re.findall(r"^\| `.* \| ([^|]+) \|$", page, re.MULTILINE) == said
 

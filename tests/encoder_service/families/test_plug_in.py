@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from encoder_service.families import check
 from prefill_client import BlockingClient, RowRequest
 from testing.photos import photo, pixels
 from testing.server_process import running
@@ -77,14 +77,13 @@ def test_the_plug_in_of_the_page_serves_rows(installed, plain):
     assert torch.allclose(rows, (blocks.reshape(196, 768) / 127.5 - 1) @ weight.T, atol=1e-5)
 
 
-def test_the_parity_kit_takes_plug_ins(installed, plain):
-    command = [sys.executable, "-m", "encoder_service.families.check", str(plain[0]), "--sizes", "5"]
-    done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["-", "ok", "ok", "ok"]
+def test_the_parity_kit_takes_plug_ins(installed, plain, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.delitem(sys.modules, "plain_vl", raising=False)
+    assert check.main([str(plain[0]), "--sizes", "5"]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["-", "ok", "ok", "ok"]
 
 
-def test_without_the_plug_in_the_model_is_not_served(plain):
-    command = [sys.executable, "-m", "encoder_service.families.check", str(plain[0])]
-    done = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "model_type 'plain_vl' has no vision part" in done.stderr
+def test_without_the_plug_in_the_model_is_not_served(plain, capsys):
+    assert check.main([str(plain[0])]) == 2
+    assert "model_type 'plain_vl' has no vision part" in capsys.readouterr().err

@@ -101,7 +101,8 @@ async def test_rows_without_a_lease_cannot_be_put(servers: list[Server]) -> None
 async def test_a_lost_server_fails_running_puts_and_is_used_again_later(
     checkpoint: Path,
 ) -> None:
-    with running(checkpoint, accept_put="yes", listen=f"127.0.0.1:{free_port()}") as first:
+    stores: dict[str, Any] = {"store_only": "yes", "accept_put": "yes"}
+    with running(checkpoint, **stores, listen=f"127.0.0.1:{free_port()}") as first:
         async with await EncoderClient.connect(first.endpoint) as client:
             session = client.put(PRODUCER, timeout_s=30)
             (answer,) = await session.name([new_image()])
@@ -110,9 +111,7 @@ async def test_a_lost_server_fails_running_puts_and_is_used_again_later(
             assert (failed.state, isinstance(failed.error, UnavailableError)) == ("failed", True)
             (gone,) = await session.name([new_image()])
             assert isinstance(gone.error, UnavailableError)
-            again = ServerProcess(
-                checkpoint, listen=first.endpoint, accept_put="yes", store_host_gib=STORE_GIB
-            )
+            again = ServerProcess(checkpoint, **stores, listen=first.endpoint, store_host_gib=STORE_GIB)
             try:
                 again.wait_until_it_listens()
                 async with asyncio.timeout(60):

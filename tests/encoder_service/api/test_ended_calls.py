@@ -167,7 +167,7 @@ TOGETHER = 10
 async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
     """A parsed message of this kind takes 5 MB: 300 that stay are 1500 MB."""
     message = b"\x12\x00" * (messages.names_bytes(512) // 2)
-    with running(checkpoint) as server:
+    with running(checkpoint, store_only="yes") as server:
         process = psutil.Process(server.process.pid)
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
 

@@ -101,6 +101,7 @@ class Recipe:
             self.processor,
             self.video,
             *(number.to_bytes(8, "little") for number in (frames.first, frames.second, *frames.grid)),
+            *(number.to_bytes(8, "little") for number in frames.bilinear or ()),
             self.dtype.encode(),
             salt,
         )

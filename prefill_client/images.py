@@ -60,7 +60,7 @@ class Image:
             digest=self.digest,
             grid=_grid_message(self.grid),
             size_bytes=len(self.data),
-            frames=_frames_message(self.frames),
+            frames=self.frames.to_message() if self.frames else None,
             video=self.is_video,
         )
 
@@ -137,7 +137,7 @@ class RowRequest:
             chunk=self.chunk,
             needed_in_ms=self.needed_in_ms,
             engine_key=self.engine_key.to_message() if self.engine_key else None,
-            frames=_frames_message(self.frames),
+            frames=self.frames.to_message() if self.frames else None,
             grid=_grid_message(self.frames.grid if self.frames else None),
         )
 
@@ -148,10 +148,6 @@ def _name(digest: bytes, frames: Frames | None) -> bytes:
 
 def _grid_message(grid: Grid | None) -> pb.Grid | None:
     return pb.Grid(t=grid.t, h=grid.h, w=grid.w) if grid else None
-
-
-def _frames_message(frames: Frames | None) -> pb.Frames | None:
-    return pb.Frames(first=frames.first, second=frames.second) if frames else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ async def row_requests(
         frames = None
         if image.HasField("frames"):
             grid = image.grid
-            frames = image.frames.first, image.frames.second, grid.t, grid.h, grid.w
+            frames = image.frames.SerializeToString(deterministic=True), grid.t, grid.h, grid.w
         name = image.digest, image.variant.min_pixels, image.variant.max_pixels, engine_key, frames
         named.setdefault(name, []).append(image)
     wanted: list[RowRequest] = []

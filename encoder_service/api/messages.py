@@ -138,7 +138,11 @@ def _frames(name: pb.ImageName | pb.FetchImage) -> Frames:
             f"frames {frames.first} and {frames.second}: the first must not come after the second, and a name is "
             "either that of a video or of its frames"
         )
-    return Frames(frames.first, frames.second, Grid(grid.t, grid.h, grid.w))
+    bilinear = frames.bilinear_height, frames.bilinear_width
+    if bilinear != (0, 0) and 0 in bilinear:
+        raise InvalidRequestError("bilinear_height and bilinear_width of frames must be given together")
+    size = None if bilinear == (0, 0) else bilinear
+    return Frames(frames.first, frames.second, Grid(grid.t, grid.h, grid.w), size)
 
 
 def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -> ImageKey:

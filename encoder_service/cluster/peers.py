@@ -149,7 +149,7 @@ class Peers:
                     engine_key=key.engine_key.to_message() if key.engine_key else None,
                     variant=variant,
                     row_end=0 if local_only else 1,
-                    frames=frames and pb.Frames(first=frames.first, second=frames.second),
+                    frames=frames and frames.to_message(),
                     grid=frames and pb.Grid(t=frames.grid.t, h=frames.grid.h, w=frames.grid.w),
                 )
             ],

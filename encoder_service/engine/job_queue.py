@@ -276,7 +276,9 @@ class JobQueue(Work):
                 grid.patches,
                 size,
                 now,
-                source_pixels=pixels if key.frames is None else 2 * pixels,
+                source_pixels=pixels
+                if key.frames is None
+                else 2 * max(pixels, math.prod(key.frames.bilinear or ())),
                 apart=apart,
                 alone=key.frames is not None,
             )

@@ -25,6 +25,7 @@ from encoder_service.engine.model import Model
 from encoder_service.engine.watchdog import DECODE_S, Watchdog
 from encoder_service.families.model import tensors_of
 from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
+from encoder_service.image.resize import resized_first
 from encoder_service.metrics import Metrics
 from encoder_service.store import Pin
 from encoder_service.store.arena import Grid
@@ -197,7 +198,8 @@ class Prepare:
             return
         began = monotonic()
         try:
-            patches = self._tower.inputs([p for _, p in good], [job.grid for job, _ in good])
+            pixels = [resized_first(pixels, job.key.frames) for job, pixels in good]
+            patches = self._tower.inputs(pixels, [job.grid for job, _ in good])
             for grid in {job.grid for job, _ in good}:
                 self._tower.prepare(grid)
         except Exception as error:

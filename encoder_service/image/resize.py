@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.video import Frames
 
 
 class Resize(Protocol):
@@ -126,6 +127,22 @@ def to_patches(pixels: Sequence[Tensor], grids: Sequence[Grid], resize: Resize) 
         same = resize.to_patches(_stacked([pixels[index] for index in indices]), grids[indices[0]])
         patches |= zip(indices, same, strict=True)
     return [patches[index] for index in range(len(pixels))]
+
+
+def resized_first(frames: Tensor, named: Frames | None) -> Tensor:
+    """Return frames uint8 [2, H, W, 3] in the size that their name says they have before they are resized to a grid.
+
+    That is the arithmetic of torchvision's `resize`, which SGLang calls: in float32, rounded to bytes. A channel at a
+    time, for a third of the memory.
+    """
+    if named is None or named.bilinear is None or tuple(frames.shape[1:3]) == named.bilinear:
+        return frames
+    size = named.bilinear
+    channels = (
+        interpolate(frames[..., channel][:, None].float(), size=size, mode="bilinear", antialias=True)
+        for channel in range(3)
+    )
+    return torch.stack([made[:, 0].round().byte() for made in channels], dim=-1)
 
 
 def _pair_patches(frames: Tensor, grid: Grid, resize: Resize) -> Tensor:

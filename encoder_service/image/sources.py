@@ -214,6 +214,12 @@ class Validator:
         geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         if claimed is not None and not geometry.has(claimed):
             raise InvalidRequestError(f"the caller computed grid {tuple(claimed)}, which is not a valid grid")
+        if key.frames and key.frames.bilinear:
+            height, width = key.frames.bilinear
+            if height * width > self._max_image_pixels:
+                raise ImageLimitError(
+                    f"{width}x{height} pixels exceed max_image_pixels {self._max_image_pixels}"
+                )
 
     def agreed(self, said: Iterable[Grid], claimed: Grid | None) -> Grid | None:
         """Return the first grid in `said` (by the index) that agrees with the caller; None: read it from the bytes.

@@ -10,11 +10,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.geometry import MAX_ASPECT_RATIO, Grid
 from encoder_contract.json_file import read_json_object
+
+if TYPE_CHECKING:
+    from encoder_contract.v1 import encoder_pb2 as pb
 
 UNKNOWN_FPS = 24.0  # what Qwen3-VL's processor takes a container for that does not say its rate
 # Where the names of containers stand in their first bytes.
@@ -32,11 +35,21 @@ class Frames(NamedTuple):
     """Two frames of a video that the tower encodes together, and the grid that they are resized to.
 
     `first` <= `second`, from 0 in the order in which they are shown. Equal numbers: the last of an odd number.
+    `bilinear` is the height and width in pixels that they are resized to before that, by an antialiased bilinear
+    filter, for an engine that does so.
     """
 
     first: int
     second: int
     grid: Grid
+    bilinear: tuple[int, int] | None = None
+
+    def to_message(self) -> "pb.Frames":
+        """Return the message that names the frames, beside their grid."""
+        from encoder_contract.v1 import encoder_pb2 as pb  # which decoding lacks
+
+        height, width = self.bilinear or (0, 0)
+        return pb.Frames(first=self.first, second=self.second, bilinear_height=height, bilinear_width=width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,15 +380,24 @@ class Frames(google.protobuf.message.Message):
 
     FIRST_FIELD_NUMBER: builtins.int
     SECOND_FIELD_NUMBER: builtins.int
+    BILINEAR_HEIGHT_FIELD_NUMBER: builtins.int
+    BILINEAR_WIDTH_FIELD_NUMBER: builtins.int
     first: builtins.int
     second: builtins.int
+    bilinear_height: builtins.int
+    """Pixels that the frames are resized to before they are resized to their grid, by an antialiased bilinear filter, as
+    SGLang does with a video. 0: they are not.
+    """
+    bilinear_width: builtins.int
     def __init__(
         self,
         *,
         first: builtins.int = ...,
         second: builtins.int = ...,
+        bilinear_height: builtins.int = ...,
+        bilinear_width: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first", b"first", "second", b"second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bilinear_height", b"bilinear_height", "bilinear_width", b"bilinear_width", "first", b"first", "second", b"second"]) -> None: ...
 
 Global___Frames: typing_extensions.TypeAlias = Frames
 

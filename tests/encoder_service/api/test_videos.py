@@ -252,6 +252,22 @@ async def test_what_is_no_video_is_refused(client: EncoderClient, settings: Vide
         (pair_name(0, bytes(32), 0, 1, variant=pb.Variant(max_pixels=70000)), "without a variant"),
         (pair_name(0, bytes(32), 0, 1, grid=pb.Grid(t=2, h=16, w=16)), "not a valid grid"),
         (pair_name(0, bytes(32), 0, 1, grid=pb.Grid(t=1, h=9000, w=9000)), "not a valid grid"),
+        (
+            pb.ImageName(
+                digest=bytes(32),
+                frames=pb.Frames(first=0, second=1, bilinear_height=56),
+                grid=pb.Grid(t=1, h=16, w=16),
+            ),
+            "must be given together",
+        ),
+        (
+            pb.ImageName(
+                digest=bytes(32),
+                frames=pb.Frames(first=0, second=1, bilinear_height=1 << 20, bilinear_width=1 << 20),
+                grid=pb.Grid(t=1, h=16, w=16),
+            ),
+            "exceed max_image_pixels",
+        ),
     ],
 )
 async def test_names_that_cannot_be_are_refused(
@@ -290,6 +306,8 @@ def test_addresses_tell_frames_sizes_decoders_and_stills_apart(model: Model) -> 
         address(recipe, 0, 1, Grid(1, 8, 32)),
         address(replace(recipe, video=b"another decoder"), 0, 1, grid),
         address(replace(recipe, dtype="float16"), 0, 1, grid),
+        recipe.frames_key(digest, Frames(0, 1, grid, (56, 84))).address,
+        recipe.frames_key(digest, Frames(0, 1, grid, (84, 56))).address,
         recipe.frames_key(digest, Frames(0, 1, grid), salt=b"tenant").address,
         recipe.key(digest).address,
     ]

@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import resize
 from transformers import Qwen2VLImageProcessorPil, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from encoder_contract.geometry import Geometry, Grid
+from encoder_contract.video import Frames
 from encoder_service.image.resize import (
     RESIZED_BYTES_PER_PIXEL,
     PlainResize,
     _calls,
     exact_patches,
+    resized_first,
     to_patches,
 )
 from encoder_service.image.resize_choice import make_resize
@@ -230,3 +234,13 @@ def test_patches_of_two_frames_equal_those_of_the_video_processor(geometry, kind
         )
     still = to_patches([frames[0]], [Grid(1, h, w)], PlainResize(geometry))[0]
     assert torch.equal(slots[: len(still), :, 0].flatten(1), still)
+
+
+@pytest.mark.parametrize("size", [(252, 420), (56, 28), (28, 2800)])
+def test_frames_that_are_resized_first_have_the_bytes_of_torchvision(size: tuple[int, int]) -> None:
+    frames = torch.from_numpy(np.stack([pixels(160, 97, 1), pixels(160, 97, 2)]))
+    truth = resize(frames.permute(0, 3, 1, 2), list(size), InterpolationMode.BILINEAR).permute(0, 2, 3, 1)
+    grid = Grid(1, 4, 4)
+    assert torch.equal(resized_first(frames, Frames(0, 1, grid, size)), truth)
+    for unchanged in (Frames(0, 1, grid), Frames(0, 1, grid, (97, 160))):
+        assert resized_first(frames, unchanged) is frames

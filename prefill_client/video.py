@@ -35,19 +35,19 @@ async def read_videos(
     *,
     request_id: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    sample: Callable[[VideoInfo], Sequence[int]] | None = None,
+    clip: Callable[[VideoInfo], Clip] | None = None,
 ) -> list[Video | EncoderError]:
     """Return the videos in these files, or the error of each: the server is sent files that it lacks.
 
-    `settings` are those of the model's checkpoint, from which the pairs are computed. `sample` chooses the frames of an
-    engine that has other rules; without, `settings.sample` does.
+    `settings` are those of the model's checkpoint, from which the pairs are computed. `clip` does that for an engine
+    that has other rules; without, `settings.clip` does.
     """
     digests = await asyncio.to_thread(lambda: [content_digest(file) for file in files])
     infos = await client.probe(files, digests, request_id=request_id, timeout_s=timeout_s)
     return [
         info
         if isinstance(info, EncoderError)
-        else _video(file, digest, info, settings, sample or settings.sample)
+        else _video(file, digest, info, settings, clip or settings.clip)
         for file, digest, info in zip(files, digests, infos, strict=True)
     ]
 
@@ -57,10 +57,10 @@ def _video(
     digest: bytes,
     info: VideoInfo,
     settings: VideoSettings,
-    sample: Callable[[VideoInfo], Sequence[int]],
+    lay_out: Callable[[VideoInfo], Clip],
 ) -> Video | EncoderError:
     try:
-        clip = settings.clip(info, sample(info))
+        clip = lay_out(info)
     except EncoderError as error:
         return error
     images = tuple(Image(file, digest, pair.grid, settings.tokens(pair), frames=pair) for pair in clip.pairs)

@@ -15,10 +15,12 @@ from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
+from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.http_service import HttpService
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers
+from prefill_client.sglang_gateway.videos import video_settings
 
 LOOPBACK = AllowedReceivers(["127.0.0.1"], "1024-65535")
 
@@ -55,13 +57,16 @@ async def gateway_for(
     image_hosts: Sequence[str] = (),
     max_parts: int = 64,
     max_body_bytes: int = 64 << 20,
+    language_model: str = "",
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Run a gateway over a client."""
     delivery, metrics = NotedDelivery(), Metrics()
     loader = ImageLoader(Destinations(image_hosts), max_bytes=8 << 20, timeout_s=30)
-    given = {"allowed": LOOPBACK, "max_images": 70, "part_s": 100.0, **settings}
-    gateway = Gateway(client, loader, delivery, metrics, **given)
+    loaders = {Modality.IMAGE: loader, Modality.VIDEO: loader}
+    videos = video_settings(language_model, client.description)
+    given = {"allowed": LOOPBACK, "max_images": 70, "part_s": 100.0, "videos": videos, **settings}
+    gateway = Gateway(client, loaders, delivery, metrics, **given)
     service = HttpService(gateway, metrics, max_parts=max_parts, max_body_bytes=max_body_bytes)
     server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:

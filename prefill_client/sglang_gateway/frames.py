@@ -5,7 +5,7 @@ them takes neither SGLang nor torch, and nothing is ever unpickled here.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -51,11 +51,12 @@ def embedding_frame(
     shape: tuple[int, int],
     dtype: str,
     modality: Modality = Modality.IMAGE,
+    times: Mapping[str, Sequence[object]] | None = None,
 ) -> bytes:
     """Return the frame that announces the rows of one part.
 
     `req_id` is the part's own, with SGLang's suffix. `grids` has (t, h, w) in patches for each image, in order. The
-    rows have `shape` (rows, width) and torch's type `dtype`.
+    rows have `shape` (rows, width) and torch's type `dtype`. `times` are those of videos, by their names in SGLang.
     """
     state: dict[str, Any] = {
         "req_id": req_id,
@@ -70,6 +71,7 @@ def embedding_frame(
         "_mr_ptr": None,
         "error_msg": None,
         "error_code": None,
+        **(times or {}),
     }
     # Protocol 4: the class, no arguments, a new object, its state, set, the end.
     return b"\x80\x04" + _opcodes(_EMBEDDING) + b")\x81" + _opcodes(state) + b"b."
@@ -86,6 +88,8 @@ def _opcodes(value: object) -> bytes:
             return _opcodes(function) + b"(" + b"".join(map(_opcodes, arguments)) + b"tR"
         case int():
             return b"J" + struct.pack("<i", value)
+        case float():
+            return b"G" + struct.pack(">d", value)
         case str():
             text = value.encode()
             return b"X" + struct.pack("<I", len(text)) + text

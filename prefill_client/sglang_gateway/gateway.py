@@ -1,10 +1,14 @@
-"""The gateway: each part of a request becomes images of the encoder service, and their rows a message to SGLang."""
+"""The gateway: each part of a request becomes images of the encoder service, and their rows a message to SGLang.
+
+Of a video, the images are its pairs of frames, and their rows are those of the video, one pair after the other.
+"""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -13,6 +17,7 @@ from numpy.typing import NDArray
 
 from encoder_contract.errors import DeadlineError, EncoderError
 from encoder_contract.geometry import Grid
+from encoder_contract.video import Clip, VideoSettings
 from prefill_client import (
     Description,
     EncoderClient,
@@ -22,13 +27,16 @@ from prefill_client import (
     Submitted,
     read,
 )
+from prefill_client.images import File, raise_first
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.families import MERGE_SIZE, grid_of_patches
-from prefill_client.sglang_gateway.frames import embedding_frame
+from prefill_client.sglang_gateway.frames import Modality, embedding_frame
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
+from prefill_client.sglang_gateway.videos import shown, times
 from prefill_client.transport.rows import element_type
+from prefill_client.video import Video, read_videos
 
 log = logging.getLogger(__name__)
 
@@ -54,29 +62,48 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class PartRows:
-    """The rows of a part: [rows, width], C-contiguous, of torch's type `dtype`, and the grid of each image."""
+    """The rows of a part: [rows, width], C-contiguous, of torch's type `dtype`, and the grid of each image or video.
+
+    `times` are those of its videos, by their names in SGLang.
+    """
 
     grids: list[Grid]
     array: NDArray[np.generic]
     dtype: str
+    times: Mapping[str, Sequence[object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """What is submitted for the items of a part, and what messages call each. Of videos, `clips` has their pairs."""
+
+    files: Sequence[File]
+    names: list[str]
+    clips: list[Clip] = field(default_factory=list)
 
 
 class Gateway:
-    """Serves parts. Belongs to one event loop. `part_s` is what the images of a part may take, retries included."""
+    """Serves parts. Belongs to one event loop. `part_s` is what the images of a part may take, retries included.
+
+    `loaders` load the files of each modality. `videos` are the settings of SGLang's checkpoint for videos, or say why
+    none are served.
+    """
 
     def __init__(
         self,
         client: EncoderClient,
-        loader: ImageLoader,
+        loaders: Mapping[Modality, ImageLoader],
         delivery: Delivery,
         metrics: Metrics,
         *,
+        videos: VideoSettings | EncoderError,
         allowed: AllowedReceivers,
         max_images: int,
         part_s: float,
     ) -> None:
         self._client = client
-        self._loader = loader
+        self._loaders = loaders
+        self._videos = videos
         self._delivery = delivery
         self._metrics = metrics
         self._allowed = allowed
@@ -120,10 +147,11 @@ class Gateway:
             await self._deliver(part, rows)
         self._metrics.served(outcome, rows.array.nbytes, monotonic() - began)
         log.info(
-            "part %s: %s, %d images, %d rows, %.1f ms",
+            "part %s: %s, %d %ss, %d rows, %.1f ms",
             part.req_id,
             outcome,
             len(part.items),
+            part.kind,
             len(rows.array),
             1000 * (monotonic() - began),
         )
@@ -134,7 +162,10 @@ class Gateway:
         last: EncoderError = DeadlineError(f"the images were not encoded within {self._part_s:g} s")
         try:
             async with asyncio.timeout(self._part_s):
-                files = await self._loader.load_all(part.image_urls(self._max_images))
+                urls = part.urls(self._max_images)
+                if part.modality is Modality.VIDEO and isinstance(self._videos, EncoderError):
+                    raise self._videos
+                files = await self._loaders[part.modality].load_all(urls)
                 while True:
                     try:
                         async with AsyncExitStack() as attempt:
@@ -155,31 +186,53 @@ class Gateway:
     ) -> PartRows:
         left_s = max(deadline - monotonic(), 0.001)
         # Kept: a caller who hangs up withdraws the images, and a server that goes away does not lose them.
-        kept = await self._client.keep(files, request_id=part.req_id, timeout_s=left_s, again_s=left_s)
+        items = await self._items(part, files, left_s)
+        kept = await self._client.keep(items.files, request_id=part.req_id, timeout_s=left_s, again_s=left_s)
         await held.enter_async_context(kept)
-        for index, answer in enumerate(kept.answers):
-            if answer.error is not None:
-                raise _of_image(index, answer.error)
-        if len(files) == 1:
-            rows = await self._in_place(part, kept.answers[0], left_s, held)
+        raise_first([answer.error for answer in kept.answers], items.names)
+        if len(items.files) == 1:
+            rows = await self._in_place(part, items, kept.answers[0], left_s, held)
         else:
-            rows = await self._together(part, kept.answers, left_s)
+            rows = await self._together(part, items, kept.answers, left_s)
         said = self._client.description
-        grids = [grid_of_patches(answer.grid, said) for answer in kept.answers if answer.grid]
-        return PartRows(grids, *rows)
+        if part.modality is Modality.VIDEO:
+            grids = [clip.grid._replace(t=len(clip.pairs)) for clip in items.clips]
+            return PartRows(grids, *rows, times(said.model_type, items.clips))
+        return PartRows([grid_of_patches(answer.grid, said) for answer in kept.answers if answer.grid], *rows)
+
+    async def _items(self, part: Part, files: Sequence[bytes], left_s: float) -> _Items:
+        """Return what is submitted for these files: of a video, after the service said what is in it, its pairs."""
+        names = [f"{part.kind} {index}" for index in range(len(files))]
+        if part.modality is not Modality.VIDEO or isinstance(self._videos, EncoderError):
+            return _Items(files, names)
+        found = await read_videos(
+            self._client,
+            files,
+            self._videos,
+            request_id=part.req_id,
+            timeout_s=left_s,
+            clip=partial(shown, self._videos),
+        )
+        raise_first([each if isinstance(each, EncoderError) else None for each in found], names)
+        videos = [each for each in found if isinstance(each, Video)]
+        return _Items(
+            [image for video in videos for image in video.images],
+            [name for name, video in zip(names, videos, strict=True) for _ in video.images],
+            [video.clip for video in videos],
+        )
 
     async def _in_place(
-        self, part: Part, image: Submitted, left_s: float, held: AsyncExitStack
+        self, part: Part, items: _Items, image: Submitted, left_s: float, held: AsyncExitStack
     ) -> tuple[NDArray[np.generic], str]:
         """Return the rows of an image where they lie, held there until `held` is closed, and their type."""
         stream = await held.enter_async_context(self._fetch(part, image, left_s))
-        fetched = await self._outcome(stream)
+        fetched = await self._outcome(stream, items.names[0])
         # Entered last and left first: the rows are checked again before the call that holds them ends.
         lent = await asyncio.to_thread(held.enter_context, fetched.in_place())
         return lent.array, lent.dtype
 
     async def _together(
-        self, part: Part, images: Sequence[Submitted], left_s: float
+        self, part: Part, items: _Items, images: Sequence[Submitted], left_s: float
     ) -> tuple[NDArray[np.generic], str]:
         """Return the rows of several images as one block, as SGLang takes them, and their type.
 
@@ -194,7 +247,7 @@ class Gateway:
         async def copy(index: int, image: Submitted) -> None:
             window = together[ends[index] - image.tokens : ends[index]]
             async with turns, self._fetch(part, image, left_s) as stream:
-                fetched = await self._outcome(stream, index)
+                fetched = await self._outcome(stream, items.names[index])
                 await read([fetched], lambda rows: np.copyto(window, rows[0].array))
 
         copying = [asyncio.create_task(copy(index, image)) for index, image in enumerate(images)]
@@ -207,13 +260,12 @@ class Gateway:
         return together, dtype
 
     def _fetch(self, part: Part, image: Submitted, left_s: float) -> FetchStream:
-        request = RowRequest(image.digest, submitted_to=image.endpoint)
+        request = RowRequest(image.digest, submitted_to=image.endpoint, frames=image.frames)
         return self._client.fetch([request], request_id=part.req_id, timeout_s=left_s, kept=True)
 
-    async def _outcome(self, stream: FetchStream, index: int = 0) -> FetchedRows:
+    async def _outcome(self, stream: FetchStream, name: str) -> FetchedRows:
         fetched = await anext(aiter(stream))
-        if fetched.error is not None:
-            raise _of_image(index, fetched.error)
+        raise_first([fetched.error], [name])
         self._metrics.images.labels(fetched.source).inc()
         return fetched
 
@@ -228,6 +280,7 @@ class Gateway:
             shape=(height, width),
             dtype=rows.dtype,
             modality=part.modality,
+            times=rows.times,
         )
         await self._delivery.deliver(receivers, frame, rows.array)
 
@@ -264,13 +317,10 @@ def stand_in(part: Part, description: Description) -> PartRows:
     """
     count = len(part.items)
     grids = [Grid(1, MERGE_SIZE, MERGE_SIZE)] * count
+    said = times(description.model_type, [None] * count) if part.modality is Modality.VIDEO else {}
     if part.num_parts > 1:
         blank = np.zeros((count, description.width), element_type(description.dtype))
-        return PartRows(grids, blank, description.dtype)
+        return PartRows(grids, blank, description.dtype, said)
     side = MERGE_SIZE * int(TOO_MANY_TOKENS**0.5)
     grids[0] = Grid(1, side, side)
-    return PartRows(grids, np.zeros((TOO_MANY_TOKENS + count - 1, 1), np.uint8), "uint8")
-
-
-def _of_image(index: int, error: EncoderError) -> EncoderError:
-    return type(error)(f"image {index}: {error.message}", retry_after_ms=error.retry_after_ms)
+    return PartRows(grids, np.zeros((TOO_MANY_TOKENS + count - 1, 1), np.uint8), "uint8", said)

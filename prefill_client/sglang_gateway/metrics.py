@@ -23,7 +23,7 @@ class Metrics:
         )
         self.images = Counter(
             "sglang_gateway_images",
-            "Images whose rows were fetched, by where the service found them.",
+            "Images and pairs of video frames whose rows were fetched, by where the service found them.",
             ["source"],
             registry=self.registry,
         )

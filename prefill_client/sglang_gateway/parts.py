@@ -93,18 +93,21 @@ class Part:
             req_id_of(said), num_parts, part_idx, Modality[modality], tuple(items), _receivers_of(said)
         )
 
-    def image_urls(self, max_images: int) -> list[str]:
-        """Return the URL of each image; one without a scheme is base64, which becomes a data URL.
+    @property
+    def kind(self) -> str:
+        """What messages call an item."""
+        return self.modality.name.lower()
 
-        Raises `InvalidRequestError` for another modality and for options that change pixels, `ImageLimitError` for too
-        many images, and `ForbiddenError` for files: the gateway reads none.
+    def urls(self, most: int) -> list[str]:
+        """Return the URL of each image or video; one without a scheme is base64, which becomes a data URL.
+
+        Raises `InvalidRequestError` for sound and for options that change pixels, `ImageLimitError` for more than
+        `most`, and `ForbiddenError` for files: the gateway reads none.
         """
-        if self.modality is not Modality.IMAGE:
-            raise InvalidRequestError(
-                f"{self.modality.name} is not served: the encoder service encodes images"
-            )
-        if len(self.items) > max_images:
-            raise ImageLimitError(f"a part has at most {max_images} images, not {len(self.items)}")
+        if self.modality is Modality.AUDIO:
+            raise InvalidRequestError("AUDIO is not served: the encoder service encodes images and videos")
+        if len(self.items) > most:
+            raise ImageLimitError(f"a part has at most {most} {self.kind}s, not {len(self.items)}")
         return [_url_of(index, item) for index, item in enumerate(self.items)]
 
 

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
+from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient
 from prefill_client.http_server import HttpServer, bound
@@ -14,12 +16,13 @@ from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.config import GatewayConfig
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.families import check_family
-from prefill_client.sglang_gateway.frames import SUPPORTED
+from prefill_client.sglang_gateway.frames import SUPPORTED, Modality
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.http_service import HttpService
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.model_check import check_model
 from prefill_client.sglang_gateway.registration import Registration
+from prefill_client.sglang_gateway.videos import video_settings
 
 DRAIN_S = 30  # what running parts are given after SIGTERM
 
@@ -49,14 +52,18 @@ async def serve(config: GatewayConfig) -> None:
 
 async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.socket) -> None:
     delivery, metrics = Delivery(), Metrics()
-    loader = ImageLoader(
-        config.image_destinations, max_bytes=config.max_image_bytes, timeout_s=config.image_s
-    )
+    load = partial(ImageLoader, config.image_destinations, timeout_s=config.image_s)
+    loaders = {
+        Modality.IMAGE: load(max_bytes=config.max_image_bytes),
+        Modality.VIDEO: load(max_bytes=client.description.max_video_bytes, what="video"),
+    }
+    videos = await asyncio.to_thread(video_settings, config.language_model, client.description)
     gateway = Gateway(
         client,
-        loader,
+        loaders,
         delivery,
         metrics,
+        videos=videos,
         allowed=config.allowed_receivers,
         max_images=config.max_images,
         part_s=config.part_s,
@@ -72,6 +79,7 @@ async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.
         f"  encoder    {config.encoder}: {client.description.model_name}, {client.description.dtype}\n"
         f"  receivers  {config.receivers}, ports {config.receiver_ports}\n"
         f"  images     sent with the request{', ' + config.image_hosts if config.image_hosts else ''}\n"
+        f"  videos     {'not served: ' + videos.message if isinstance(videos, EncoderError) else 'as images'}\n"
         f"  listening  {listening}",
         before_stop=registration.end,
     )

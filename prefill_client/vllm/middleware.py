@@ -335,7 +335,7 @@ class _Service:
             self._video_settings,
             request_id=request_id,
             timeout_s=self.settings.submit_timeout_s,
-            sample=partial(sampling.frames, self._video_settings),
+            clip=partial(sampling.clip, self._video_settings),
         )
         names = [f"video {index}" for index in range(len(urls))]
         raise_first([each if isinstance(each, EncoderError) else None for each in found], names)

@@ -66,6 +66,10 @@ class Sampling:
             raise InvalidRequestError("mm_processor_kwargs: give fps or num_frames, not both")
         return cls(fps or _FPS, processor_fps, int(processor_frames) if processor_frames else None)
 
+    def clip(self, settings: VideoSettings, video: VideoInfo) -> Clip:
+        """Return what the model is shown of a video; `settings` are those of the checkpoint. Raises as they do."""
+        return settings.clip(video, self.frames(settings, video))
+
     def frames(self, settings: VideoSettings, video: VideoInfo) -> list[int]:
         """Return the numbers of the frames that the model is shown; `settings` are those of the checkpoint."""
         fps = min(self.fps, _MAX_FPS)

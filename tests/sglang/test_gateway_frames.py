@@ -42,7 +42,9 @@ def definitions(wheel: zipfile.ZipFile, path: str, names: set[str], given: dict[
     def defined(node: ast.stmt) -> set[str]:
         if isinstance(node, ast.Assign):
             return {target.id for target in node.targets if isinstance(target, ast.Name)}
-        return {node.name} if isinstance(node, ast.ClassDef | ast.FunctionDef) else set()
+        return (
+            {node.name} if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else set()
+        )
 
     tree = ast.parse(wheel.read(path))
     kept = [node for node in tree.body if defined(node) & names]
@@ -118,6 +120,26 @@ def test_a_release_puts_the_parts_of_a_request_together(release: Release) -> Non
     assert together.ready
     assert torch.equal(together.get_embedding(is_concat=True)[release.modality.IMAGE], whole)
     assert together.get_mm_extra_meta()["img_grid_thw"].tolist() == [[1, 4, 6], [1, 2, 2]]
+
+
+def test_a_release_puts_the_times_of_videos_together(release: Release) -> None:
+    """Each part has those of its videos, in order."""
+    for times, model_type in (
+        ({"video_timestamps": [[0.25, 1.5], [0.0]]}, "qwen3_vl"),
+        ({"second_per_grid_ts": [1.0, 0.5]}, "qwen2_5_vl"),
+    ):
+        ((name, values),) = times.items()
+        together = None
+        for part in range(2):
+            own = {name: values if part == 0 else values[:1]}
+            grids = [Grid(2, 4, 6), Grid(1, 2, 2)][: len(own[name])]
+            said = release.loads(frame(part, grids, 0, modality=Modality.VIDEO, times=own))
+            assert release.receiver["_embedding_part_matches_request"](said, "r"), release.dropped
+            said.embedding = torch.zeros(0, 8)
+            together = release.receiver["_aggregate_embedding_part"](together, said, model_type)
+        facts = together.get_mm_extra_meta()
+        assert facts[name] == [*values, *values[:1]]
+        assert facts["video_grid_thw"].tolist() == [[2, 4, 6], [1, 2, 2], [2, 4, 6]]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "uint8"])

@@ -163,11 +163,11 @@ async def test_of_several_parts_for_a_scheduler_one_that_fails_is_blank_and_fits
     assert_holds(blank, np.zeros_like(good.rows[:2]), [[1, merge, merge]] * 2)
 
 
-async def test_other_modalities_are_refused_by_both_back_ends(sglang: LanguageServer) -> None:
-    ((status, told),) = (await sglang.to_tokenizer(["video"], modality="VIDEO")).refusals
-    assert (status, "VIDEO is not served" in told) == (400, True)
-    (message,) = (await sglang.to_scheduler(["video"], modality="VIDEO")).parts
-    assert message.said.modality == Modality.VIDEO
+async def test_sound_is_refused_by_both_back_ends(sglang: LanguageServer) -> None:
+    ((status, told),) = (await sglang.to_tokenizer(["sound"], modality="AUDIO")).refusals
+    assert (status, "AUDIO is not served" in told) == (400, True)
+    (message,) = (await sglang.to_scheduler(["sound"], modality="AUDIO")).parts
+    assert message.said.modality == Modality.AUDIO
 
 
 async def test_images_by_url_are_loaded_from_hosts_that_are_allowed(client: EncoderClient) -> None:

@@ -18,7 +18,7 @@ def part(*items: Any, **other: Any) -> Part:
 
 def refused(*items: Any, **other: Any) -> EncoderError:
     with pytest.raises(EncoderError) as caught:
-        part(*items, **other).image_urls(4)
+        part(*items, **other).urls(4)
     return caught.value
 
 
@@ -29,7 +29,7 @@ def test_images_come_as_urls_as_base64_and_with_options_that_change_no_pixel() -
         "https://example.org/a.jpg",
         {"url": DATA, "content_hash": "sha256:00", "detail": "high", "max_dynamic_patch": 4},
     ]
-    assert part(*items).image_urls(4) == [
+    assert part(*items).urls(4) == [
         DATA,
         "data:;base64,/9j/4AAQ",
         "https://example.org/a.jpg",
@@ -54,8 +54,9 @@ def test_an_item_without_a_url_is_refused(item: Any) -> None:
     assert "item 0 has no url" in refused(item).message
 
 
-def test_other_modalities_and_too_many_images_are_refused() -> None:
-    assert "VIDEO is not served" in refused(DATA, modality="VIDEO").message
+def test_sound_and_too_many_images_are_refused() -> None:
+    assert part(DATA, modality="VIDEO").urls(4) == [DATA]
+    assert "AUDIO is not served" in refused(DATA, modality="AUDIO").message
     assert isinstance(refused(*[DATA] * 5), ImageLimitError)
 
 

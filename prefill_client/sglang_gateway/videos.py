@@ -1,0 +1,90 @@
+"""Videos for SGLang: the frames that its own loader takes of one, their sizes, and what a message says of their times.
+
+SGLang samples and resizes a video before the checkpoint's processor sees it (`preprocess_video` in its
+`multimodal/processors/qwen_vl.py`, the same from 0.5.20 to 0.5.23), by bounds of its own that no checkpoint changes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from encoder_contract.errors import ImageLimitError, InvalidImageError, InvalidRequestError
+from encoder_contract.geometry import MAX_ASPECT_RATIO
+from encoder_contract.video import Clip, VideoInfo, VideoSettings
+from prefill_client import Description
+
+_FPS, _MIN_FRAMES, _MAX_FRAMES = 2.0, 4, 768
+_FACTOR = 28  # of sides in pixels, whatever the model's patches are
+_MIN_PIXELS, _MAX_PIXELS = 128 * _FACTOR**2, 768 * _FACTOR**2  # of a frame
+_PIXELS_OF_ALL = int(128000 * _FACTOR**2 * 0.9)
+WRITES_TIME = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Model types whose videos have timestamps in the prompt."""
+
+
+def video_settings(folder: str, description: Description) -> VideoSettings | InvalidRequestError:
+    """Return the settings for videos of the checkpoint that SGLang serves, or the error of parts with videos."""
+    if not description.video_decoder:
+        return InvalidRequestError("the encoder service takes no videos: its log says why at start")
+    if not folder:
+        return InvalidRequestError(
+            "videos are resized by settings of SGLang's checkpoint: start the gateway with --language-model"
+        )
+    try:
+        return VideoSettings.from_folder(folder)
+    except (OSError, ValueError) as error:
+        return InvalidRequestError(f"videos of this checkpoint cannot be served: {error}")
+
+
+def shown(settings: VideoSettings, video: VideoInfo) -> Clip:
+    """Return what SGLang shows a model of a video; `settings` are those of the checkpoint.
+
+    Raises `InvalidImageError` for a video of which SGLang shows nothing, `ImageLimitError` for sides of a ratio over
+    200.
+    """
+    chosen = _sample(video)
+    height, width = _size(video, len(chosen))
+    clip = settings.clip(replace(video, width=width, height=height), chosen)
+    if (height, width) == (video.height, video.width):
+        return clip
+    pairs = (pair._replace(bilinear=(height, width)) for pair in clip.pairs)
+    return replace(clip, pairs=tuple(pairs))
+
+
+def times(model_type: str, clips: Sequence[Clip | None]) -> dict[str, list[object]]:
+    """Return what a message says of the times of these videos; None: a stand-in of one pair.
+
+    Qwen3-VL and its successors are told when each pair is shown. The others are told the seconds between two pairs, by
+    the rate at which SGLang samples, which its own encoder says as well.
+    """
+    if model_type in WRITES_TIME:
+        return {"video_timestamps": [list(clip.seconds) if clip else [0.0] for clip in clips]}
+    return {"second_per_grid_ts": [2 / _FPS] * len(clips)}
+
+
+def _sample(video: VideoInfo) -> list[int]:
+    total = video.readable_frames  # SGLang counts the frames of the file, whatever its container promises
+    if not video.fps:
+        raise InvalidImageError("the container does not say its frames a second, which SGLang samples by")
+    wanted = min(max(total / video.fps * _FPS, _MIN_FRAMES), _MAX_FRAMES, total)
+    count = math.floor(wanted / 2) * 2
+    if not count:
+        raise InvalidImageError("the video has less than two frames, which these models are shown together")
+    return [int(number) for number in np.linspace(0, total - 1, num=count, dtype=np.int64)]
+
+
+def _size(video: VideoInfo, frames: int) -> tuple[int, int]:
+    """Return the height and width in pixels to which SGLang resizes each frame before the processor does."""
+    height, width = video.height, video.width
+    if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
+        raise ImageLimitError(f"aspect ratio {ratio:.1f} of {width}x{height} exceeds {MAX_ASPECT_RATIO}")
+    most = max(min(_MAX_PIXELS, _PIXELS_OF_ALL / frames * 2), int(_MIN_PIXELS * 1.05))
+    sides = [max(_FACTOR, round(side / _FACTOR) * _FACTOR) for side in (height, width)]
+    if math.prod(sides) > most:
+        shrink = math.sqrt(height * width / most)
+        sides = [max(_FACTOR, math.floor(side / shrink / _FACTOR) * _FACTOR) for side in (height, width)]
+    elif math.prod(sides) < _MIN_PIXELS:
+        grow = math.sqrt(_MIN_PIXELS / (height * width))
+        sides = [math.ceil(side * grow / _FACTOR) * _FACTOR for side in (height, width)]
+    return sides[0], sides[1]

@@ -1,4 +1,4 @@
-"""Videos: overlap inside a clip, a second question about it, memory over its length, and what decoding costs.
+"""Videos: overlap in a clip, a second question, a longer clip, memory over the length, and what decoding costs.
 
 Real processes on one machine: a server, and this process as the prefill side, with half the cores each. Every round has
 a clip of its own. The second question comes as the next turn of the same chat: rows and KV cache are held. Decoding is
@@ -44,6 +44,8 @@ BENCHMARK = Benchmark(
         Figure("ttft_serial_over_overlapped", "all pairs first / overlapped", target=">= 1.5"),
         Figure("second_ms", "time to first token of a second question, in the same chat", "ms"),
         Figure("second_question_ratio", "first question / second question", target=">= 5"),
+        Figure("extended_new_pairs", "pairs that a clip has more when it is ten seconds longer (Qwen2.5-VL)"),
+        Figure("extended_encoded_over_new", "pairs encoded for the longer clip / new pairs", target="<= 1"),
         Figure("memory_ratio", "memory of the server, clip of 10 minutes / of 1 minute", target="<= 1.2"),
         Figure("decode_ms", "decoding a pair of a 360p clip of 30 frames a second", "ms"),
         Figure("encode_ms", "encoding it in the tower of Qwen3-VL-8B", "ms"),
@@ -177,6 +179,20 @@ async def memory_ratio(model: Path, server: ServerProcess, minutes: tuple[float,
     return {"memory_short_bytes": peaks[1], "memory_ratio": peaks[2] / peaks[1]}
 
 
+async def extended(model: Path, server: ServerProcess, seconds: int) -> dict[str, Any]:
+    """Return how many pairs a clip has more, and how many were encoded, when it came again ten seconds longer.
+
+    The model samples by rate, so the longer clip shows the frames of the shorter one, and more.
+    """
+    settings = VideoSettings.from_folder(model)
+    async with await EncoderClient.connect(server.endpoint) as client:
+        short = await rows_of(client, one(960, seconds), settings)
+        before = server.encodes()
+        longer = await rows_of(client, one(960, seconds + 10), settings)
+    new = len(longer.images) - len(short.images)
+    return {"extended_new_pairs": new, "extended_encoded_over_new": (server.encodes() - before) / new}
+
+
 async def decoding(model: Path, server: ServerProcess, pairs: int) -> dict[str, Any]:
     """Return the time of decoding and of encoding a pair of a 360p clip."""
     settings = VideoSettings.from_folder(model)
@@ -204,11 +220,14 @@ def run(folder: Path, rounds: int, shrink: int) -> dict[str, Any]:
     tower = write_checkpoint(folder / "tower", vision_only=shrink == 1)
     for model in (small, tower):
         (model / "video_preprocessor_config.json").write_text(json.dumps(SIZE))
+    by_rate = write_checkpoint(folder / "by_rate", "qwen2_5_vl")
     settings: dict[str, Any] = {"store_host_gib": 0.5, "threads": HALF_THE_CORES, "video": "yes"}
     found: dict[str, Any] = {}
     with running(small, log=folder / "small.log", batch_patches=512, **settings) as server:
         found |= asyncio.run(first_tokens(small, server, rounds, 60 // shrink))
         found |= asyncio.run(memory_ratio(small, server, (1 / shrink, 10 / shrink)))
+    with running(by_rate, log=folder / "by_rate.log", **settings) as server:
+        found |= asyncio.run(extended(by_rate, server, 60 // shrink))
     with running(tower, log=folder / "tower.log", **settings) as server:
         found |= asyncio.run(decoding(tower, server, DECODED_PAIRS))
     return {**found, "rounds": rounds, "cores": os.cpu_count(), "torch": torch.__version__}

@@ -1,15 +1,22 @@
 """DALI, as we use it: what it keeps of a batch, and what it is told about threads and hardware."""
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from encoder_contract.geometry import Grid
+from encoder_contract.processor import ProcessorSettings
 from encoder_service.image.dali import DaliJpegs, _options
 from encoder_service.image.decoder import BATCH_IMAGES, Decoder, PillowDecoder
+from encoder_service.vision import load_tower
+from testing.clips import clip, true_frames
 from testing.decoding import decode_files, source_of
 from testing.photos import photo
+from testing.reference_tower import row_errors
 
 CPU = torch.device("cpu")
 
@@ -70,3 +77,34 @@ def test_start_warns_if_dali_decodes_nothing(monkeypatch, caplog):
     jpegs.start(BATCH_IMAGES)
     assert "decodes no JPEGs here" in caplog.text
     assert "nvJPEG: not supported" in caplog.text
+
+
+def dali_frames(file: bytes, numbers: list[int]) -> np.ndarray:
+    """Frames of a video as DALI decodes them on the CPU, uint8 [frames, H, W, 3]."""
+    import nvidia.dali.experimental.dynamic as dali
+
+    with dali.Device("cpu"), dali.EvalContext(num_threads=1), dali.EvalMode.sync_full:
+        batch = dali.as_batch([np.frombuffer(file, np.uint8)])
+        decoded = dali.decoders.video(batch, device="cpu", frames=numbers)
+        return np.array(decoded.tensors[0])
+
+
+def test_dali_is_no_decoder_of_videos_for_us(checkpoint: Path) -> None:
+    """What docs/decisions/video-decoder.md says of it: when this fails, the decision is to be made again."""
+    tower = load_tower(
+        checkpoint, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(checkpoint)
+    )
+    grid = Grid(1, 6, 10)
+    for data in (clip("webm", frames=30, fps=25.0), clip("mkv", frames=30, fps=25.0, codec="MJPG")):
+        true = np.stack(list(true_frames(data)))[[0, 10]]
+        made = dali_frames(data, [0, 10])
+        assert np.abs(made.astype(int) - true).mean() > 0.5, "levels of 255"
+        rows = [
+            tower.encode(tower.inputs([torch.from_numpy(each)], [grid]), [grid])[0] for each in (made, true)
+        ]
+        assert row_errors(*rows).max() > 1e-2
+        behind = dali_frames(data, [0, 999])
+        assert not behind[1].any(), "a frame that does not exist is black, and no error"
+    for stored in (clip("mp4"), (Path(__file__).parent / "clips/h264.mp4").read_bytes()):
+        with pytest.raises(RuntimeError, match="Failed to create video decoder"):
+            dali_frames(stored, [0, 1])

@@ -1,4 +1,4 @@
-"""Rows of ten clips against `transformers`, which is shown the same files: frames, sizes and rows are equal."""
+"""Rows of clips against `transformers`, which is shown the same files: frames, sizes and rows are equal."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +25,9 @@ SMALL = {
 }  # pixels of all frames, for tests that end soon
 
 
+STORED = Path(__file__).parent.parent / "image/clips"
+
+
 def cut(data: bytes) -> bytes:
     return data[: len(data) * 2 // 3]
 
@@ -39,6 +42,7 @@ CLIPS = {
     "variable": lambda: of_variable_rate(clip("mp4", frames=90, fps=30.0, seed=7)),
     "turned": lambda: rotated(clip("mp4", frames=90, fps=30.0, seed=8), 270),
     "long": lambda: clip("mp4", frames=1200, fps=10.0, width=96, height=64, seed=9),
+    "H.264 with B-frames": lambda: (STORED / "h264_open_gop.mkv").read_bytes(),
     "truncated": lambda: cut(with_index_first(clip("mp4", frames=120, fps=30.0, seed=10))),
 }
 

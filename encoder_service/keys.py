@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import blake3
+import numpy as np
+from numpy.typing import NDArray
 
 from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.producer import EngineKey, Producer
@@ -43,6 +45,17 @@ class ImageKey:
         if self.producer is not None:
             return _hash(b"encoder-service no source v1", self.address)
         return _hash(b"encoder-service source v1", self.digest, self.salt)
+
+    def of_pixels(self, frames: NDArray[np.uint8]) -> bytes:
+        """Return 32 bytes that pairs of frames share whose rows are equal: equal pixels, resized alike, of one tenant.
+
+        `frames` are those of the video that this key names, uint8 [2, H, W, 3].
+        """
+        assert self.frames is not None
+        numbers = (*frames.shape, *self.frames.grid, *(self.frames.bilinear or ()))
+        sizes = b"".join(number.to_bytes(8, "little") for number in numbers)
+        pixels = np.ascontiguousarray(frames).data.cast("B")
+        return _hash(b"encoder-service pixels v1", sizes, self.salt, pixels)
 
     @property
     def named(self) -> str:
@@ -138,7 +151,7 @@ def put_key(
     return ImageKey(address, digest, min_pixels, max_pixels, salt, producer, engine_key)
 
 
-def _hash(purpose: bytes, *fields: bytes) -> bytes:
+def _hash(purpose: bytes, *fields: bytes | memoryview) -> bytes:
     """Return BLAKE3 over length-prefixed fields: no two purposes, and no two sets of fields, share an encoding."""
     hasher = blake3.blake3()
     for field in (purpose, *fields):

@@ -138,7 +138,9 @@ class Metrics:
         self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
         self._decoded = self._counter("decoded_images", "Images decoded", decoder=DECODERS)
         self._submitted = self._images("submitted_images", "Images answered in Submit", SUBMITTED)
-        self._encoded = self._images("encoded_images", "Images that left the pipeline", ("kept", "failed"))
+        self._encoded = self._images(
+            "encoded_images", "Images that left the pipeline", ("kept", "copied", "failed")
+        )
         self._fetched = self._images("fetched_images", "Images answered in Fetch", FETCHED)
         self._put = self._images("put_images", "Answers to images of Put", PUT)
         self._put_bytes = self._counter("put_bytes", "Bytes of rows that callers put")
@@ -181,14 +183,22 @@ class Metrics:
         """Record time in which the device was idle although images were queued."""
         self._starved.inc(seconds)
 
-    def encoded(self, seconds: float, stage_ms: Mapping[str, float], error: Exception | None = None) -> None:
-        """Record an image that leaves the pipeline: its rows stored, or an error."""
+    def encoded(
+        self,
+        seconds: float,
+        stage_ms: Mapping[str, float],
+        error: Exception | None = None,
+        *,
+        is_copied: bool = False,
+    ) -> None:
+        """Record an image that leaves the pipeline: its rows stored, copied from those of equal frames, or an error."""
         for stage in STAGES:
             if stage in stage_ms:
                 self.stage(stage, stage_ms[stage] / 1000)
-        if error is None:
+        if error is None and not is_copied:
             self._encode.observe(seconds)
-        self._encoded.labels("failed" if error else "kept", reason(error)).inc()
+        outcome = "failed" if error else "copied" if is_copied else "kept"
+        self._encoded.labels(outcome, reason(error)).inc()
 
     def stage(self, stage: str, seconds: float) -> None:
         """Record an image's time in one of `STAGES`."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
-from cachetools import FIFOCache
+from cachetools import FIFOCache, LRUCache
 
 from encoder_contract.errors import (
     AbandonedError,
@@ -47,6 +47,8 @@ Pick = Callable[[Scheduler, float], Sequence[Task]]
 ANSWER_FIRST_S = 0.001
 SHORT_RETRY_MS = 500  # memory is short while other images are worked on
 LOST = "the server lost its device"
+# Frames whose rows are found by their pixels, some 200 bytes each.
+KNOWN_FRAMES = 65536
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +63,8 @@ class Job:
     patches: Inputs | None = None
     patches_ready: "torch.cuda.Event | None" = None
     number: int = 0  # by which its device's process names it
+    pixels: bytes = b""  # of frames: see `ImageKey.of_pixels`
+    is_copied: bool = False  # its rows are those of equal frames
     stage_ms: dict[str, float] = field(default_factory=dict)
     stage_began_s: dict[str, float] = field(default_factory=dict)  # on time.monotonic's clock
     waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
@@ -223,6 +227,7 @@ class JobQueue(Work):
         self._failures = FailureCache()
         self._turn = threading.Condition()
         self._jobs: dict[bytes, Job] = {}
+        self._of_pixels: LRUCache[bytes, bytes] = LRUCache(KNOWN_FRAMES)  # the newest address
         self._closed = False
         self._devices = [_DeviceState() for _ in range(devices)]
 
@@ -378,12 +383,20 @@ class JobQueue(Work):
             self._turn.notify_all()
 
     def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
-        """See `Work`."""
+        """See `Work`. Frames whose pixels were encoded before, of this video or another, get those rows."""
+        copies = [self._copied(job) for job, _ in jobs]
         with self._turn:
-            for job, patches in jobs:
-                if self._scheduler.prepared(job.task, monotonic()):
+            for (job, patches), copy in zip(jobs, copies, strict=True):
+                if copy is not None:
+                    self._scheduler.drop(job.task)
+                    self._of_pixels[job.pixels] = job.key.address
+                elif self._scheduler.prepared(job.task, monotonic()):
                     job.patches, job.patches_ready = patches, ready
-            self._turn.notify_all()
+            self._has_left()
+        for (job, _), copy in zip(jobs, copies, strict=True):
+            if copy is not None:
+                job.is_copied = True
+                self._end(job, copy)
 
     def take_batch(self, budget_patches: int, device: int = 0) -> tuple[list[Job], float]:
         """See `Work`."""
@@ -425,6 +438,9 @@ class JobQueue(Work):
         with self._turn:
             # The rate of admission is that of all devices together.
             self._scheduler.done([job.task for job in jobs], seconds / len(self._devices))
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                if job.pixels and isinstance(outcome, Pin):
+                    self._of_pixels[job.pixels] = outcome.address
             self._turn.notify_all()
         for job, outcome in zip(jobs, outcomes, strict=True):
             self._end(job, outcome)
@@ -473,6 +489,24 @@ class JobQueue(Work):
     def _end(self, job: Job, outcome: Pin | EncoderError) -> None:
         """Give everyone who awaits a job its outcome: a pin for each, or the error."""
         self._loop.call_soon_threadsafe(self._finish, job, outcome)
+
+    def _copied(self, job: Job) -> Pin | None:
+        """Return a pin on rows of equal frames, copied to the address of this job; None if none are held."""
+        with self._turn:
+            address = self._of_pixels.get(job.pixels)
+        if address is None or (held := self._store.pin(address)) is None:
+            return None
+        with held:
+            try:
+                held.to_host()
+                copy = self._store.receive(job.key.address, held.tokens, held.grid, job.task.holder)
+            except OverloadedError:  # they are encoded when there is room
+                return None
+            if copy is None:
+                return self._store.pin(job.key.address)
+            for piece in held.rows():
+                copy.add(piece)
+            return copy.complete(held.checksum())
 
     # Inside, with the lock held
 
@@ -538,7 +572,7 @@ class JobQueue(Work):
             forgotten = self._forget(job)
         if not forgotten and error is not None:
             return  # its end was reported when its last caller left
-        self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error)
+        self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error, is_copied=job.is_copied)
         if isinstance(outcome, EncoderError):
             self._failures.note(job.key, outcome)
             self._on_end(job, outcome)

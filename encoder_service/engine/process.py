@@ -240,7 +240,7 @@ class RemoteWork(Work):
             job.patches, job.patches_ready = patches, ready
         numbers = self._named([job for job, _ in jobs])
         self._waiting.update(numbers)
-        self._wire.tell("prepared", numbers)
+        self._wire.tell("prepared", numbers, [job.pixels for job, _ in jobs])
 
     def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
         """See `Work`."""

@@ -208,8 +208,10 @@ class Session:
     def put_apart(self, number: int) -> None:
         self._queue.put_apart(self._jobs.pop(number))
 
-    def prepared(self, numbers: Sequence[int]) -> None:
+    def prepared(self, numbers: Sequence[int], pixels: Sequence[bytes]) -> None:
         jobs = self._named(numbers)
+        for job, digest in zip(jobs, pixels, strict=True):
+            job.pixels = digest
         self._waiting.update(numbers)  # before another thread can take them
         self._queue.prepared([(job, {}) for job in jobs], None)
 

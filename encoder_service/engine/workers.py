@@ -180,6 +180,8 @@ class Prepare:
         self._jobs.decoded([job], monotonic() - began)
         if self._decoded(job, pixels, began) and not isinstance(pixels, EncoderError):
             self._metrics.decoded("opencv" if frames else "pillow")
+            if frames:
+                job.pixels = job.key.of_pixels(pixels.cpu().numpy())
             self._cut([(job, pixels)], stream)
 
     def _decoded(self, job: Job, pixels: Tensor | EncoderError, began: float) -> bool:

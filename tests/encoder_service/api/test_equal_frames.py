@@ -1,0 +1,96 @@
+"""Frames whose pixels were encoded before, in another file or elsewhere in the same one, get those rows."""
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from encoder_contract.digest import content_digest
+from encoder_contract.geometry import Grid
+from encoder_contract.video import Frames
+from encoder_service.app import Server
+from prefill_client import EncoderClient, RowRequest
+from prefill_client.images import Image
+from testing.clips import clip
+from tests.calls import collect
+from tests.operator_view import settled
+from tests.waiting import soon
+
+GRID = Grid(1, 6, 10)
+SHORT, LONGER = (clip("mp4", frames=frames, fps=10.0, seed=40) for frames in (60, 80))
+OTHER_CONTAINER = clip("mov", frames=60, fps=10.0, seed=40)
+
+
+def pairs(data: bytes, numbers: Sequence[int], grid: Grid = GRID) -> list[Image]:
+    """The pairs of frames that begin with these, five frames apart."""
+    named = [Frames(first, first + 5, grid) for first in numbers]
+    return [Image(data, content_digest(data), grid, 15, frames=frames) for frames in named]
+
+
+async def rows(client: EncoderClient, images: Sequence[Image]) -> list[torch.Tensor]:
+    assert [answer.error for answer in await client.submit(images)] == [None] * len(images)
+    outcomes = await collect(client, [RowRequest.of(image) for image in images])
+    return [outcomes[index].tensor().clone() for index in range(len(images))]
+
+
+async def counted(server: Server, kept: int, copied: int) -> None:
+    """Assert how many pairs were encoded, and how many were copied."""
+    now = await settled(server, "encoded_images_total", kept + copied)
+    assert now.total("encoded_images_total", outcome="kept") == kept
+    assert now.total("encoded_images_total", outcome="copied") == copied
+
+
+async def test_a_longer_clip_encodes_its_new_pairs_alone(server: Server, client: EncoderClient) -> None:
+    assert content_digest(SHORT) != content_digest(LONGER)
+    first = await rows(client, pairs(SHORT, range(0, 50, 10)))
+    await counted(server, kept=5, copied=0)
+    longer = await rows(client, pairs(LONGER, range(0, 70, 10)))
+    await counted(server, kept=7, copied=5)
+    assert all(torch.equal(*each) for each in zip(first, longer[:5], strict=True))
+    again = await rows(client, pairs(LONGER, range(0, 70, 10)))
+    await counted(server, kept=7, copied=5)
+    assert all(torch.equal(*each) for each in zip(longer, again, strict=True))
+
+
+async def test_the_same_frames_in_another_container_are_encoded_once(
+    server: Server, client: EncoderClient
+) -> None:
+    first = await rows(client, pairs(SHORT, [0, 10]))
+    second = await rows(client, pairs(OTHER_CONTAINER, [0, 10]))
+    await counted(server, kept=2, copied=2)
+    assert all(torch.equal(*each) for each in zip(first, second, strict=True))
+
+
+async def test_another_size_and_another_tenants_frames_are_encoded(
+    server: Server, client: EncoderClient
+) -> None:
+    await rows(client, pairs(SHORT, [0]))
+    await rows(client, pairs(OTHER_CONTAINER, [0], Grid(1, 4, 8)))
+    await counted(server, kept=2, copied=0)
+    async with await EncoderClient.connect(server.endpoint, tenant_salt=b"other") as other:
+        await rows(other, pairs(OTHER_CONTAINER, [0]))
+    await counted(server, kept=3, copied=0)
+
+
+async def test_rows_that_were_evicted_are_encoded_again(server: Server, client: EncoderClient) -> None:
+    first = await rows(client, pairs(SHORT, [0]))
+    await soon(lambda: server.store.stats().pins == 0)
+    server.store.flush()
+    second = await rows(client, pairs(OTHER_CONTAINER, [0]))
+    await counted(server, kept=2, copied=0)
+    assert torch.equal(*first, *second)
+
+
+async def test_without_room_for_a_copy_they_are_encoded_once_there_is(
+    server: Server, client: EncoderClient
+) -> None:
+    first = await rows(client, pairs(SHORT, [0]))
+    reserved = 0
+    while server.store.reserve([15], wait=False):
+        reserved += 1
+    second = asyncio.create_task(rows(client, pairs(OTHER_CONTAINER, [0])))
+    await soon(lambda: server.store.stats().refusals > 0)
+    for _ in range(reserved):
+        server.store.release(15)
+    assert torch.equal(*first, *(await second))
+    await counted(server, kept=2, copied=0)

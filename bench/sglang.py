@@ -1,0 +1,427 @@
+"""What SGLang gains: time to first token and hits, against its own tower and against its own encoder server.
+
+Five ways to encode the images of one checkpoint, on real engines: SGLang's own tower; the service, by the packages
+that SGLang loads, all images first or chunk by chunk; the service, through the gateway; SGLang's own encoder server.
+The gateway and that server feed one and the same language server in turn. The ways take turns on both cores, while the
+others idle, and every prompt has new photos. The model is small. The load of the machine is recorded:
+on a busy one the ratios mean little.
+
+Every step says on stderr how long it took, and what it found. Rounds for which no time is left are left out.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import count, islice
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Self
+from urllib.request import Request, urlopen
+from uuid import uuid4
+
+import zmq
+
+from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.budget import Budget
+from bench.harness.calls import ms_of, submit_and_fetch
+from bench.vllm import TEXT, TEXT_LAYERS
+from prefill_client import EncoderClient
+from testing.photos import data_url, photo
+from testing.sglang_environment import PYTHON
+
+if TYPE_CHECKING:
+    from testing.sglang_engine import SglangEngine
+    from testing.sglang_gateway import GatewayProcess
+
+WAYS = {
+    "own": "SGLang's own tower",
+    "encoder": "SGLang's own encoder server",
+    "gateway": "ours, through the gateway",
+    "packages": "ours, by its packages",
+    "chunk": 'ours, by its packages, with "gating": "chunk"',
+}
+# Smaller than in bench.vllm: it encodes photos of 14,400 patches, too.
+VISION = {"depth": 3, "hidden_size": 144, "num_heads": 2, "deepstack_visual_indexes": [0, 1, 2]}
+IMAGES, CHAT_IMAGES, HIT_IMAGES = 16, 8, 4
+SIDE = (512, 512)  # 256 tokens an image
+HIT_SIZE = (2560, 1440)
+HIT_ROUNDS = 5  # hits are short, and vary more
+HITS = {"gateway": "hit_1440p_ms", "encoder": "encoder_hit_1440p_ms"}
+# Of photos that no other part of this program sends: nothing of them is stored.
+WARM_SEED, HIT_SEED, PART_SEED, PROMPT_SEED = 0, 100, 200, 1000
+LOOK_MS = 1000  # after which it is looked whether an encoder is still there
+PARTS, WARM_PARTS = 1000, 200  # of one image each, all hits
+
+BENCHMARK = Benchmark(
+    "sglang",
+    "What does SGLang gain?",
+    (
+        *(
+            Figure(f"{way}_16_ms", f"first token of a prompt of 16 new photos: {told}", "ms")
+            for way, told in WAYS.items()
+        ),
+        Figure("ttft_own_over_ours_16", "own tower / through the gateway, 16 photos", target=">= 1.0"),
+        Figure("ttft_own_over_packages_16", "own tower / by packages, 16 photos"),
+        Figure("ttft_packages_over_chunk_16", "all images first / chunk by chunk"),
+        Figure("ttft_encoder_over_ours_16", "own encoder server / through the gateway", target=">= 1.2"),
+        *(
+            Figure(f"{way}_round2_ms", f"second round of a chat, one new photo beside 8: {told}", "ms")
+            for way, told in WAYS.items()
+        ),
+        Figure("round2_encoder_over_ours", "own encoder server / through the gateway", target=">= 3"),
+        Figure(
+            "hit_1440p_ms",
+            "four 2560×1440 photos again, from the request to the last frame: the gateway",
+            "ms",
+            "<= 30",
+            compare="382-466 ms (SGLang's encoder server, on its own machine)",
+        ),
+        Figure("encoder_hit_1440p_ms", "SGLang's own encoder server, one after the other", "ms"),
+        Figure("hit_mib", "rows of these photos", "MiB"),
+        Figure("part_ms", "a part of one photo again, through the gateway", "ms"),
+        Figure("service_hit_ms", "the same photo from the service", "ms"),
+        Figure("part_over_hit_ms", "the gateway beyond the service", "ms", "<= 2"),
+        Figure("growth_mib", f"growth of the gateway over {PARTS} parts", "MiB", "<= 8"),
+        Figure("load_before", "processes that wanted a core when it began"),
+    ),
+    limit_s=600,
+    quick=("--rounds", "1"),
+    why_not=lambda: "" if PYTHON.exists() else "no .venv-sglang: make test-sglang",
+)
+# Started two at a time. The first two are all that hits are measured with.
+ENGINES = ("encoder", "language", "own", "packages", "chunk")
+# Idle engines sleep, or they would take the cores of the one that is measured.
+FLAGS = ("--chunked-prefill-size", "512", "--sleep-on-idle")
+# Of ten minutes: engines take some seconds to end, and the last round may take longer than those before it.
+BUDGET_S = 540.0
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; medians are told")
+    parser.add_argument(
+        "--only", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help=", ".join(WAYS)
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, help="for all rounds (default %(default)s)"
+    )
+    parser.add_argument("--here", action="store_true", help="in this interpreter, which has SGLang")
+    given = parser.parse_args()
+    if not given.here:
+        sys.exit(_elsewhere())
+    # Engines run in sessions of their own: to end without ending them would leave them running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    budget = Budget(given.budget_s)
+    told = _measure(given.rounds, given.only, budget)
+    tell({**told, "left_out": budget.left_out}, given)
+
+
+def _elsewhere() -> int:
+    if not PYTHON.exists():
+        sys.stderr.write("bench.sglang needs .venv-sglang: make test-sglang\n")
+        return 2
+    service = Path(sys.executable).with_name("encoder-service")
+    environment = {"ENCODER_SERVICE": str(service), **os.environ}
+    command: list[str | Path] = [PYTHON, "-m", "bench.sglang", "--here", *sys.argv[1:]]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _measure(rounds: int, ways: Collection[str], budget: Budget) -> dict[str, Any]:
+    from testing.checkpoints import write_checkpoint
+    from testing.server_process import running
+    from testing.sglang_engine import add_video_processor
+    from testing.sglang_gateway import running_gateway
+
+    told: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    with ExitStack() as held:
+        with _step("start the service and the gateway"):
+            folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT)
+            model = add_video_processor(folder, "qwen3_vl")
+            server = held.enter_context(
+                running(
+                    model,
+                    executable=Path(os.environ["ENCODER_SERVICE"]),
+                    devices="cpu",
+                    dtype="float32",
+                    store_host_gib=0.5,
+                    device_peak_tflops=0.1,
+                )
+            )
+            gateway = held.enter_context(running_gateway(server.endpoint, language_model=model))
+        with _step(f"{PARTS} parts"):
+            told |= _found(asyncio.run(_parts(server.endpoint, gateway)))
+        sides = Sides(model, server.endpoint, gateway.url)
+        held.callback(sides.stop)
+        fed = {*ways} & {"gateway", "encoder"}
+        engines = [name for name in ENGINES if name in ways or (fed and name == "language")]
+        sides.start(*engines[:2])
+        with _step("four photos of 2560×1440 again"):
+            told |= _found(_hits_1440p(sides, rounds))
+        for begin in range(2, len(engines), 2):
+            sides.start(*engines[begin : begin + 2])
+        with _step("a first prompt"):
+            sides.warm_up(ways)
+        told |= _first_tokens(sides, rounds, ways, budget)
+    told["load_after"] = round(os.getloadavg()[0], 1)
+    return told
+
+
+@contextmanager
+def _step(what: str) -> Iterator[None]:
+    """Say what begins, and how long it took."""
+    began = time.perf_counter()
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+def _found(figures: dict[str, float]) -> dict[str, float]:
+    """Return figures, and say them at once: a run that is cut off has said what it had."""
+    said = "  ".join(f"{name} {value}" for name, value in figures.items())
+    print(f"  {said}", file=sys.stderr, flush=True)
+    return figures
+
+
+class Sides:
+    """The engines of all ways, once they are started."""
+
+    def __init__(self, model: Path, endpoint: str, gateway_url: str) -> None:
+        from testing.sglang_engine import free_port, package_variables
+
+        port = free_port()
+        self._bootstrap_url = f"http://127.0.0.1:{port}"
+        self._model = model
+        back_end = ("--encoder-transfer-backend", "zmq_to_tokenizer", "--encoder-bootstrap-port", str(port))
+        self._flags = {
+            "language": ("--language-only", *back_end),
+            "encoder": ("--encoder-only", "--enable-prefix-mm-cache", *back_end),
+        }
+        self._variables = {
+            "packages": package_variables(endpoint),
+            "chunk": package_variables(endpoint, gating="chunk"),
+        }
+        self._engines: dict[str, SglangEngine] = {}
+        self.encoders = {"gateway": [f"{gateway_url}/v{number}" for number in range(IMAGES)]}
+        """The encoders of the language server, by way."""
+
+    def start(self, *names: str) -> None:
+        """Start engines at the same time; return when they answer."""
+        from testing.sglang_engine import SglangEngine
+
+        threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
+        with _step(f"start {', '.join(names)}"):
+            for name in names:
+                variables = {**threads, **self._variables.get(name, {})}
+                flags = (*FLAGS, *self._flags.get(name, ()))
+                self._engines[name] = SglangEngine(self._model, *flags, environment=variables)
+            for name in names:
+                self._engines[name].wait_until_it_answers()
+        if "encoder" in names:
+            self.encoders["encoder"] = [self._engines["encoder"].url]
+
+    def warm_up(self, ways: Collection[str]) -> None:
+        """Return when the engines of all ways have answered a prompt."""
+        for way in ways:
+            self.first_token_ms(way, [next(_photos(*SIDE, WARM_SEED)), "warm"])
+
+    def stop(self) -> None:
+        """End all engines."""
+        for engine in self._engines.values():
+            engine.stop()
+
+    def first_token_ms(self, way: str, parts: Sequence[str | bytes]) -> float:
+        """Return how long a prompt takes to its first and only token."""
+        if way in self.encoders:
+            self._use(self.encoders[way])
+        engine = self._engines["language" if way in self.encoders else way]
+        began = time.perf_counter()
+        response = engine.generate(parts, tokens=1, return_logprob=False)
+        ms = 1000 * (time.perf_counter() - began)
+        response.raise_for_status()
+        return ms
+
+    def _use(self, encoders: Sequence[str]) -> None:
+        """Register these encoders at the language server, and no others."""
+        listed = json.loads(_http("GET", f"{self._bootstrap_url}/list_encoder_urls"))["encoder_urls"]
+        for url in {*listed} - {*encoders}:
+            _http(
+                "DELETE", f"{self._bootstrap_url}/unregister_encoder_url", json.dumps({"url": url}).encode()
+            )
+        for url in encoders:
+            _http("POST", f"{self._bootstrap_url}/register_encoder_url", json.dumps({"url": url}).encode())
+
+
+def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: Budget) -> dict[str, float]:
+    """Return the medians of both prompts, and their ratios, of as many rounds as there is time for."""
+    photos = _photos(*SIDE, PROMPT_SEED)
+    ms: dict[str, list[float]] = {f"{way}_{kind}_ms": [] for kind in ("16", "round2") for way in ways}
+    longest_s = 0.0
+    for number in range(rounds):
+        if not budget.affords(f"round {number + 1}", longest_s):
+            break
+        began = time.perf_counter()
+        with _step(f"round {number + 1} of {rounds}"):
+            for way in _in_turn(ways, number):
+                took_ms = sides.first_token_ms(way, [*islice(photos, IMAGES), "Which is it?"])
+                ms[f"{way}_16_ms"].append(*_found({f"{way}_16_ms": round(took_ms, 1)}).values())
+            for way in _in_turn(ways, number):
+                first: list[str | bytes] = [*islice(photos, CHAT_IMAGES), "Which is it?"]
+                sides.first_token_ms(way, first)
+                took_ms = sides.first_token_ms(way, [*first, next(photos), "And now?"])
+                ms[f"{way}_round2_ms"].append(*_found({f"{way}_round2_ms": round(took_ms, 1)}).values())
+        longest_s = max(longest_s, time.perf_counter() - began)
+    told = {name: round(median(each), 1) for name, each in ms.items() if each}
+    ratios = {
+        "ttft_own_over_ours_16": ("own_16_ms", "gateway_16_ms"),
+        "ttft_own_over_packages_16": ("own_16_ms", "packages_16_ms"),
+        "ttft_packages_over_chunk_16": ("packages_16_ms", "chunk_16_ms"),
+        "ttft_encoder_over_ours_16": ("encoder_16_ms", "gateway_16_ms"),
+        "round2_encoder_over_ours": ("encoder_round2_ms", "gateway_round2_ms"),
+    }
+    return told | {
+        name: round(told[above] / told[below], 2)
+        for name, (above, below) in ratios.items()
+        if {above, below} <= {*told}
+    }
+
+
+def _in_turn(ways: Collection[str], number: int) -> list[str]:
+    """Return the ways, each round beginning with another."""
+    begin = number % len(ways)
+    return [*ways][begin:] + [*ways][:begin]
+
+
+def _hits_1440p(sides: Sides, rounds: int) -> dict[str, float]:
+    """Return how long photos that each encoder has encoded take to the last frame of their rows.
+
+    The gateway gets them at once, each as a part. SGLang's encoder server gets one after the other: what it receives at
+    once it encodes at once, without its cache, and on a CPU with a mask over all patches, here of 16 GB.
+    """
+    files = [*islice(_photos(*HIT_SIZE, HIT_SEED), HIT_IMAGES)]
+    calls = {"gateway": [(sides.encoders["gateway"][:HIT_IMAGES], files)]}
+    if "encoder" in sides.encoders:
+        calls["encoder"] = [(sides.encoders["encoder"], [file]) for file in files]
+    found: dict[str, list[float]] = {way: [] for way in calls}
+    with SglangReceiver() as receiver:
+
+        def ask(way: str) -> tuple[float, int]:
+            answers = [receiver.frames_ms(*call) for call in calls[way]]
+            return sum(ms for ms, _ in answers), sum(row_bytes for _, row_bytes in answers)
+
+        for way in calls:
+            first_ms, row_bytes = ask(way)
+            _found({f"{way}_first_1440p_ms": round(first_ms)})
+        for _ in range(HIT_ROUNDS * rounds):
+            for way in calls:
+                found[way].append(ask(way)[0])
+    told = {HITS[way]: round(median(ms), 1) for way, ms in found.items()}
+    return {**told, "hit_mib": round(row_bytes / 2**20, 1)}
+
+
+async def _parts(endpoint: str, gateway: "GatewayProcess") -> dict[str, float]:
+    """Return what a part of one photo that is stored takes, against the service's own answer, and the growth."""
+    photos = [*islice(_photos(*SIDE, PART_SEED), 8)]
+    urls = [f"{gateway.url}/v0"]
+    through_ms, direct_ms, kib_before = [], [], 0
+    async with await EncoderClient.connect(endpoint) as client:
+        with SglangReceiver() as receiver:
+            for number in range(WARM_PARTS + PARTS):
+                if number == WARM_PARTS:
+                    kib_before = _resident_kib(gateway.process.pid)
+                file = photos[number % len(photos)]
+                ms, _ = await asyncio.to_thread(receiver.frames_ms, urls, [file])
+                direct = await ms_of(submit_and_fetch(client, [file]))
+                if number >= WARM_PARTS:
+                    through_ms.append(ms)
+                    direct_ms.append(direct)
+    return {
+        "part_ms": round(median(through_ms), 2),
+        "service_hit_ms": round(median(direct_ms), 2),
+        "part_over_hit_ms": round(median(through_ms) - median(direct_ms), 2),
+        "growth_mib": round((_resident_kib(gateway.process.pid) - kib_before) / 1024, 1),
+    }
+
+
+class SglangReceiver:
+    """What SGLang does with encoders of the back end zmq_to_tokenizer, without SGLang."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._callers = ThreadPoolExecutor(HIT_IMAGES)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._callers.shutdown()
+        self._context.destroy(linger=0)
+
+    def frames_ms(self, urls: Sequence[str], files: Sequence[bytes]) -> tuple[float, int]:
+        """Send images in as many parts as there are encoders; return the time to the last frame, and bytes of rows."""
+        rid, each = uuid4().hex, len(files) // len(urls)
+        with self._context.socket(zmq.PULL) as socket:
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            bodies = [
+                json.dumps(
+                    {
+                        "mm_items": [data_url(file) for file in files[part * each : (part + 1) * each]],
+                        "num_parts": len(urls),
+                        "part_idx": part,
+                        "req_id": f"{rid}_local_part_{part}",
+                        "modality": "IMAGE",
+                        "prefill_host": "127.0.0.1",
+                        "embedding_port": port,
+                        "encoder_idx": part,
+                        "encoder_url": url,
+                        "time_stats_json": None,
+                    }
+                ).encode()
+                for part, url in enumerate(urls)
+            ]
+            began = time.perf_counter()
+            posting = [
+                self._callers.submit(_http, "POST", f"{url}/encode", body)
+                for url, body in zip(urls, bodies, strict=True)
+            ]
+            frames = []
+            for _ in urls:
+                while not socket.poll(LOOK_MS):
+                    for posted in posting:
+                        if posted.done():
+                            posted.result()  # raises what ended an encoder that sends nothing
+                frames.append(socket.recv_multipart(copy=False))
+            ms = 1000 * (time.perf_counter() - began)
+        for posted in posting:
+            posted.result()
+        return ms, sum(len(rows.buffer) for _, rows in frames)
+
+
+def _http(method: str, url: str, body: bytes | None = None) -> bytes:
+    """Make a call on a connection of its own, as SGLang does; raises `OSError` for an error."""
+    request = Request(url, body, {"Content-Type": "application/json"}, method=method)
+    with urlopen(request, timeout=600) as answer:
+        return bytes(answer.read())
+
+
+def _resident_kib(pid: int) -> int:
+    """Return the memory of a process that is its own: rows in the service's shared memory are not the gateway's."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")))
+
+
+def _photos(width: int, height: int, seed: int) -> Iterator[bytes]:
+    """Yield photos that differ."""
+    return (photo(width, height, number) for number in count(seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -53,6 +53,11 @@ def test_pipeline_stages_are_refused(checkpoint: Path, service: Restartable) -> 
     assert "--pp-size must be 1" in said
 
 
+def test_an_engine_that_would_drop_its_tower_is_refused(checkpoint: Path, service: Restartable) -> None:
+    said = refusal(checkpoint, "--language-only", environment=variables(service.endpoint))
+    assert "--language-only sends images to SGLang's own encoders; leave it out" in said
+
+
 @pytest.mark.parametrize("package", ["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAGE"])
 def test_one_package_without_the_other_is_refused(
     checkpoint: Path, service: Restartable, package: str

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from testing.sglang_engine import SglangEngine, answer_of, serving
-from tests.sglang.conftest import AT_ONCE, LONG, Own, assert_equal, images_in, variables
+from tests.sglang.conftest import AT_ONCE, LONG, PROMPTS, Own, assert_equal, images_in, variables
 from tests.sglang.counters import by_own_tower, fetched, server_of
+from tests.sglang.gateways import fed
 from tests.sglang.test_faults import (
     asked_as_the_service_dies,
     assert_a_request_without_rows_ends,
@@ -51,3 +52,16 @@ def test_both_end_a_request_whose_rows_nobody_can_make(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
     assert_a_request_without_rows_ends(engine, service, own, "in a chunk with more to come")
+
+
+@pytest.mark.parametrize("back_end", ["zmq_to_tokenizer", "zmq_to_scheduler"])
+def test_two_ranks_that_the_gateway_feeds_answer_as_one(
+    checkpoint: Path, service: Restartable, own: Own, monkeypatch: pytest.MonkeyPatch, back_end: str
+) -> None:
+    for name, value in BOUND.items():
+        monkeypatch.setenv(name, value)
+    with fed(checkpoint, service, *TWO_RANKS, encoders=2, back_end=back_end) as (engine, gateway):
+        for name in ("text alone", "text between", "sixteen"):
+            before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in PROMPTS[name])
+            assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
+            assert gateway.count("images") - before == images, "each part is read once for both ranks"

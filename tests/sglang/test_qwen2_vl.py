@@ -43,10 +43,11 @@ def service(checkpoint: Path) -> Iterator[Restartable]:
         yield service
 
 
+@pytest.mark.parametrize(("back_end", "encoders"), [("zmq_to_tokenizer", 3), ("zmq_to_scheduler", 0)])
 def test_an_engine_that_the_gateway_feeds_answers_as_by_its_own_tower(
-    checkpoint: Path, service: Restartable, own: Own
+    checkpoint: Path, service: Restartable, own: Own, back_end: str, encoders: int
 ) -> None:
-    with fed(checkpoint, service, encoders=3) as (engine, gateway):
+    with fed(checkpoint, service, encoders=encoders, back_end=back_end) as (engine, gateway):
         distances: dict[str, float] = {}
         for name in ASKED:
             before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in PROMPTS[name])

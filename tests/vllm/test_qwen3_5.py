@@ -4,6 +4,7 @@ There two towers round differently, and no answer of the one is exactly that of 
 the service's rows are near those of the engine's own tower, and in its place they give the same answers.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ import pytest
 import torch
 
 from encoder_contract.digest import content_digest
+from encoder_contract.video import VideoInfo, VideoSettings
 from prefill_client import RowRequest
+from prefill_client.images import Image
+from prefill_client.vllm.image_name import ImageName
+from prefill_client.vllm.videos import Sampling, shown
+from testing.clips import clip
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Answer, Engine, Part
@@ -20,6 +26,7 @@ from tests.vllm.conftest import checkpoint_of
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE
 from tests.vllm.test_gate import begin_of_second, step_until_parked, two_images
+from tests.vllm.test_videos import CLIP, PROCESSOR, video
 
 COSINE = 0.999  # of a row of one tower and that of the other, both in bfloat16
 
@@ -37,7 +44,9 @@ IMAGES = [part for parts in PROMPTS for part in parts if isinstance(part, bytes)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with three layers of linear attention and one of the other kind."""
-    return checkpoint_of("qwen3_5", tmp_path_factory.mktemp("qwen3_5"))
+    folder = checkpoint_of("qwen3_5", tmp_path_factory.mktemp("qwen3_5"))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +110,48 @@ def test_rows_are_near_those_of_the_own_tower_and_give_the_same_answers(
         assert answer.distance(engine.ask(parts, own=True)) <= TOLERANCE
     assert len(tower.cosines) == len(IMAGES)
     assert min(tower.cosines) >= COSINE
+
+
+def test_a_video_is_answered_as_by_the_engines_own_loader(
+    model: Path, served: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with images: its own path, with the rows of the service in the place of its tower's."""
+    settings = VideoSettings.from_folder(model)
+    engine = started(model, served, limit_mm_per_prompt={"image": 16, "video": 1})
+    try:
+        answers, wholes = [], []
+        for data in (CLIP, clip("mp4", frames=45, fps=10.0, seed=2)):
+            chosen = Sampling().clip(settings, VideoInfo(45, 45, 10.0, 160, 96))
+            pairs = [
+                Image(data, content_digest(data), pair.grid, settings.tokens(pair), frames=pair)
+                for pair in chosen.pairs
+            ]
+            named = [
+                {
+                    "type": "image_embeds",
+                    "image_embeds": {"image_grid_thw": list(pair.grid)},
+                    "uuid": engine.signer.identifier(
+                        ImageName(content_digest(data), pair.grid, engine.producer, pair)
+                    ),
+                }
+                for pair in chosen.pairs
+            ]
+            assert [answer.error for answer in engine.client.submit(pairs)] == [None] * 5
+            answers.append(engine.ask(["what happens", *shown(chosen, named)]))
+            with engine.client.fetch([RowRequest.of(pair) for pair in pairs]) as outcomes:
+                rows = {outcome.index: outcome.tensor().clone() for outcome in outcomes}
+            wholes.append(torch.cat([rows[index] for index in range(5)]))
+        tower = Tower(engine.model.embed_multimodal, wholes[:1])
+        monkeypatch.setattr(engine.model, "embed_multimodal", tower.embed)
+        engine.forget()
+        own = engine.ask(["what happens", video(CLIP)], own=True)
+        assert len(tower.cosines) == 1
+        assert tower.cosines[0] >= COSINE
+        assert answers[0].distance(own) <= TOLERANCE
+        assert answers[1].distance(own) > 100 * TOLERANCE, "another video"
+        engine.assert_nothing_is_held()
+    finally:
+        engine.close()
 
 
 def test_controls_differ(engine: Engine, ours: list[Answer]) -> None:

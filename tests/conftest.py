@@ -42,6 +42,7 @@ STARTING_MODULES = {
     "tests.lost_device",
     "tests.processes",
     "tests.servers",
+    "tests.ulysses_processes",
 }
 NO_DALI = "DALI is not installed here: `make test-dali` installs it and runs this test"
 STARTING_FIXTURES = {"server", "start", "guard", "redis", "redis_url", "cluster_url", "join", "join_watched"}

@@ -186,9 +186,7 @@ class TowerModule(nn.Module):
         return rows
 
     def _embed(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> Residual:
-        if layout.order is not None:
-            values = patches.shape[1]
-            patches = patches.view(-1, self.spec.merge_unit * values)[layout.order].view(-1, values)
+        patches = in_order(patches, layout.order)
         embedded: Residual = self.patch_embed(patches, layout, dtype)
         return embedded
 
@@ -204,3 +202,8 @@ class TowerModule(nn.Module):
         for hidden, layout, out in zip(streams, layouts, rows, strict=True):
             merged = merger(hidden.whole(), layout.pointwise)
             out[:, columns] = merged if layout.inverse is None else merged[layout.inverse]
+
+
+def in_order(patches: Tensor, order: Tensor | None) -> Tensor:
+    """Return patches [patches, values] with those of the merged row `order[0]` first, and so on; as given for None."""
+    return patches if order is None else patches.view(len(order), -1)[order].view(patches.shape)

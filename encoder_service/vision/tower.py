@@ -19,7 +19,8 @@ from encoder_service.vision.flops import activation_values, batch_bytes, flops
 from encoder_service.vision.graphs import CudaCapture, Graphs, budgets
 from encoder_service.vision.layers import Attention, Layout, Segments, moved
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
-from encoder_service.vision.qwen import TowerModule
+from encoder_service.vision.qwen import TowerModule, in_order
+from encoder_service.vision.ulysses import MIN_PATCHES, Group, UlyssesAttention, shares
 
 # A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): at most 170 MB on the
 # CPU, eighteen different 720p grids; 1.7 GB on a GPU, where a grid that is not here costs more than its forward.
@@ -286,6 +287,56 @@ class Tower:
             for batch in self._batches(grids, [image.shape[1] for image in patches]):
                 rows += self._encode_batch(patches[batch], grids[batch], between)
         return rows
+
+    def divides_among(self, processes: int) -> bool:
+        """Whether so many processes may encode a large image together: each has heads and patches.
+
+        With `image_by_image` none do: on a GPU it would be rounded in another way.
+        """
+        return processes <= min(self.spec.heads, MIN_PATCHES // CPU_TILE_PATCHES) and not self.image_by_image
+
+    def encode_together(
+        self,
+        group: Group,
+        number: int,
+        leader: int,
+        grid: Grid,
+        patches: Tensor | None,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
+        """Encode one still image with the other processes of the group of this number, which call this too.
+
+        The process `leader` has its patches, and gets its rows; the others get nothing. On the CPU, slices are tiles,
+        so that products have the same shapes as in `encode`, and rows the same bits. Raises `RuntimeError` if the
+        others fail, or do not come in time.
+        """
+        is_cpu, merge, values = self.device.type == "cpu", self.spec.merge_unit, self.spec.patch_values
+        slices = shares(grid.patches, group.size, CPU_TILE_PATCHES if is_cpu else merge)
+        own, leads = slices[group.rank], group.rank == leader
+        begin = sum(slices[: group.rank])
+        mine = slice(begin, begin + own)
+        with torch.inference_mode(), group.joined(number):
+            whole = self._layouts([grid])[0] if is_cpu else self._layout([grid])
+            nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+            given = [nothing] * group.size
+            if patches is not None:
+                given = list(torch.split(in_order(patches.to(self.device), whole.order), slices))
+            part = group.exchange(given, [own * values * (rank == leader) for rank in range(group.size)])
+            layout = replace(
+                whole,
+                rotations=whole.rotations[mine],
+                position=None if whole.position is None else whole.position[mine],
+                projected=None if whole.projected is None else whole.projected[mine],
+                order=None,
+                inverse=None,
+                attend=UlyssesAttention(self._attention, group, slices),
+            )
+            [rows] = self._module([part.view(-1, values)], [layout], between if is_cpu else lambda: None)
+            given = [rows if rank == leader else rows[:0] for rank in range(group.size)]
+            gathered = group.exchange(given, [count // merge * self.width * leads for count in slices])
+            gathered = gathered.view(-1, self.width)
+            self.eager_batches += leads
+            return [gathered if whole.inverse is None else gathered[whole.inverse]] if leads else []
 
     def prepare(self, grid: Grid) -> None:
         """Make what `encode` needs to know of a grid, on the current stream: it then need not wait for that."""

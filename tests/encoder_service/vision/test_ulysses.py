@@ -1,0 +1,92 @@
+"""One image in several processes: the rows of one, whatever the slices; and no process waits for one that is gone."""
+
+import pytest
+import torch
+
+from encoder_contract.geometry import Grid
+from encoder_service.vision.ulysses import shares
+from testing.reference_tower import random_patches, row_errors
+from tests.ulysses_processes import Processes, die, hang, load
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+# As many heads as no number of processes here divides.
+SHAPES = {
+    "qwen3_vl": {"num_heads": 5, "hidden_size": 360},
+    "qwen2_5_vl": {"num_heads": 5, "hidden_size": 400},
+}
+LARGE, SMALL = Grid(1, 58, 54), Grid(1, 22, 18)  # the windows of both are cut on two sides
+
+
+@pytest.fixture(scope="module")
+def processes():
+    started = Processes()
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def folders(kept_checkpoint):
+    return {kind: kept_checkpoint(kind, vision=shape) for kind, shape in SHAPES.items()}
+
+
+def image(folder, dtype, grid):
+    """Return what processes take, and the rows of one."""
+    tower = load(folder, dtype)
+    [patches] = random_patches([grid], tower.spec.patch_values)
+    return patches, tower.encode([patches], [grid])[0]
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+@pytest.mark.parametrize(
+    ("size", "leader", "dtype"), [(2, 0, "float32"), (2, 1, "bfloat16"), (4, 2, "bfloat16")]
+)
+def test_rows_have_the_bits_of_one_process_where_slices_are_tiles(
+    processes, folders, model_type, size, leader, dtype
+):
+    folder = folders[model_type]
+    patches, alone = image(folder, dtype, LARGE)
+    rows = processes.encode(folder, dtype, LARGE, leader, patches, size=size)
+    assert torch.equal(rows.view(torch.uint8), alone.view(torch.uint8))
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_are_those_of_one_process_but_for_rounding_where_slices_are_no_tiles(
+    processes, folders, model_type, size
+):
+    """As on CUDA: slices end at merged patches."""
+    folder = folders[model_type]
+    patches, truth = image(folder, "float32", SMALL)
+    rows = processes.encode(folder, "float32", SMALL, 0, patches, size=size, tile=4)
+    assert row_errors(rows, truth).max() <= 1e-5
+    patches, alone = image(folder, "bfloat16", SMALL)
+    rows = processes.encode(folder, "bfloat16", SMALL, 0, patches, size=size, tile=4)
+    assert row_errors(rows, truth).mean() <= 1.05 * row_errors(alone, truth).mean()
+
+
+def test_a_process_that_hangs_does_not_hold_the_others(processes, folders):
+    small = folders["qwen3_vl"], "float32", SMALL, 0, image(folders["qwen3_vl"], "float32", SMALL)[0]
+    processes.encode(*small, size=2, tile=4)  # all has been loaded
+    processes.begin(*small, size=2, tile=4, limit_s=1.0, at_block=hang)
+    assert "Timed out" in processes.answer(0)
+    assert "Connection" in processes.answer(1), "the group that it comes back to is gone"
+    processes.encode(*small, size=2, tile=4)
+
+
+def test_a_process_that_dies_ends_the_image_for_all_at_once(processes, folders):
+    small = folders["qwen3_vl"], "float32", SMALL, 1, image(folders["qwen3_vl"], "float32", SMALL)[0]
+    processes.encode(*small, size=4, tile=4)
+    processes.begin(*small, size=4, tile=4, at_block=die)
+    assert all("Connection" in processes.answer(rank) for rank in range(3))
+    processes.encode(*small, size=3, tile=4)
+
+
+def test_shares_are_equal_but_for_the_unit():
+    assert shares(14400, 2, 256) == [7168, 7232]
+    assert shares(16, 3) == [5, 5, 6]
+    for count in range(1, 9):
+        parts = shares(3132, count, 4)
+        assert sum(parts) == 3132
+        assert max(parts) - min(parts) <= 4
+        assert all(part % 4 == 0 for part in parts)

@@ -62,6 +62,13 @@ BENCHMARK = Benchmark(
             target=">= 1.9",
             summary="images a second of two devices (processes of one thread on the CPU) / of one",
         ),
+        Figure(
+            "shared_1440p_over_one",
+            "one 2560×1440 image on an idle server: time of `cpu` / `cpu,cpu`, one thread each, one block",
+            target=">= 1.6",
+            summary="one 2560×1440 image: time of one device (a process of one thread on the CPU) / of two",
+        ),
+        Figure("shared_960_over_one", "likewise, one 960×960 image"),
         Figure("killed_failed", "a device's process killed under load: images that failed", "images", "<= 0"),
         Figure("killed_rows_lost", "a device's process killed under load: rows lost", "images", "<= 0"),
         Figure("killed_back_s", "until its device was back, beyond the start of a server", "s", "<= 2"),
@@ -86,6 +93,9 @@ SHALLOW = 4  # blocks, where it is the service alone that is measured
 # Batches that pass through the deep tower at least: warming up, `LEAST_ROUNDS`, both ways, and the full load.
 LEAST_BATCHES = 2 * (1 + LEAST_ROUNDS) + 2
 LONG_S = 120.0  # for a device to come back
+# Images that two devices encode together: one of 14,400 patches, and one of 3600, hardly more than must be.
+SHARED = {"960": (960, 960), "1440p": (2560, 1440)}
+SHARED_ROUNDS = 2
 # The client waits and asks again unless the refusal's hint is later than this.
 REFUSED_S = 2.0
 
@@ -245,6 +255,30 @@ async def devices_section(model: Path, images: int) -> Figures:
     return figures
 
 
+async def shared_section(folder: Path) -> Figures:
+    """Alternate single images on a server of one device and on one of two, which encode them together."""
+    model = checkpoint(folder, 1)  # a block takes one thread 12 s
+    one: dict[str, Any] = {"threads": 1, "store_host_gib": 1}
+    ratios: dict[str, list[float]] = {size: [] for size in SHARED}
+    with running(model, devices="cpu", **one) as alone, running(model, devices="cpu,cpu", **one) as both:
+        for server in (alone, both):  # warm up
+            await _single_ms(server.endpoint, photo(960, 960, 79_999))
+        for number in range(SHARED_ROUNDS):
+            for size, shape in SHARED.items():
+                file = photo(*shape, 80_000 + number)
+                one_ms, both_ms = [await _single_ms(server.endpoint, file) for server in (alone, both)]
+                ratios[size].append(one_ms / both_ms)
+        shared = both.metrics().total("shared_images_total")
+    if shared < len(SHARED) * SHARED_ROUNDS:
+        raise RuntimeError(f"only {shared:g} images were encoded by both devices; is the machine busy?")
+    return {f"shared_{size}_over_one": median(each) for size, each in ratios.items()}
+
+
+async def _single_ms(endpoint: str, file: bytes) -> float:
+    async with await EncoderClient.connect(endpoint) as client:
+        return await ms_of(submit_and_fetch(client, [file], timeout_s=LONG_S))
+
+
 async def calm_section(endpoint: str, seconds: float) -> tuple[float, float]:
     """Return what the server can do, images per second, and the p99 of a Fetch at 80 % of it, seconds."""
     rate = await _capacity(endpoint)
@@ -367,6 +401,8 @@ async def measure(folder: Path, given: Namespace, budget: Budget) -> Figures:
     with running(small, **settings) as server:
         figures |= await latency_section(server.endpoint, budget)
     figures |= await devices_section(path, images)
+    if len(os.sched_getaffinity(0)) > 1:
+        figures |= await shared_section(folder / "block")
     if overload_s:
         with running(small, **settings) as server:
             rate, calm_p99_s = await calm_section(server.endpoint, overload_s / 2)

@@ -133,6 +133,9 @@ class Metrics:
         )
         self._batch_patches = self._histogram("batch_patches", "Patches in a batch of the tower", PATCHES)
         self._batch_images = self._histogram("batch_images", "Images in a batch of the tower", IMAGES)
+        self._shared = self._counter(
+            "shared_images", "Images that all devices of the server encoded together"
+        )
         self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
         self._starved = self._counter("device_starved_seconds", "Time the tower waited with images queued")
         self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
@@ -168,8 +171,11 @@ class Metrics:
         """Record an image's wait for the decoder."""
         self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
 
-    def batch(self, grids: Sequence[tuple[int, int, int]], seconds: float, flops: float) -> None:
-        """Record an encoded batch, how long the device was busy with it, and the operations that it needed."""
+    def batch(
+        self, grids: Sequence[tuple[int, int, int]], seconds: float, flops: float, *, devices: int = 1
+    ) -> None:
+        """Record an encoded batch, how long devices were busy with it, and the operations that it needed."""
+        self._shared.inc(devices > 1)
         self._batch_patches.observe(sum(t * h * w for t, h, w in grids))
         self._batch_images.observe(len(grids))
         self._busy.inc(seconds)

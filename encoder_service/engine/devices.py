@@ -79,7 +79,7 @@ class DeviceProcess:
         self._counting: Connection
         self.control, self._counting, *self.connections = (end for end, _ in pairs)
         with suppress(OSError):  # it has ended: `loaded` says so
-            self.control.send((self._config, self._processes))
+            self.control.send((self._config, self.number, self._processes))
 
     def loaded(self) -> Loaded:
         """Wait until the process has loaded; return what it says. Raises `ConfigError` if it cannot."""

@@ -40,7 +40,7 @@ from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
 
-Pick = Callable[[Scheduler, float], Sequence[Task]]
+Pick = Callable[[Scheduler, float], Sequence[Task] | None]  # None: wait no longer
 
 # The answer to a Submit goes out before workers that slept are woken: they would contend with it for cores and
 # interpreter, and it would come milliseconds later. Workers that are busy do not wait for this.
@@ -79,6 +79,16 @@ class Job:
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A device's part in an image that all encode together: the number of their group, and who has the patches."""
+
+    group: int
+    leader: int
+    devices: int
+    grid: Grid
 
 
 class Work(ABC):
@@ -126,15 +136,26 @@ class Work(ABC):
         """Report that the patches of these jobs are ready, on CUDA once `ready` passes."""
 
     @abstractmethod
-    def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
+    def take_batch(self, budget_patches: int) -> tuple[list[Job] | Part, float]:
         """Wait for the next batch; return it, and for how many seconds the device waited while images were queued.
 
-        The batch is empty when the queue is closed.
+        The batch is empty when the queue is closed. It is a part where another device wants this one's help.
         """
 
     @abstractmethod
     def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
-        """Return, at once, an image to encode in the middle of `batch`, or nothing; see the scheduler."""
+        """Return, at once, an image to encode in the middle of `batch`, or nothing; see the scheduler.
+
+        An empty batch is the part that the device has.
+        """
+
+    @abstractmethod
+    def share(self, job: Job) -> Part | None:
+        """Hand out the parts of a job, the only one of its batch, if all other devices wait for a batch."""
+
+    @abstractmethod
+    def parted(self) -> None:
+        """Report that an image was not encoded together: the devices are to form another group."""
 
     @abstractmethod
     def put_back(self, jobs: Sequence[Job]) -> None:
@@ -187,9 +208,15 @@ class _DeviceState:
     is_open: bool = True
     waits: bool = False  # for a batch
     idle_since: float | None = None  # since when it has waited while images were queued
+    helps: tuple[Job, Part] | None = None  # instead of a batch
     # Being decoded apart, whether or not anybody still wants them.
     apart_pixels: int = 0
     large_apart: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it waits for a batch and has no part of an image."""
+        return self.is_open and self.waits and self.helps is None
 
 
 class JobQueue(Work):
@@ -230,6 +257,7 @@ class JobQueue(Work):
         self._of_pixels: LRUCache[bytes, bytes] = LRUCache(KNOWN_FRAMES)  # the newest address
         self._closed = False
         self._devices = [_DeviceState() for _ in range(devices)]
+        self._group = 0  # the number of that of all devices
 
     def __len__(self) -> int:
         """Images under way, in any stage."""
@@ -398,24 +426,48 @@ class JobQueue(Work):
                 job.is_copied = True
                 self._end(job, copy)
 
-    def take_batch(self, budget_patches: int, device: int = 0) -> tuple[list[Job], float]:
+    def take_batch(self, budget_patches: int, device: int = 0) -> tuple[list[Job] | Part, float]:
         """See `Work`."""
         state = self._devices[device]
+
+        def pick(scheduler: Scheduler, now: float) -> Sequence[Task] | None:
+            return scheduler.next_batch(now, budget_patches, device) if state.helps is None else None
+
         with self._turn:
-            state.waits = True
+            state.waits, state.helps = True, None
             state.idle_since = monotonic() if self._scheduler.waiting_images else None
-            jobs = self._take(
-                lambda scheduler, now: scheduler.next_batch(now, budget_patches, device), device
-            )
+            jobs = self._take(pick, device)
             state.waits = False
             starved_s = monotonic() - state.idle_since if state.idle_since is not None else 0.0
-            return jobs, starved_s
+            return jobs if state.helps is None else state.helps[1], starved_s
 
-    def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
+    def share(self, job: Job, device: int = 0) -> Part | None:
+        """See `Work`; an image whose encoding was interrupted is not shared."""
+        with self._turn:
+            others = [each for number, each in enumerate(self._devices) if number != device]
+            if not others or job.task.interruptions or not all(each.is_free for each in others):
+                return None
+            part = Part(self._group, device, len(self._devices), job.grid)
+            for each in others:
+                each.helps = job, part
+            self._turn.notify_all()
+            return part
+
+    def parted(self) -> None:
         """See `Work`."""
         with self._turn:
-            tasks = [job.task for job in batch]
-            found = () if self._closed else self._scheduler.next_overtaking(tasks, monotonic(), most_patches)
+            self._group += 1
+
+    def take_overtaking(self, batch: Sequence[Job], most_patches: int, device: int = 0) -> list[Job]:
+        """See `Work`."""
+        with self._turn:
+            helps = self._devices[device].helps
+            tasks = [job.task for job in batch] or ([helps[0].task] if helps else [])
+            found = (
+                ()
+                if self._closed
+                else self._scheduler.next_overtaking(tasks, monotonic(), most_patches, device)
+            )
             if found:
                 self._turn.notify_all()
             return [self._jobs[task.address] for task in found]
@@ -456,6 +508,7 @@ class JobQueue(Work):
         """Hand out no more jobs to a device, whose process has ended: its takers get an empty list."""
         with self._turn:
             self._devices[device].is_open = False
+            self._group += 1
             self._turn.notify_all()
 
     def interrupted(self, device: int) -> None:
@@ -522,6 +575,8 @@ class JobQueue(Work):
         state = self._devices[device]
         while state.is_open and not self._closed:
             tasks = pick(self._scheduler, monotonic())
+            if tasks is None:
+                break
             if tasks:
                 self._turn.notify_all()  # what moved may have made room for another stage
                 return [self._jobs[task.address] for task in tasks]

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
@@ -31,11 +32,11 @@ from encoder_service.config import Config
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.engine.job_queue import LOST as LOST_DEVICE
-from encoder_service.engine.job_queue import Job, Work
+from encoder_service.engine.job_queue import Job, Part, Work
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads, load_model
 from encoder_service.engine.watchdog import LOST, STUCK, HungDeviceError
-from encoder_service.engine.workers import Engine
-from encoder_service.families.model import CountedRows, Inputs
+from encoder_service.engine.workers import Engine, Together
+from encoder_service.families.model import CountedRows, Inputs, VisionModel
 from encoder_service.image.decoder_process import end_with_parent
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey, Recipe
@@ -45,6 +46,8 @@ from encoder_service.scheduler import Task
 from encoder_service.store import Pin, arena
 from encoder_service.store.segment import register_memory
 from encoder_service.store.store import copy_bytes, flat, tensor_over
+from encoder_service.vision import Tower
+from encoder_service.vision.ulysses import Group
 
 log = logging.getLogger(__name__)
 
@@ -242,10 +245,12 @@ class RemoteWork(Work):
         self._waiting.update(numbers)
         self._wire.tell("prepared", numbers, [job.pixels for job, _ in jobs])
 
-    def take_batch(self, budget_patches: int) -> tuple[list[Job], float]:
+    def take_batch(self, budget_patches: int) -> tuple[list[Job] | Part, float]:
         """See `Work`."""
         numbers, starved_s, self._patch_s, gone = self._wire.ask("take_batch", budget_patches)
         self._drop_gone(gone)
+        if isinstance(numbers, Part):
+            return numbers, starved_s
         self._waiting.difference_update(numbers)
         return [self._jobs[number] for number in numbers], starved_s
 
@@ -257,6 +262,15 @@ class RemoteWork(Work):
         self._ask_at = monotonic() + ASK_S
         self._waiting.difference_update(numbers)
         return [self._jobs[number] for number in numbers]
+
+    def share(self, job: Job) -> Part | None:
+        """See `Work`."""
+        part: Part | None = self._wire.ask("share", job.number)
+        return part
+
+    def parted(self) -> None:
+        """See `Work`."""
+        self._wire.tell("parted")
 
     def put_back(self, jobs: Sequence[Job]) -> None:
         """See `Work`."""
@@ -375,7 +389,7 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
     ends = [Connection(descriptor) for descriptor in descriptors]
     control, counting, *connections = ends
     try:
-        config, processes = control.recv()
+        config, number, processes = control.recv()
         set_up_logging(config.log_level, config.log_format)
         cores = len(os.sched_getaffinity(0))
         if config.devices == "cpu" and processes * torch.get_num_threads() > cores:
@@ -385,7 +399,7 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
             control.send(model)
             _end(0)
         control.send(Loaded.of(model, config))
-        shared = control.recv()
+        shared, port = control.recv(), control.recv()
     except (EOFError, OSError):
         _end(0)  # the server has gone
     wire = Wire(connections)
@@ -396,6 +410,7 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
         cast(Metrics, RemoteMetrics(wire)),
         batch_patches=model.tower.batch_patches,
         decode_threads=decode_threads(config, model.device),
+        together=_together(model.tower, port, number, processes),
     )
     for work, connection in ((_report, control), (_count_rows, counting)):
         threading.Thread(target=work, args=(model, connection), daemon=True).start()
@@ -413,6 +428,13 @@ def _load(config: Config, processes: int) -> Model | ConfigError:
         return error
     except Exception as error:  # noqa: BLE001 - of libraries; the server says it in one line
         return ConfigError(f"{flag('model')} {config.model}: {type(error).__name__}: {error}")
+
+
+def _together(tower: VisionModel, port: int, number: int, processes: int) -> Together | None:
+    """Return what encodes an image together with the other processes, if there are any and the tower can."""
+    if processes == 1 or not isinstance(tower, Tower) or not tower.divides_among(processes):
+        return None
+    return partial(tower.encode_together, Group(tower.device, port, number, processes))
 
 
 def _report(model: Model, control: Connection) -> None:

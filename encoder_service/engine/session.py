@@ -22,7 +22,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.engine.job_queue import Job, JobQueue, Part
 from encoder_service.engine.model import Model, files_decoder
 from encoder_service.engine.process import TOWER_COUNTS, Loaded, SharedStore, TakenJob
 from encoder_service.families.model import CountedRows, VisionModel
@@ -33,6 +33,7 @@ from encoder_service.image.source import Source, VideoFile
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import State
 from encoder_service.store import Pin, Store, arena
+from encoder_service.vision.ulysses import meeting_place
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Devices:
         self._store = store
         self._metrics = metrics
         self._closed = threading.Event()
+        self._meeting = meeting_place() if len(devices) > 1 else None
         # Not waited for by `stop`: it ends when the store is closed.
         self._migrator = self.thread("tier-migrator", store.keep_moving)
         self._threads = [self.thread(f"device-{device.number}", self._keep, device) for device in devices]
@@ -88,7 +90,9 @@ class Devices:
 
     def _keep(self, device: DeviceProcess) -> None:
         while True:
-            Session(device, self._jobs, self._store, self._metrics, 1 / len(self._devices)).run(self.thread)
+            port = self._meeting.port if self._meeting is not None else 0
+            share = 1 / len(self._devices)
+            Session(device, self._jobs, self._store, self._metrics, share, port).run(self.thread)
             if self._closed.is_set():
                 device.end()
                 return
@@ -123,15 +127,22 @@ class Session:
     """
 
     def __init__(
-        self, device: DeviceProcess, jobs: JobQueue, store: Store, metrics: Metrics, share: float
+        self,
+        device: DeviceProcess,
+        jobs: JobQueue,
+        store: Store,
+        metrics: Metrics,
+        share: float,
+        port: int = 0,
     ) -> None:
-        """`share` is that of the device in the server's time."""
+        """`share` is that of the device in the server's time, `port` that where processes meet; 0: there is one."""
         self._process = device
         self._device = device.number
         self._queue = jobs
         self._store = store
         self._metrics = metrics
         self._share = share
+        self._port = port
         self._numbers = count()
         self._jobs: dict[int, Job] = {}
         self._apart: dict[int, Job] = {}  # being decoded by themselves
@@ -151,6 +162,7 @@ class Session:
         ]
         try:
             process.control.send(SharedStore(segment.path, segment.data_offset, self._store.device_memory))
+            process.control.send(self._port)
             process.is_up = True
             for handler in handlers:
                 handler.start()
@@ -215,12 +227,19 @@ class Session:
         self._waiting.update(numbers)  # before another thread can take them
         self._queue.prepared([(job, {}) for job in jobs], None)
 
-    def take_batch(self, budget_patches: int) -> tuple[list[int], float, float, list[int]]:
+    def take_batch(self, budget_patches: int) -> tuple[list[int] | Part, float, float, list[int]]:
         jobs, starved_s = self._queue.take_batch(budget_patches, self._device)
-        return self._numbered(jobs), starved_s, self._queue.encode_s(1), self._gone()
+        taken = jobs if isinstance(jobs, Part) else self._numbered(jobs)
+        return taken, starved_s, self._queue.encode_s(1), self._gone()
 
     def take_overtaking(self, batch: Sequence[int], most_patches: int) -> list[int]:
-        return self._numbered(self._queue.take_overtaking(self._named(batch), most_patches))
+        return self._numbered(self._queue.take_overtaking(self._named(batch), most_patches, self._device))
+
+    def share(self, number: int) -> Part | None:
+        return self._queue.share(self._jobs[number], self._device)
+
+    def parted(self) -> None:
+        self._queue.parted()
 
     def put_back(self, numbers: Sequence[int]) -> None:
         self._queue.put_back(self._named(numbers))

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Queue
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_service.engine.device import CudaStream
-from encoder_service.engine.job_queue import LOST, Job, Work
+from encoder_service.engine.job_queue import LOST, Job, Part, Work
 from encoder_service.engine.model import Model
 from encoder_service.engine.watchdog import DECODE_S, Watchdog
 from encoder_service.families.model import tensors_of
@@ -29,8 +29,13 @@ from encoder_service.image.resize import resized_first
 from encoder_service.metrics import Metrics
 from encoder_service.store import Pin
 from encoder_service.store.arena import Grid
+from encoder_service.vision.ulysses import MIN_PATCHES
 
 log = logging.getLogger(__name__)
+
+
+Together = Callable[[int, int, Grid, Any, Callable[[], None]], list[Tensor]]
+"""See `Tower.encode_together`, of whose group the number comes first."""
 
 
 class RowStore(Protocol):
@@ -57,15 +62,19 @@ class Engine:
         batch_patches: int,
         decode_threads: int = 2,
         decode_pixels: int = DECODE_PIXELS,
+        together: Together | None = None,
     ) -> None:
         """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one.
 
-        The scheduler is to call an image of more than that large: one at a time is decoded beside them.
+        The scheduler is to call an image of more than that large: one at a time is decoded beside them. `together`
+        encodes a large image with the processes of the other devices.
         """
         self._watchdog = Watchdog(partial(jobs.abort, LOST))
         prepare = Prepare(jobs, model, metrics, self._watchdog, max_pixels=decode_pixels)
         copy_out = CopyOut(jobs, model, store, metrics, self._watchdog)
-        vit = Vit(jobs, model, store, metrics, copy_out, self._watchdog, batch_patches=batch_patches)
+        vit = Vit(
+            jobs, model, store, metrics, copy_out, self._watchdog, together, batch_patches=batch_patches
+        )
         self._jobs = jobs
         # Not waited for by `stop`: the one ends when the store is closed, the other when it is told to.
         self._unwaited = [self._thread("tier-migrator", store.keep_moving)]
@@ -227,6 +236,7 @@ class Batch:
     jobs: list[Job]
     rows: list[Tensor]
     finite: Tensor  # see `are_finite`
+    devices: int  # that encoded it
     began_at: float
     ended_at: float
     begin: "torch.cuda.Event | None"
@@ -286,8 +296,9 @@ class CopyOut:
         for job, rows, is_finite in zip(batch.jobs, batch.rows, batch.finite.tolist(), strict=True):
             job.stage("vit", batch.began_at, batch.began_at + seconds)
             outcomes.append(self._put(job, rows, is_finite=is_finite))
-        self._metrics.batch(grids, seconds, sum(self._tower.flops(grid) for grid in grids))
-        self._jobs.encoded(batch.jobs, outcomes, seconds)
+        busy_s = seconds * batch.devices
+        self._metrics.batch(grids, busy_s, sum(map(self._tower.flops, grids)), devices=batch.devices)
+        self._jobs.encoded(batch.jobs, outcomes, busy_s)
 
     def _put(self, job: Job, rows: Tensor, *, is_finite: bool) -> Pin | EncoderError:
         began = monotonic()
@@ -366,9 +377,11 @@ class Vit:
         metrics: Metrics,
         copy_out: CopyOut,
         watchdog: Watchdog,
+        together: Together | None,
         *,
         batch_patches: int,
     ) -> None:
+        self._together = together
         self._jobs = jobs
         self._watchdog = watchdog
         self._tower = model.tower
@@ -385,12 +398,19 @@ class Vit:
         try:
             while (taken := self._jobs.take_batch(self._batch_patches))[0]:
                 self._metrics.starved(taken[1])
-                if jobs := self._with_room(taken[0]):
-                    with stream.use():
-                        self._encode(jobs, stream, self._overtaking(jobs, stream))
-                del taken, jobs  # a thread that sleeps holds no image
+                with stream.use():
+                    if isinstance(taken[0], Part):
+                        self._help(taken[0], stream)
+                    else:
+                        self._encode_all(taken[0], stream)
+                del taken  # a thread that sleeps holds no image
         finally:  # however it ends, the copy-out is not to wait for more
             self._copy_out.put(None)
+
+    def _encode_all(self, jobs: list[Job], stream: CudaStream) -> None:
+        if jobs := self._with_room(jobs):
+            patches = sum(job.grid.patches for job in jobs)
+            self._encode(jobs, stream, self._overtaking(jobs, patches, stream))
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:
         """Return those of a batch whose rows the store has room for, so that no rows are computed in vain.
@@ -414,12 +434,46 @@ class Vit:
         self._jobs.put_back(jobs[count:])
         return jobs[:count]
 
-    def _overtaking(self, jobs: list[Job], stream: CudaStream) -> Overtaking:
+    def _overtaking(self, jobs: list[Job], patches: int, stream: CudaStream) -> Overtaking:
         def encode(others: list[Job]) -> None:
             if others := self._with_room_now(others):
                 self._encode(others, stream, Overtaking(others, 0, self._jobs, encode))
 
-        return Overtaking(jobs, sum(job.grid.patches for job in jobs), self._jobs, encode)
+        return Overtaking(jobs, patches, self._jobs, encode)
+
+    def _help(self, part: Part, stream: CudaStream) -> None:
+        """Encode the part that this device has of another one's image."""
+        assert self._together is not None
+        overtaking = self._overtaking([], part.grid.patches // part.devices, stream)
+        try:
+            with self._watchdog.watching("a part of an image", self._jobs.encode_s(part.grid.patches)):
+                self._together(part.group, part.leader, part.grid, None, overtaking)
+        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+            self._parted(error)
+
+    def _with_others(self, jobs: list[Job], overtaking: Overtaking) -> tuple[list[Tensor], int]:
+        """Encode a large image with the other devices; return its rows, and the number of devices.
+
+        There are no rows if the image is not large, another device is busy, or it came to nothing.
+        """
+        [job, *others] = jobs
+        if self._together is None or others or job.key.frames or job.grid.patches < MIN_PATCHES:
+            return [], 1
+        if (part := self._jobs.share(job)) is None:
+            return [], 1
+        began = monotonic()
+        try:
+            rows = self._together(part.group, part.leader, part.grid, job.patches, overtaking)
+            return rows, part.devices
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._parted(error)
+            overtaking.seconds = monotonic() - began
+            return [], 1
+
+    def _parted(self, error: Exception) -> None:
+        self._jobs.lost_device(error)
+        log.warning("the devices did not encode an image together; one of them does", exc_info=error)
+        self._jobs.parted()
 
     def _encode(self, jobs: list[Job], stream: CudaStream, overtaking: Overtaking) -> None:
         patches = [job.patches for job in jobs if job.patches is not None]
@@ -430,7 +484,8 @@ class Vit:
         grids = [job.grid for job in jobs]
         try:
             with self._watchdog.watching("a batch", self._jobs.encode_s(sum(grid.patches for grid in grids))):
-                rows = self._tower.encode(patches, grids, overtaking)
+                rows, devices = self._with_others(jobs, overtaking)
+                rows = rows or self._tower.encode(patches, grids, overtaking)
                 finite = are_finite(rows)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             self._failed(jobs, error)
@@ -438,7 +493,7 @@ class Vit:
         for job in jobs:
             job.patches = None
         ended = monotonic() - overtaking.seconds
-        self._copy_out.put(Batch(jobs, rows, finite, began, ended, begin, stream.mark()))
+        self._copy_out.put(Batch(jobs, rows, finite, devices, began, ended, begin, stream.mark()))
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:

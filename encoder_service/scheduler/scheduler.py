@@ -405,12 +405,11 @@ class Scheduler:
                 return self._start(half, now)
         return self._start(self._choose(now, budget_patches, device), now)
 
-    def next_overtaking(self, batch: Batch, now: float, most_patches: int) -> list[Task]:
-        """Take the first task if it may be encoded in the middle of `batch`; return it, or nothing.
+    def next_overtaking(self, batch: Batch, now: float, most_patches: int, device: int = 0) -> list[Task]:
+        """Take the first task of a device if it may be encoded in the middle of `batch`; return it, or nothing.
 
         It is demanded, has at most `most_patches`, and is in no lower lane than what its holder has in the batch.
         """
-        device = batch[0].device
         first = self._table.prepared[device].first(now)
         if first is None or not first.demanded or _task(first).patches > most_patches:
             return []

@@ -20,7 +20,7 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.engine import job_queue
-from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.engine.job_queue import Job, JobQueue, Part
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
@@ -71,6 +71,7 @@ def new_queue(
     on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
     ahead_images: int = 10**6,
     large_pixels: float = math.inf,
+    devices: int = 1,
 ) -> JobQueue:
     return JobQueue(
         Scheduler(
@@ -78,11 +79,13 @@ def new_queue(
             max_ahead_patches=10**9,
             max_ahead_images=ahead_images,
             large_pixels=large_pixels,
+            devices=devices,
         ),
         cast(Decoder, SimpleNamespace(batches=lambda source: source.key != APART)),
         cast(Store, SimpleNamespace(contains=lambda _address: False)),
         loop=cast(asyncio.AbstractEventLoop, loop),
         on_end=on_end,
+        devices=devices,
     )
 
 
@@ -295,6 +298,78 @@ def test_time_with_an_empty_queue_does_not_count_as_starved(
     [(jobs, starved_s)] = taken
     assert jobs == [good]
     assert 0 < starved_s < 3000
+
+
+def wait_for_batch(queue: JobQueue, device: int) -> list[list[Job] | Part]:
+    """Let a device wait for a batch; return where what it gets will be."""
+    taken: list[list[Job] | Part] = []
+    threading.Thread(target=lambda: taken.append(queue.take_batch(10**6, device)[0]), daemon=True).start()
+    until(lambda: queue._devices[device].waits)
+    return taken
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def batch_of(queue: JobQueue, address: bytes, device: int = 0) -> Job:
+    """Return an image that a device is encoding."""
+    submit(queue, address, Claim("a", "a", demanded=True))
+    jobs = queue.take_to_prepare(1, 10**9, device)
+    queue.prepared([(job, PATCHES) for job in jobs], None)
+    [job], _ = queue.take_batch(10**6, device)
+    return job
+
+
+def test_an_image_is_shared_if_all_others_wait_and_by_one_device_at_a_time() -> None:
+    queue = new_queue(Posts(), devices=3)
+    job, other = batch_of(queue, b"a" * 32), batch_of(queue, b"b" * 32, 1)
+    taken = wait_for_batch(queue, 2)
+    assert queue.share(job) is None, "device 1 is busy"
+    assert not taken, "device 2 waits on"
+    queue.encoded([other], [OUTCOME], 1.0)
+    more = wait_for_batch(queue, 1)
+    part = queue.share(job)
+    assert part == Part(0, 0, 3, GRID)
+    until(lambda: taken == more == [part])
+    second = wait_for_batch(queue, 2)
+    assert queue.share(job) is None, "device 1 has its part still"
+    queue.close()
+    until(lambda: second == [[]])
+
+
+def test_a_device_that_helps_encodes_what_it_has_later_or_in_between() -> None:
+    queue = new_queue(Posts(), devices=2)
+    job, taken = batch_of(queue, b"a" * 32), wait_for_batch(queue, 1)
+    assert queue.share(job)
+    until(lambda: taken)
+    submit(queue, b"b" * 32, Claim("b", "b", demanded=True))
+    [small] = queue.take_to_prepare(1, 10**9, 1)
+    queue.prepared([(small, PATCHES)], None)
+    assert queue.take_overtaking([job], GRID.patches) == [], "the device that has not decoded it"
+    assert queue.take_overtaking([], GRID.patches, 1) == [small]
+
+
+def test_an_image_that_was_interrupted_is_not_shared_again_and_the_next_group_is_another() -> None:
+    queue = new_queue(Posts(), devices=2)
+    job, taken = batch_of(queue, b"a" * 32, 1), wait_for_batch(queue, 0)
+    assert queue.share(job, 1) == Part(0, 1, 2, GRID)
+    until(lambda: taken)
+    queue.leave(1)
+    assert queue.share(job, 0) is None, "a device that has left does not wait"
+    queue.interrupted(1)
+    [again] = queue.take_to_prepare(1, 10**9, 0)
+    queue.prepared([(again, PATCHES)], None)
+    assert queue.take_batch(10**6, 0)[0] == [job]
+    taken = wait_for_batch(queue, 1)
+    assert queue.share(job, 0) is None
+    queue.encoded([job], [OUTCOME], 1.0)
+    queue.parted()
+    assert queue.share(batch_of(queue, b"b" * 32)) == Part(2, 0, 2, GRID)
+    until(lambda: taken)
 
 
 WINDOW_PIXELS = 10_000

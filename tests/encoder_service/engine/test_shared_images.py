@@ -1,0 +1,76 @@
+"""Large images, which all devices encode together; and processes that end in the middle of one."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from prefill_client import EncoderClient
+from testing.photos import photo
+from tests.encoder_service.engine.test_devices import fetched, serving
+from tests.servers import server_of
+from tests.waiting import START_S, soon
+
+LARGE = 1280  # pixels square: 6400 patches
+
+
+def shared(server):
+    """Return how many images several devices have encoded together."""
+    return server.metrics._shared._value.get()
+
+
+async def all_free(server):
+    """Wait until all devices wait for work."""
+    await soon(lambda: all(each.is_free for each in server.jobs._devices), START_S)
+
+
+async def taken(server):
+    """Wait until devices encode an image together; return the part of one that helps."""
+    parts = server.jobs._devices
+    await soon(lambda: any(each.helps for each in parts), START_S)
+    [(number, (_, part))] = [(number, each.helps) for number, each in enumerate(parts) if each.helps]
+    return number, part
+
+
+async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_beside_it_by_one(config, model):
+    images = [photo(LARGE, LARGE, 0), photo(128, 128, 1)]
+    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+        expected = await fetched(client, images)
+    async with serving(config, "cpu,cpu") as (server, client, devices):
+        await all_free(server)
+        large = asyncio.create_task(fetched(client, images[:1]))
+        await taken(server)
+        assert await fetched(client, images[1:]) == expected[1:]
+        assert await large == expected[:1]
+        assert shared(server) == 1
+        await soon(
+            lambda: sum(device.counts["eager_batches"] for device in devices) == 2 + 2
+        )  # two warmed up
+
+
+@pytest.mark.parametrize("who", ["helper", "leader"])
+async def test_an_image_outlives_the_processes_that_encode_it(config, who):
+    async with serving(config, "cpu,cpu") as (server, client, devices):
+        await all_free(server)
+        [before] = await fetched(client, [photo(LARGE, LARGE, 0)])
+        assert shared(server) == 1
+        await all_free(server)
+        large = asyncio.create_task(fetched(client, [photo(LARGE, LARGE, 1)]))
+        number, part = await taken(server)
+        killed = devices[number if who == "helper" else part.leader]
+        os.kill(killed.process.pid, signal.SIGKILL)
+        await large
+        assert shared(server) == 1, "one device encoded it"
+        assert await fetched(client, [photo(LARGE, LARGE, 0)]) == [before]
+        await soon(lambda: killed.is_up and killed.restarts["killed"] == 1, START_S)
+        await all_free(server)
+        await fetched(client, [photo(LARGE, LARGE, 2)])
+        assert shared(server) == 2, "in another group"
+        assert server.store.stats().tiers[-1].entries == 3
+
+
+async def test_one_device_forms_no_group(config):
+    async with serving(config, "cpu") as (server, client, _):
+        await fetched(client, [photo(LARGE, LARGE, 0)])
+        assert shared(server) == 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from encoder_service.vision.layers import Attention, Segments
 
-# Smaller images are encoded whole, several in a batch. On the CPU the exchanges take a larger part of their time, though
+# Smaller images are encoded whole, several in a batch. On the CPU the exchanges take a larger part of their time, but
 # images of 1024 patches still gain. What a GPU gains, and from which size on, is not measured.
 MIN_PATCHES = 3072
 # A process that lets the others wait for so long has hung. Between two exchanges it computes a slice of a block, and on

@@ -549,17 +549,20 @@ class JobQueue(Work):
             address = self._of_pixels.get(job.pixels)
         if address is None or (held := self._store.pin(address)) is None:
             return None
+        copy = None
         with held:
             try:
                 held.to_host()
                 copy = self._store.receive(job.key.address, held.tokens, held.grid, job.task.holder)
-            except OverloadedError:  # they are encoded when there is room
+                if copy is None:
+                    return self._store.pin(job.key.address)
+                for piece in held.rows():
+                    copy.add(piece)
+                return copy.complete(held.checksum())
+            except EncoderError:  # there is no room, or the copy is damaged: they are encoded
+                if copy is not None:
+                    copy.drop()
                 return None
-            if copy is None:
-                return self._store.pin(job.key.address)
-            for piece in held.rows():
-                copy.add(piece)
-            return copy.complete(held.checksum())
 
     # Inside, with the lock held
 

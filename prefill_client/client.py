@@ -17,7 +17,7 @@ from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.submission import KeptImages, SentImages, Submission
 from prefill_client.images import File, Image, RowRequest, Submitted, read_images
-from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS
+from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS, Receivers, receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
 
@@ -52,13 +52,14 @@ class EncoderClient:
         credentials: Credentials = NO_CREDENTIALS,
         timeout_s: float = 10.0,
         wait: bool = True,
+        receivers: Receivers = receivers,
     ) -> Self:
         """Connect to one server, or to several of one model; returns once one of them answers.
 
         An endpoint is host:port, unix:/path, or dns:host:port for every address of the name. With `wait`, a server that
         refuses connections and a name without an address are tried again until `timeout_s`: a server that is starting
         does both. `client_id` is the name under which the servers log and count this client. Only clients with equal
-        `tenant_salt` share rows.
+        `tenant_salt` share rows. `receivers` makes the receivers for each server, where other processes read the rows.
 
         Raises `ModelMismatchError` if a fingerprint is given and the server has another, `UnavailableError` if no
         server answers within `timeout_s`, and `ValueError` for credentials that cannot be used.
@@ -70,6 +71,7 @@ class EncoderClient:
             channels=Channels(credentials),
             connect_timeout_s=timeout_s,
             wait=wait,
+            receivers=receivers,
         )
         try:
             await pool.open()

@@ -8,6 +8,7 @@ from encoder_contract.errors import EncoderError, Status
 from prefill_client.blocking import BlockingClient
 from prefill_client.client import EncoderClient
 from prefill_client.engine.settings import ServiceSettings
+from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.connection import Description
 
 # Errors after which the next request would fail as well.
@@ -21,7 +22,9 @@ _NO_ANSWER = (
 FIRST_PROBE_S, LAST_PROBE_S = 1.0, 15.0
 
 
-async def connect(settings: ServiceSettings, *, wait: bool = True) -> EncoderClient:
+async def connect(
+    settings: ServiceSettings, *, wait: bool = True, receivers: Receivers = receivers
+) -> EncoderClient:
     """Return a client of the service; with `wait`, wait for a service that is still starting."""
     return await EncoderClient.connect(
         settings.endpoints,
@@ -30,6 +33,7 @@ async def connect(settings: ServiceSettings, *, wait: bool = True) -> EncoderCli
         credentials=settings.credentials,
         timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,
         wait=wait,
+        receivers=receivers,
     )
 
 

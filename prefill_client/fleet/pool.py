@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_contract.errors import DeadlineError, EncoderError, ModelMismatchError, UnavailableError
 from prefill_client.fleet.routing import Router
+from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection, Description
 
@@ -47,6 +48,7 @@ class Pool:
         channels: Channels,
         connect_timeout_s: float,
         wait: bool,
+        receivers: Receivers = receivers,
     ) -> None:
         self._channels = channels
         self._names = list(dict.fromkeys(endpoints))
@@ -56,6 +58,7 @@ class Pool:
         self._timeout_s = connect_timeout_s
         self._attempt_s = connect_timeout_s
         self._wait = wait
+        self._receivers = receivers
         self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._retired: set[asyncio.Task[None]] = set()
@@ -195,7 +198,9 @@ class Pool:
             self._watch_all()
 
     async def _connect(self, endpoint: str) -> Connection:
-        connection = await Connection.open(endpoint, self._channels, self._attempt_s, wait=self._wait)
+        connection = await Connection.open(
+            endpoint, self._channels, self._attempt_s, wait=self._wait, receivers=self._receivers
+        )
         found = {
             "model": connection.description.model_fingerprint,
             "processor": connection.description.processor_fingerprint,

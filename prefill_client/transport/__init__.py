@@ -4,7 +4,7 @@ A new transport needs a value of the enum `Transport`, a receiver with its line 
 line in `SENDERS` (`encoder_service/transport.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -31,6 +31,10 @@ def receivers(endpoint: str, description: pb.DescribeResponse) -> dict[str, Rece
     return {TRANSPORT_NAMES[receiver.transport]: receiver for receiver in found if receiver is not None}
 
 
+Receivers = Callable[[str, pb.DescribeResponse], dict[str, Receiver]]
+"""What makes the receivers for a server: `receivers`, unless other processes than this one read the rows."""
+
+
 def transport_of(ready: pb.ImageReady) -> str:
     """Return the name of the transport of the rows that this message announces."""
     return next(TRANSPORT_NAMES[t] for t, receiver in RECEIVERS.items() if receiver.announced(ready))
@@ -55,6 +59,7 @@ __all__ = [
     "SHM",
     "TRANSPORTS",
     "Receiver",
+    "Receivers",
     "asked",
     "receivers",
     "transport_of",

@@ -1,7 +1,7 @@
 """One server: its channel, its description, and single attempts at Submit, Fetch and Put."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.images import Image, RowRequest, ServerClock, Submitted
-from prefill_client.transport import asked, receivers
+from prefill_client.transport import Receiver, Receivers, asked, receivers
 from prefill_client.transport.channels import Channels, from_rpc
 from prefill_client.transport.put_stream import PutStream
 from prefill_client.transport.row_stream import RowStream
@@ -103,6 +103,7 @@ class Connection:
         endpoint: str,
         channel: grpc.aio.Channel,
         described: pb.DescribeResponse,
+        receivers: Mapping[str, Receiver],
         clock: ServerClock,
         channels: Channels,
         version: int,
@@ -114,7 +115,7 @@ class Connection:
         self._shm_segment = described.shm_segment
         self.description = Description.from_message(described)
         self.channel = channel
-        self.receivers = receivers(endpoint, described)
+        self.receivers = receivers
         self.clock = clock
         self._clock_task: asyncio.Task[None] | None = None
         self._stub = EncoderServiceStub(channel)
@@ -126,11 +127,18 @@ class Connection:
 
     @classmethod
     async def open(
-        cls, endpoint: str, channels: Channels, timeout_s: float = 10.0, *, wait: bool = True
+        cls,
+        endpoint: str,
+        channels: Channels,
+        timeout_s: float = 10.0,
+        *,
+        wait: bool = True,
+        receivers: Receivers = receivers,
     ) -> Self:
         """Connect, and ask the server to describe itself. Raises `UnavailableError` if it cannot be reached.
 
-        With `wait`, a refused connection is tried again until `timeout_s`: the server may be starting.
+        With `wait`, a refused connection is tried again until `timeout_s`: the server may be starting. `receivers`
+        makes those for a server.
         """
         version, shown = channels.version, channels.metadata(endpoint)
         channel = channels.open(endpoint)
@@ -148,7 +156,7 @@ class Connection:
         except BaseException:  # also when cancelled: no one else can close the channel
             await channel.close()
             raise
-        return cls(endpoint, channel, described, clock, channels, version)
+        return cls(endpoint, channel, described, receivers(endpoint, described), clock, channels, version)
 
     async def close(self, after_s: float = 0.0) -> None:
         """Close the channel after `after_s`, or at once if cancelled. Calls that still run then end."""

@@ -180,9 +180,12 @@ class Engine:
         """No rows, no reservation, no request is left."""
         side = self.side
         deadline = time.monotonic() + 30
-        while len(side.table) and time.monotonic() < deadline:  # what was given up ends when its call has
+        staged = side._staging._staged
+        while (
+            len(side.table) or staged
+        ) and time.monotonic() < deadline:  # what was given up ends when its call has
             side.gate.failed()
-        assert len(side.table) == 0
+        assert len(side.table) == len(staged) == 0
         assert side.gate._free_rows == side.gate._capacity_rows
         assert side._memory.free_bytes == side._memory.size_bytes
         assert not side.gate._prompts

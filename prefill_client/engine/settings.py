@@ -18,6 +18,9 @@ class ServiceSettings:
     given_in: ClassVar[str]
     """Where the user writes the keys, for messages."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    """Keys of seconds and GiB that have a meaning at 0."""
+
     endpoints: tuple[str, ...]
     """host:port or unix:/path of each server; a string for one."""
     submit_timeout_s: float = 10.0
@@ -76,8 +79,10 @@ class ServiceSettings:
             value = getattr(self, name)
             if not name.endswith(("_s", "_gib")):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise ValueError(f"{self.given_in}: {name} must be a number above 0, got {value!r}")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or value < 0 or (value == 0 and name not in self.may_be_zero):
+                least = "of 0 or more" if name in self.may_be_zero else "above 0"
+                raise ValueError(f"{self.given_in}: {name} must be a number {least}, got {value!r}")
         if not isinstance(self.shared_memory, bool):
             raise ValueError(f"{self.given_in}: shared_memory must be true or false")
         self.credentials.certificates()

@@ -147,7 +147,7 @@ class DeviceReceiver(SharedMemoryReceiver):
             raise
         return rows
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: Exception | str) -> None:
         log.warning(
             "%s: rows come by shared memory, for its GPU's memory cannot be opened (%s). Both processes need one "
             "namespace of process ids and one of IPC, and each needs to see both GPUs",

@@ -118,6 +118,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Copy this step's rows to the device."""
         plan = self._get_connector_metadata()
         assert isinstance(plan, LoadPlan)
+        self._loader.join(plan.staging)
         if plan.loads:
             self._loader.load(plan.path, plan.loads, encoder_cache)
             self._loaded_step = plan.step

@@ -23,10 +23,14 @@ RECORD = struct.Struct("<Q?")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One image to load; pickles to a few hundred bytes."""
+    """One image to load, from host memory or, if `staged` is not 0, that copy of the worker's own.
+
+    Pickles to a few hundred bytes.
+    """
 
     identifier: str
     extents: tuple[Extent, ...]
+    staged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,12 @@ from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
 from prefill_client.images import FetchedRows, RowRequest, again, use_in_place
-from prefill_client.transport import BY_DEFAULT, INLINE
+from prefill_client.transport import BY_DEFAULT, DEVICE, INLINE
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.image_name import ImageName
 from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.staging import Staging
 
 _log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so it has its configuration
 JOIN_S = 1.0  # how often an engine that started without the service tries to join it
@@ -56,6 +57,8 @@ class Wanted:
     needed_in_ms: int = 0
     submitted_to: str = ""
     extents: tuple[Extent, ...] = ()
+    staged: int = 0
+    """The number of the copies that all workers have made of its rows; 0: the rows are in the extents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Wish(Protocol):
     """A scheduler's request for the rows of one image, into `extents`."""
 
     extents: tuple[Extent, ...]
+    staged: int
 
     @property
     def tokens(self) -> int:
@@ -173,16 +177,19 @@ class RowFetcher(RowSource[Wanted, Outcome]):
         width: int,
         dtype: str,
         check: Callable[[Description], None] = lambda _: None,
+        staging: Staging | None = None,
     ) -> None:
         """Connect. Raises `UnavailableError` if no server answers within `start_timeout_s`.
 
         `width` and `dtype` describe a row as the engine reads it; images with other rows fail. An engine with its own
-        tower does not wait for a server. It joins the service later, once `check` raises no `ValueError`.
+        tower does not wait for a server. It joins the service later, once `check` raises no `ValueError`. With
+        `staging`, workers copy rows that a server's GPU has from there.
         """
         self._settings = settings
         self._width = width
         self._dtype = dtype
         self._check = check
+        self._staging = staging or Staging(0, 0)
         self._joining: asyncio.Task[None] | None = None
         self._client: EncoderClient | None = None
         self._memory = memory
@@ -193,22 +200,31 @@ class RowFetcher(RowSource[Wanted, Outcome]):
         """The service's description; None while an engine with its own tower has not joined it."""
         return self._client.description if self._client else None
 
+    def release(self, wanted: Wanted) -> None:
+        """Let the workers free their copies of an image, if they have any: no step needs them any more."""
+        if wanted.staged:
+            self._loop.call(self._staging.drop, wanted.staged)
+
     async def _open(self) -> None:
         has_own_tower = self._settings.without_service == "own_tower"
         try:
-            self._client = await connect(self._settings, wait=not has_own_tower)
+            self._client = await self._connect(wait=not has_own_tower)
         except (UnavailableError, DeadlineError) as error:
             if not has_own_tower:
                 raise
             _log.warning("the engine's own tower encodes until the service is available: %s", error.message)
             self._joining = asyncio.create_task(self._join())
+        await self._staging.open()
+
+    async def _connect(self, *, wait: bool) -> EncoderClient:
+        return await connect(self._settings, wait=wait, receivers=self._staging.receivers)
 
     async def _join(self) -> None:
         refused = ""
         while self._client is None:
             await asyncio.sleep(JOIN_S)
             try:
-                client = await connect(self._settings, wait=False)
+                client = await self._connect(wait=False)
             except EncoderError:
                 continue
             try:
@@ -234,8 +250,26 @@ class RowFetcher(RowSource[Wanted, Outcome]):
 
     async def _fetch(self, wanted: Wanted) -> Outcome:
         traceparent.set(wanted.caller.traceparent)  # only in this task
-        assert self._client is not None, "images have names only after the service is joined"
         begun_s, timeout_s = monotonic(), self._settings.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                for transports in self._transports(wanted):
+                    if rows := await self._fetch_by(transports, wanted):
+                        took_s = monotonic() - begun_s
+                        return Outcome(wanted, source=rows.source, transport=rows.transport, took_s=took_s)
+        except TimeoutError:
+            raise DeadlineError(f"the rows did not arrive within {timeout_s:g} s") from None
+        raise InternalError("the client ended a fetch without an outcome")
+
+    def _transports(self, wanted: Wanted) -> Iterator[Sequence[str]]:
+        """Yield the transports to try, one after the other."""
+        if self._staging.has_room(sum(length for _, length in wanted.extents)):
+            yield [DEVICE]
+        yield BY_DEFAULT if self._settings.shared_memory else [INLINE]
+
+    async def _fetch_by(self, transports: Sequence[str], wanted: Wanted) -> FetchedRows | None:
+        """Return the rows once they are kept; None if workers could not copy them from the server's GPU."""
+        assert self._client is not None, "images have names only after the service is joined"
         request = RowRequest(
             wanted.name.digest,
             chunk=wanted.chunk,
@@ -243,27 +277,24 @@ class RowFetcher(RowSource[Wanted, Outcome]):
             submitted_to=wanted.submitted_to,
             frames=wanted.name.frames,
         )
-        client = self._client.for_tenant(wanted.caller.tenant_salt.encode())
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                client.fetch(
-                    [request],
-                    request_id=wanted.caller.request_id,
-                    priority=wanted.caller.priority,
-                    grace_ms=int(1000 * self._settings.grace_s),
-                    transports=BY_DEFAULT if self._settings.shared_memory else [INLINE],
-                    timeout_s=timeout_s,
-                    kept=bool(wanted.submitted_to),  # the middleware keeps it submitted
-                ) as stream,
-            ):
-                async for rows in stream:
+        async with self._client.for_tenant(wanted.caller.tenant_salt.encode()).fetch(
+            [request],
+            request_id=wanted.caller.request_id,
+            priority=wanted.caller.priority,
+            grace_ms=int(1000 * self._settings.grace_s),
+            transports=transports,
+            timeout_s=self._settings.timeout_s,
+            kept=bool(wanted.submitted_to),  # the middleware keeps it submitted
+        ) as stream:
+            async for rows in stream:
+                if rows.transport != DEVICE:
                     await keep(rows, self._memory, wanted.extents, self._shape(wanted))
-                    took_s = monotonic() - begun_s
-                    return Outcome(wanted, source=rows.source, transport=rows.transport, took_s=took_s)
-        except TimeoutError:
-            raise DeadlineError(f"the rows did not arrive within {timeout_s:g} s") from None
-        raise InternalError("the client ended a fetch without an outcome")
+                    return rows
+                self._shape(wanted).check(rows)
+                assert rows.handle is not None
+                wanted.staged = await self._staging.copy(rows.handle)
+                return rows if wanted.staged else None
+        return None
 
     def _shape(self, wanted: Wanted) -> "Shape":
         return Shape(wanted.name.grid, wanted.tokens, self._width, self._dtype)
@@ -274,6 +305,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
             await asyncio.gather(self._joining, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
+        await self._staging.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +317,14 @@ class Shape:
     width: int
     dtype: str
 
+    def check(self, rows: FetchedRows) -> None:
+        """Raise `InternalError` for rows of another shape."""
+        right = rows.grid == self.grid and rows.shape == (self.tokens, self.width)
+        if not right or rows.dtype != self.dtype:
+            raise InternalError(
+                f"the service has grid {rows.grid} and rows {rows.shape} of {rows.dtype}, not {self}"
+            )
+
 
 async def keep(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent], shape: Shape) -> None:
     """Copy rows into `extents`, on this thread: a copy on another one could outlive a cancelled fetch.
@@ -294,11 +334,7 @@ async def keep(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent],
 
     def write(fetched: Sequence[FetchedRows]) -> None:
         (rows,) = fetched
-        right = rows.grid == shape.grid and rows.shape == (shape.tokens, shape.width)
-        if not right or rows.dtype != shape.dtype:
-            raise InternalError(
-                f"the service has grid {rows.grid} and rows {rows.shape} of {rows.dtype}, not {shape}"
-            )
+        shape.check(rows)
         memory.write(extents, rows.array.reshape(-1).view(np.uint8))
 
     while True:

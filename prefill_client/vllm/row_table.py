@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal
 from encoder_contract.errors import EncoderError
 from prefill_client.images import PutAnswer
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.host_memory import Extent, HostMemory, Save
+from prefill_client.vllm.host_memory import Extent, HostMemory, Load, Save
 from prefill_client.vllm.image_name import same_image
 from prefill_client.vllm.row_fetcher import AnyWish, Outcome, RowFetcher, RowSource, Wanted
 from prefill_client.vllm.shared_store import Asked, Found, SharedStore
@@ -23,8 +23,8 @@ Holder = tuple[str, int]
 class Rows(Generic[AnyWish]):
     """The rows of one image that requests hold.
 
-    `asked`: they are requested, or wait for memory. `here`: they are in host memory. `ours`: this engine's own tower
-    makes them (only in an engine that shares rows).
+    `asked`: they are requested, or wait for memory. `here`: they are in host memory, or all workers have copied them.
+    `ours`: this engine's own tower makes them (only in an engine that shares rows).
     """
 
     identifier: str
@@ -35,8 +35,13 @@ class Rows(Generic[AnyWish]):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """Where the rows are, or will be."""
+        """Where in host memory the rows are, will be, or would be if no worker had its own copy."""
         return self.wanted.extents
+
+    @property
+    def load(self) -> Load:
+        """What a worker does to have the rows."""
+        return Load(self.identifier, self.extents, self.wanted.staged)
 
 
 class RowTable(ABC, Generic[AnyWish]):
@@ -64,7 +69,7 @@ class RowTable(ABC, Generic[AnyWish]):
         return bool(self._asked)
 
     def is_here(self, identifier: str) -> bool:
-        """Whether an image's rows are in host memory."""
+        """Whether an image's rows are in host memory, or all workers have copied them."""
         rows = self._rows.get(identifier)
         return rows is not None and rows.state == "here"
 
@@ -141,6 +146,7 @@ class FetchTable(RowTable[Wanted]):
 
     def __init__(self, memory: HostMemory, fetcher: RowFetcher, row_bytes: int, counts: Counts) -> None:
         super().__init__(memory, fetcher, row_bytes, counts)
+        self._fetcher = fetcher
         self._starved: deque[Rows[Wanted]] = deque()  # they wait for memory; first come, first served
 
     def collect(self) -> list[tuple[Holder, EncoderError]]:
@@ -169,6 +175,7 @@ class FetchTable(RowTable[Wanted]):
 
     def _free(self, rows: Rows[Wanted]) -> None:
         super()._free(rows)
+        self._fetcher.release(rows.wanted)
         self._fetch_what_fits()
 
     def _fetch_what_fits(self) -> None:

@@ -21,6 +21,7 @@ from prefill_client.vllm.row_table import FetchTable, Rows, RowTable, SharedTabl
 from prefill_client.vllm.service_check import check_description, row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import Asked, SharedStore, StoreSession
+from prefill_client.vllm.staging import Staging
 from prefill_client.vllm.worker_side import row_bytes
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ _EMPTY_STEPS = 3
 
 @dataclass
 class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
-    """The rows that every worker loads before a step, from host memory at `path`, and those that one saves after it."""
+    """The rows that every worker loads before a step, and those that one saves after it.
+
+    They are in host memory at `path`, or were copied from a GPU for the `Staging` at `staging`.
+    """
 
     step: int
     path: str
+    staging: bytes = b""
     loads: tuple[Load, ...] = ()
     saves: dict[str, Save] | None = None
     outgoing: Outgoing | None = None
@@ -89,7 +94,7 @@ class SchedulerSide(ABC, Generic[AnyWish]):
         images = list(self._to_load.values())
         self._to_load.clear()
         self._under_way.append((self._step, images))
-        return LoadPlan(self._step, self._path, tuple(Load(each.identifier, each.extents) for each in images))
+        return LoadPlan(self._step, self._path, loads=tuple(each.load for each in images))
 
     def loaded(self, up_to: LoadedUpTo) -> None:
         """Release the rows that all workers have copied."""
@@ -116,12 +121,15 @@ class FetchingSide(SchedulerSide[Wanted]):
         self.counts = Counts()
         self._memory = HostMemory(int(settings.host_gib * (1 << 30)))
         kind = row_kind(config)
+        staging_bytes = int(settings.device_gib * (1 << 30)) if settings.shared_memory else 0
+        self._staging = Staging(config.parallel_config.world_size, staging_bytes)
         self._fetcher = RowFetcher(
             settings,
             self._memory,
             width=kind.width,
             dtype=kind.dtype,
             check=partial(check_description, settings, config),
+            staging=self._staging,
         )
         size = row_bytes(kind.width, kind.dtype)
         self.table = FetchTable(self._memory, self._fetcher, size, self.counts)
@@ -142,6 +150,12 @@ class FetchingSide(SchedulerSide[Wanted]):
         """Note that the step being planned uses an image."""
         if is_ours(feature.identifier):
             self._load(feature.identifier)
+
+    def plan(self, scheduled_tokens: int) -> LoadPlan:
+        """Return what the workers load before this step, and where they connect."""
+        plan = super().plan(scheduled_tokens)
+        plan.staging = self._staging.address
+        return plan
 
     def close(self) -> None:
         """Cancel all work; the engine stops."""

@@ -14,6 +14,7 @@ class Settings(ServiceSettings):
     """The keys of all engines, and those of vLLM alone."""
 
     given_in: ClassVar[str] = "ec_connector_extra_config"
+    may_be_zero: ClassVar[tuple[str, ...]] = ("device_gib",)
 
     timeout_s: float = 60.0
     """How long the rows of one image may take; then its request ends with an error."""
@@ -24,6 +25,10 @@ class Settings(ServiceSettings):
     """Limit of host memory for arriving rows; when it is full, new requests wait.
 
     It is allocated as it is used, but on a GPU all at once: workers register it with CUDA.
+    """
+    device_gib: float = 0.5
+    """Limit of a worker's GPU memory for rows that it has copied from the GPU of a service on this host, before a step
+    needs them. Rows for which it has no room come through host memory. 0: all do.
     """
     gating: Gating = "window"
     """The images that a request waits for: those of its next prefill step, or all of them."""

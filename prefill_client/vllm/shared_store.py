@@ -30,7 +30,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
 from prefill_client.fleet.put_session import PutSession
 from prefill_client.images import FetchedRows, PutAnswer, PutImage, RowRequest
-from prefill_client.transport import INLINE, TRANSPORTS
+from prefill_client.transport import BY_DEFAULT, INLINE, TRANSPORTS
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, Extent, HostMemory
 from prefill_client.vllm.image_name import image_key
@@ -65,6 +65,7 @@ class Asked:
     cache_salt: str
     tokens: int
     extents: tuple[Extent, ...] = ()
+    staged: int = 0  # such rows always come through host memory
     given_up: bool = False
     # The task that `give_up` may cancel. None while the image is named, since the answer may be a lease.
     fetching: "asyncio.Task[Any] | None" = None
@@ -188,7 +189,7 @@ class StoreSession:
             [RowRequest(engine_key=key)],
             producer=self._producer,
             grace_ms=round(1000 * wait_s),
-            transports=TRANSPORTS if shared else [INLINE],
+            transports=BY_DEFAULT if shared else [INLINE],
             timeout_s=wait_s + self._settings.submit_timeout_s,
         ) as stream:
             async for rows in stream:

@@ -9,6 +9,7 @@ import torch
 
 from prefill_client.transport.rows import element_type, tensor_view
 from prefill_client.vllm.host_memory import RECORD, Load, MappedMemory, Outgoing, Save
+from prefill_client.vllm.staging import Stage
 
 _log = logging.getLogger("vllm.encoder_service")
 
@@ -23,11 +24,17 @@ class RowLoader:
         self._device = device
         self._memory: MappedMemory | None = None
         self._registered = False
+        self._stage: Stage | None = None
         # Beside the stream that computes: the copies begin while that still runs the step before.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
+    def join(self, staging: bytes) -> None:
+        """Begin to copy rows for the `Staging` at this address, unless that is so or there is none."""
+        if staging and self._stage is None:
+            self._stage = Stage(staging, self._width, self._dtype, self._device)
+
     def load(self, path: str, loads: Iterable[Load], cache: dict[str, torch.Tensor]) -> None:
-        """Put a tensor [rows, width] on the device into `cache` for each, from the memory at `path`.
+        """Put a tensor [rows, width] on the device into `cache` for each: staged, or from the memory at `path`.
 
         On a GPU the copies may still be under way, on a stream of their own for which the current one waits. The memory
         is free when the step's output is there: it comes out of a forward on that stream.
@@ -37,7 +44,11 @@ class RowLoader:
             self._memory = MappedMemory(path, writable=is_gpu)  # CUDA registers no memory that is read-only
             self._registered = is_gpu and register(self._memory, self._device)
         for load in loads:
-            cache[load.identifier] = self._copied(self._memory, load)
+            if load.staged:
+                assert self._stage is not None, "a worker confirms its copies"
+                cache[load.identifier] = self._stage.take(load.staged)
+            else:
+                cache[load.identifier] = self._copied(self._memory, load)
 
     def _copied(self, memory: MappedMemory, load: Load) -> torch.Tensor:
         with torch.cuda.stream(self._stream):  # does nothing without one

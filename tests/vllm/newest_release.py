@@ -1,7 +1,8 @@
 """The newest release of vLLM without its engine: its renderer, scheduler and both wrappers of a worker's connector.
 
 Its wheel is built for CUDA, and no engine of it runs on a CPU. Its Python files do, in the environment of an older
-build: `python -m tests.vllm.newest_release MODEL ENDPOINT` with those files first on the path. Prints one JSON line.
+build: `python -m tests.vllm.newest_release MODEL ENDPOINT TIER` with those files first on the path. It prints one
+JSON line. TIER is "device" if the server has one.
 """
 
 import json
@@ -35,6 +36,7 @@ from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 from encoder_contract.digest import content_digest
 from prefill_client import BlockingClient, Image, RowRequest, read_images
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+from prefill_client.vllm.row_fetcher import Outcome
 from testing.photos import photo
 from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
 
@@ -104,6 +106,27 @@ def second_runner(cache: Cache, config: VllmConfig, planned: Any) -> Iterator[An
         yield output
 
 
+def by_device(parts: Parts, wrapper: Wrapper) -> int:
+    """Prefill images until the rows of one come from the service's device; return how many there were before."""
+    came: list[str] = []
+    counts = parts.scheduler.ec_connector._scheduler.counts
+    fetched = counts.fetched
+
+    def noted(outcome: Outcome, size_bytes: int) -> None:
+        came.append(outcome.transport)
+        fetched(outcome, size_bytes)
+
+    counts.fetched = noted
+    while "device" not in came and len(came) < 100:
+        image = photo(100, 90, 9100 + len(came), "PNG")
+        parts.client.submit([image])
+        request = parts.start(f"device {len(came)}", [parts.named(image)])
+        while not request.is_finished():
+            parts.step(wrapper)
+    counts.fetched = fetched
+    return came.index("device")
+
+
 def prefilled(parts: Parts, cache: Cache, wrapper: Wrapper, seed: int) -> dict[str, Any]:
     """Prefill up to a missing image, submit it, and go on; return what was seen."""
     first, second = photo(200, 150, seed, "PNG"), photo(190, 160, seed + 1, "PNG")
@@ -144,7 +167,7 @@ def refused(parts: Parts, wrapper: Wrapper) -> str:
 
 def main() -> None:
     """Do it with both wrappers."""
-    model, endpoint = sys.argv[1:]
+    model, endpoint, tier = sys.argv[1:]
     extra = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 30.0}
     config = EngineArgs(
         model, dtype="float32", max_model_len=2048, max_num_batched_tokens=CHUNK_TOKENS, enforce_eager=True,
@@ -160,7 +183,8 @@ def main() -> None:
     def first_runner(planned: Any) -> AbstractContextManager[Any]:
         return ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(planned, cache)
 
-    told = {
+    told: dict[str, Any] = {} if tier == "host" else {"host_images": by_device(parts, first_runner)}
+    told |= {
         "version": vllm.__version__,
         "from": str(Path(vllm.__file__).parent),
         "first_runner": prefilled(parts, cache, first_runner, 9000),

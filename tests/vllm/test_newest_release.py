@@ -5,20 +5,36 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testing.server_process import ServerProcess
+from testing.server_process import ServerProcess, running
+from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_vllm_names import WHEELS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="module", params=["host", "device"])
+def tier(request: pytest.FixtureRequest) -> str:
+    """Where the service keeps rows; a memory file stands in for a GPU's memory."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path, tier: str) -> Iterator[ServerProcess]:
+    """A server with that tier."""
+    gib = 0.01 if tier == "device" else 0.0
+    with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=gib) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def told(
-    checkpoint: Path, service: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+    checkpoint: Path, service: ServerProcess, tier: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What `newest_release` saw; its process has the Python files of that wheel, and no library built for CUDA."""
     wheels = sorted(WHEELS.glob("vllm-*.whl"))
@@ -28,7 +44,7 @@ def told(
     with zipfile.ZipFile(wheels[-1]) as wheel:
         wheel.extractall(files, [name for name in wheel.namelist() if not name.endswith(".so")])
     paths = [files, ROOT, ROOT / "proto"]
-    command = [sys.executable, "-m", "tests.vllm.newest_release", checkpoint, service.endpoint]
+    command = [sys.executable, "-m", "tests.vllm.newest_release", checkpoint, service.endpoint, tier]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

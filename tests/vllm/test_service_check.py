@@ -196,6 +196,7 @@ def test_an_engine_whose_images_pass_the_scheduler_by_cannot_share(checkpoint: P
         ({"endpoint": "x"}, "unknown keys .'endpoint'"),
         ({"endpoints": []}, "endpoints is missing"),
         ({"host_gib": 0}, "host_gib must be a number above 0"),
+        ({"device_gib": -1}, "device_gib must be a number of 0 or more"),
         ({"model_fingerprint": "abc"}, "model_fingerprint must be 64 hexadecimal digits"),
         ({"gating": "all"}, "gating must be one of"),
         ({"shared_memory": "yes"}, "shared_memory must be true or false"),

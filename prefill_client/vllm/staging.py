@@ -1,0 +1,213 @@
+"""Rows that stay on GPUs: every worker copies them out of the server's memory before a step may use them.
+
+The scheduler's process receives the handle and keeps its Fetch call open meanwhile; the workers open the memory. They
+cannot copy in a step: rows may be lost before they are copied, and an error in a step ends the engine. vLLM also hands
+them nothing while all requests wait for images. So a thread of each worker talks to the scheduler's process through a
+socket, and an image counts as arrived once all workers have confirmed that their copies are its rows.
+
+Messages have the same form in both directions: the number of a copy, and text of a given length. To a worker, the text
+is a handle; an empty one ends the copy. From a worker, it is why there is no copy; empty: there is one.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from encoder_contract.device_memory import open_memory
+from encoder_contract.handle import Handle
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.transport import DEVICE, Receiver, receivers
+from prefill_client.transport.device import DeviceReceiver, DeviceRows, current_gpu
+
+_log = logging.getLogger("vllm.encoder_service")
+FRAME = struct.Struct("<QI")
+"""Before each text: the number of its copy, and its length in bytes."""
+_PEER = struct.Struct("3i")  # ucred: pid, uid, gid
+
+
+class Staging:
+    """Rows that all workers have copied, or are copying. Of the scheduler's process; for one event loop."""
+
+    def __init__(self, workers: int, limit_bytes: int) -> None:
+        """At most `limit_bytes` of rows are with each of `workers` at a time. With 0, none are."""
+        self._expected = workers
+        self._limit_bytes = limit_bytes
+        self.address = b""
+        """Where workers connect; empty until `open`, and if rows never stay on GPUs."""
+        self._server: asyncio.Server | None = None
+        self._workers: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
+        self._numbers = itertools.count(1)
+        self._staged: dict[int, int] = {}  # bytes of each copy
+        self._asked: dict[int, asyncio.Queue[str]] = {}  # the answers of the workers
+
+    async def open(self) -> None:
+        """Listen for workers. The name of the socket is the kernel's choice, and leaves no file behind."""
+        if self._limit_bytes:
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind("")
+            self._server = await asyncio.start_unix_server(self._talk, sock=listening)
+            self.address = listening.getsockname()
+
+    async def close(self) -> None:
+        """End the connections; the workers' copies remain until their processes end."""
+        if self._server is not None:
+            self._server.close()
+        for worker in self._workers:
+            worker.close()
+        await asyncio.gather(*filter(None, self._workers.values()))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all workers are there."""
+        return len(self._workers) == self._expected
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so many more bytes of rows may be copied."""
+        return sum(self._staged.values()) + size_bytes <= self._limit_bytes
+
+    async def copy(self, handle: Handle) -> int:
+        """Return the number of a copy that every worker has made and checked; 0 if one could not."""
+        if not self.has_room(handle.row_bytes):
+            return 0
+        number = next(self._numbers)
+        self._staged[number] = handle.row_bytes
+        error = "cancelled"
+        try:
+            error = await self._ask(number, handle.to_message())
+        finally:
+            if error:
+                self.drop(number)
+        if error:
+            _log.info("rows come through host memory: a worker could not copy them from the GPU: %s", error)
+        return 0 if error else number
+
+    def drop(self, number: int) -> None:
+        """Let the workers free a copy. A worker frees it before it makes the next one."""
+        del self._staged[number]
+        self._send(number, b"")
+
+    async def opens(self, probe: bytes, probe_bytes: int) -> str:
+        """Let all workers open memory of a server's GPU; return why one cannot, or nothing."""
+        return await self._ask(next(self._numbers), pb.Handle(memory=probe, memory_bytes=probe_bytes))
+
+    def receivers(self, endpoint: str, description: pb.DescribeResponse) -> dict[str, Receiver]:
+        """Return the receivers for a server. The memory of its GPU is for the workers to open, not for this process."""
+        found = receivers(endpoint, description)
+        device = _WorkersReceiver.from_server(endpoint, description)
+        if device is not None:
+            device.staging = self
+            found[DEVICE] = device
+        return found
+
+    async def _ask(self, number: int, handle: pb.Handle) -> str:
+        """Send a handle to all workers; return the first error, or nothing."""
+        if not self.is_complete:
+            return "a worker is missing"
+        answers = self._asked[number] = asyncio.Queue()
+        try:
+            self._send(number, handle.SerializeToString())
+            for _ in range(self._expected):
+                if error := await answers.get():
+                    return error
+        finally:
+            del self._asked[number]
+        return ""
+
+    def _send(self, number: int, text: bytes) -> None:
+        for worker in self._workers:
+            worker.write(FRAME.pack(number, len(text)) + text)
+
+    async def _talk(self, reader: asyncio.StreamReader, worker: asyncio.StreamWriter) -> None:
+        """Take the answers of a worker: a process of our user."""
+        peer = worker.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        if _PEER.unpack(peer)[1] != os.geteuid():
+            worker.close()
+            return
+        self._workers[worker] = asyncio.current_task()
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                number, size = FRAME.unpack(await reader.readexactly(FRAME.size))
+                error = (await reader.readexactly(size)).decode()
+                if answers := self._asked.get(number):
+                    answers.put_nowait(error)
+        del self._workers[worker]
+        for answers in self._asked.values():
+            answers.put_nowait("the worker has ended")
+
+
+class _WorkersReceiver(DeviceReceiver):
+    """Receives handles for the workers. The scheduler's process itself makes no context on a GPU."""
+
+    staging: Staging
+    _opening: "asyncio.Task[str] | None" = None
+
+    @property
+    def usable(self) -> bool:  # type: ignore[override]
+        """Whether all workers have opened the probe. They are asked when a call first names this transport."""
+        if self._opening is None and self.staging.is_complete:
+            self._opening = asyncio.create_task(self._open())
+        return self._opening is not None and self._opening.done() and not self._opening.result()
+
+    def rows(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> DeviceRows:
+        """Return rows whose memory this process does not open."""
+        return DeviceRows(Handle.from_message(ready.handle), ready.width, ready.dtype, is_held=is_open)
+
+    async def _open(self) -> str:
+        error = await self.staging.opens(self._probe, self._probe_bytes)
+        if error:
+            self._warn(error)
+        return error
+
+
+class Stage:
+    """The copies of one worker, on its own device. A thread makes them, and a step takes them."""
+
+    def __init__(self, address: bytes, width: int, dtype: str, device: torch.device) -> None:
+        """Serve the `Staging` at `address`. `width`, `dtype`: a row, as the engine reads it."""
+        self._width = width
+        self._dtype = dtype
+        self._rows: dict[int, torch.Tensor] = {}
+        # Beside the stream that computes, which goes on meanwhile.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        threading.Thread(target=self._serve, args=(address,), name="gpu-rows", daemon=True).start()
+
+    def take(self, number: int) -> torch.Tensor:
+        """Return a confirmed copy, [rows, width], for the stream that is current. It is not to be written."""
+        rows = self._rows[number]
+        if self._stream is not None:
+            rows.record_stream(torch.cuda.current_stream(rows.device))  # its memory is the side stream's
+        return rows
+
+    def _serve(self, address: bytes) -> None:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # the engine ends
+            connection.connect(address)
+            with connection.makefile("rwb") as stream:
+                while len(header := stream.read(FRAME.size)) == FRAME.size:
+                    number, size = FRAME.unpack(header)
+                    if not size:
+                        self._rows.pop(number, None)
+                        continue
+                    error = self._copy(number, pb.Handle.FromString(stream.read(size))).encode()
+                    stream.write(FRAME.pack(number, len(error)) + error)
+                    stream.flush()
+
+    def _copy(self, number: int, handle: pb.Handle) -> str:
+        """Copy the rows of a handle, and check that they were its rows until the end; return why that is not so."""
+        try:
+            with torch.cuda.stream(self._stream):  # does nothing without one
+                if handle.segment:
+                    rows = DeviceRows(Handle.from_message(handle), self._width, self._dtype)
+                    self._rows[number] = rows.tensor(self._dtype)
+                else:  # a probe
+                    open_memory(handle.memory, handle.memory_bytes, current_gpu())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            return str(error) or repr(error)
+        return ""

@@ -9,18 +9,23 @@ from pathlib import Path
 import pytest
 
 from testing.photos import photo
-from testing.server_process import ServerProcess
+from testing.server_process import running
 from testing.vllm_engine import Engine
+from tests.vllm.service import SERVICE, SETTINGS
 
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["by step", "exact"])
-def engine(checkpoint: Path, service: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine without the cache manager, and one with it."""
-    engine = Engine(checkpoint, service.endpoint, exact=request.param)
-    yield engine
-    engine.close()
+@pytest.fixture(
+    scope="module", params=[(False, 0.0), (True, 0.0), (True, 0.01)], ids=["by step", "exact", "device"]
+)
+def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine without the cache manager, one with it, and one whose worker has room for few rows of the device's."""
+    exact, tier_gib = request.param
+    with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=tier_gib) as service:
+        engine = Engine(checkpoint, service.endpoint, exact=exact, extra={"device_gib": 0.001})
+        yield engine
+        engine.close()
 
 
 def test_five_hundred_requests(engine: Engine) -> None:

@@ -1,0 +1,261 @@
+"""Rows that stay on the service's GPU until workers copy them; a memory file stands in for the GPU's memory.
+
+`tests/prefill_client/test_staging.py` has what needs no engine.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.ec_transfer import get_ec_transfer
+
+from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError
+from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client import BlockingClient
+from prefill_client.blocking import LoopThread
+from prefill_client.transport import device, shared_memory
+from prefill_client.vllm.row_fetcher import Outcome
+from prefill_client.vllm.staging import Stage
+from testing.photos import photo
+from testing.server_process import running
+from testing.vllm_engine import Answer, Engine
+from tests.tcp_proxy import TcpProxy
+from tests.vllm.restartable import Restartable
+from tests.vllm.service import SERVICE, SETTINGS
+from tests.vllm.test_answers import TOLERANCE, prompt
+
+TIER_GIB = 0.01
+IMAGES = 5
+
+
+class Proxy(TcpProxy):
+    """A proxy for plain threads."""
+
+    def __init__(self, to_port: int) -> None:
+        super().__init__(to_port)
+        self.loop = LoopThread("proxy")
+        self.loop.run(self.start())
+
+    def cut(self) -> None:
+        """Break every connection, and every new one at once."""
+        self.loop.call(super().cut)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Restartable]:
+    """A server with a device tier."""
+    server = Restartable(checkpoint, store_device_gib=TIER_GIB)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def proxy(server: Restartable) -> Iterator[Proxy]:
+    """Between the engine and that server."""
+    proxy = Proxy(int(server.endpoint.rpartition(":")[2]))
+    yield proxy
+    proxy.loop.stop(proxy.stop())
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, proxy: Proxy) -> Iterator[Engine]:
+    """An engine of it."""
+    engine = Engine(checkpoint, f"127.0.0.1:{proxy.port}", extra={"timeout_s": 300.0, "grace_s": 1.0})
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def stage(engine: Engine) -> Iterator[Stage]:
+    """The copies of its worker, which has opened the memory."""
+    engine.ask(["before the first step no worker knows where to connect"])
+    get_ready(engine)
+    stage: Stage = get_ec_transfer()._loader._stage
+    yield stage
+    engine.assert_nothing_is_held()
+    engine.forget()
+    engine.run_until(lambda: not stage._rows)
+
+
+def get_ready(engine: Engine) -> None:
+    """Ask until rows come from the device: workers connect first, then they open the probe."""
+    for _ in range(200):
+        with transports(engine) as came:
+            engine.ask(["ready?", photo(40, 40, 9000, "PNG")])
+        engine.forget()
+        if came == ["device"]:
+            return
+    raise AssertionError("no rows come from the device")
+
+
+@contextmanager
+def transports(engine: Engine) -> Iterator[list[str]]:
+    """Lend a list that gets the transport of each image whose rows come in the block."""
+    came: list[str] = []
+    fetched = engine.side.counts.fetched
+
+    def noted(outcome: Outcome, size_bytes: int) -> None:
+        came.append(outcome.transport)
+        fetched(outcome, size_bytes)
+
+    engine.side.counts.fetched = noted
+    yield came
+    engine.side.counts.fetched = fetched
+
+
+def wait_until_it_serves(engine: Engine, *, serves: bool = True) -> None:
+    """Return once the health check of the engine's client has noticed that the server serves, or does not."""
+    while engine.side._fetcher._client.any_serves != serves:
+        time.sleep(0.02)
+
+
+def test_rows_are_those_of_the_host(engine: Engine, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[torch.Tensor] = []
+    take = stage.take
+
+    def noted(number: int) -> torch.Tensor:
+        loaded.append(take(number))
+        return loaded[-1]
+
+    monkeypatch.setattr(stage, "take", noted)
+    for seed in range(4):
+        parts = prompt(7000 + seed, IMAGES)
+        files = [part for part in parts if isinstance(part, bytes)]
+        right = engine.ask(parts, own=True)
+        engine.forget()
+        loaded.clear()
+        with transports(engine) as came:
+            assert engine.ask(parts).distance(right) <= TOLERANCE
+        assert came == ["device"] * IMAGES
+        by_host = [torch.from_numpy(rows) for rows in engine.rows(*files)]
+        assert len(loaded) == IMAGES
+        assert all(any(torch.equal(rows, each) for each in loaded) for rows in by_host)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_server_is_killed_between_handle_and_copy(
+    engine: Engine,
+    stage: Stage,
+    server: Restartable,
+    proxy: Proxy,
+    opened: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that the worker has opened is still there; else the rows come from the server's successor."""
+    file = photo(200, 150, 7100 + opened, "PNG")
+    right = engine.ask(["x", file], own=True)
+    engine.forget()
+    copy, killed = stage._copy, []
+
+    def late(number: int, handle: pb.Handle) -> str:
+        if not killed:
+            killed.append(handle)
+            proxy.cut()
+            server.kill()
+            if not opened:
+                shared_memory._segments.clear()
+            server.start()
+            with BlockingClient.connect(server.endpoint) as client:
+                client.submit([file])
+            proxy.mend()
+            wait_until_it_serves(engine)
+        return copy(number, handle)
+
+    monkeypatch.setattr(stage, "_copy", late)
+    with transports(engine) as came:
+        assert engine.ask(["x", file]).distance(right) <= TOLERANCE
+    assert killed[0].segment, "not the probe"
+    assert came == ["device" if opened else "shm"]
+
+
+def test_rows_are_overwritten_before_the_copy_ends(
+    engine: Engine, stage: Stage, server: Restartable, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that holds them has ended unnoticed, and the server has other rows in their place."""
+    file = photo(200, 150, 7200, "PNG")
+    right = engine.ask(["x", file], own=True)
+    engine.forget()
+    copy, copied = device.device_copy, []
+
+    def late(*given: Any) -> torch.Tensor:
+        rows = copy(*given)
+        if not copied:
+            proxy.cut()
+            wait_until_it_serves(engine, serves=False)
+            others = (photo(256, 256, seed, "PNG") for seed in itertools.count(7300))
+            with BlockingClient.connect(server.endpoint) as client:
+                while torch.equal(overwritten := copy(*given), rows):
+                    client.submit([next(others) for _ in range(16)])
+            copied.append(rows := overwritten)
+            proxy.mend()
+            wait_until_it_serves(engine)
+        return rows
+
+    monkeypatch.setattr(device, "device_copy", late)
+    with transports(engine) as came:
+        assert engine.ask(["x", file]).distance(right) <= TOLERANCE
+    assert copied
+    assert came == ["shm"]
+
+
+def test_memory_that_the_worker_cannot_open(
+    engine: Engine, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = photo(200, 150, 7400, "PNG")
+    right = engine.ask(["x", file], own=True)
+    engine.forget()
+    refused: list[bytes] = []
+
+    def refuse(name: bytes, *_: object) -> DeviceMemory:
+        refused.append(name)
+        raise DeviceMemoryError("CUDA: cudaErrorMapBufferObjectFailed")
+
+    shared_memory._segments.clear()
+    monkeypatch.setattr(shared_memory, "open_memory", refuse)
+    with transports(engine) as came:
+        assert engine.ask(["x", file]).distance(right) <= TOLERANCE
+    assert refused
+    assert came == ["shm"]
+
+
+def test_the_workers_memory_for_rows_is_bounded(
+    engine: Engine, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt(7500 + seed, IMAGES) for seed in range(6)]
+    right = [engine.ask(parts, own=True) for parts in prompts]
+    engine.forget()
+    limit = 3 * 64 * engine.client.description.row_bytes  # of an image with the most rows
+    monkeypatch.setattr(engine.side._staging, "_limit_bytes", limit)
+    engine.submit(*(part for parts in prompts for part in parts if isinstance(part, bytes)))
+    ended: dict[str, Answer] = {}
+    with transports(engine) as came:
+        started = [engine.start(parts) for parts in prompts]
+        while len(ended) < len(prompts):
+            ended |= engine.step()
+            assert sum(rows.nbytes for rows in list(stage._rows.values())) <= limit
+    assert {"device", "shm"} == {*came}
+    assert all(ended[each].distance(answer) <= TOLERANCE for each, answer in zip(started, right, strict=True))
+
+
+def test_two_ranks(checkpoint: Path) -> None:
+    """In processes of their own; no step has an image that one of them lacks."""
+    with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=TIER_GIB) as server:
+        engine = Engine(checkpoint, server.endpoint, tensor_parallel_size=2)
+        try:
+            engine.ask(["before the first step no worker knows where to connect"])
+            get_ready(engine)
+            parts = prompt(7600, IMAGES)
+            right = engine.ask(parts, own=True)
+            engine.forget()
+            with transports(engine) as came:
+                assert engine.ask(parts).distance(right) <= TOLERANCE
+            assert came == ["device"] * IMAGES
+            engine.assert_nothing_is_held()
+        finally:
+            engine.close()

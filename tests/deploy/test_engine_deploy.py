@@ -51,12 +51,21 @@ def test_the_reader_of_rows_shares_the_encoders_socket_memory_and_user(engine: D
     for service in (encoder, reader):
         assert {"type": "volume", "source": "socket", "target": folder} in service["volumes"]
     assert encoder["user"] == reader["user"]
-    assert (encoder["ipc"], reader["ipc"]) == ("shareable", "service:encoder")
+    holds = "namespaces" if "namespaces" in engine.services else "encoder"
+    holder = engine.services[holds]
+    assert (holder["ipc"], reader["ipc"]) == ("shareable", f"service:{holds}")
     owner = f"uid={encoder['user'].partition(':')[0]},"
     assert owner in engine.compose["volumes"]["socket"]["driver_opts"]["o"]
     assert encoder["tmpfs"] == OTHER["encoder-gpu"]["tmpfs"], "its kernels may be loaded"
-    shm, limit = (gib(engine.filled(encoder[name])) for name in ("shm_size", "mem_limit"))
+    shm, limit = (gib(engine.filled(text)) for text in (holder["shm_size"], encoder["mem_limit"]))
     assert config.store_host_gib < shm < limit
+
+
+def test_the_namespaces_of_vllm_and_its_encoder_outlive_both() -> None:
+    for name in ("encoder", "vllm"):
+        service = VLLM.services[name]
+        assert service["ipc"] == service["pid"] == "service:namespaces"  # CUDA asks for both
+    assert VLLM.services["namespaces"]["init"], "it reaps what others leave behind"
 
 
 @ENGINES

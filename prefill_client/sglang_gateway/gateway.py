@@ -197,7 +197,7 @@ class Gateway:
         said = self._client.description
         if part.modality is Modality.VIDEO:
             grids = [clip.grid._replace(t=len(clip.pairs)) for clip in items.clips]
-            return PartRows(grids, *rows, times(said.model_type, items.clips))
+            return PartRows(grids, *rows, times(items.clips))
         return PartRows([grid_of_patches(answer.grid, said) for answer in kept.answers if answer.grid], *rows)
 
     async def _items(self, part: Part, files: Sequence[bytes], left_s: float) -> _Items:
@@ -317,7 +317,7 @@ def stand_in(part: Part, description: Description) -> PartRows:
     """
     count = len(part.items)
     grids = [Grid(1, MERGE_SIZE, MERGE_SIZE)] * count
-    said = times(description.model_type, [None] * count) if part.modality is Modality.VIDEO else {}
+    said = times([None] * count) if part.modality is Modality.VIDEO else {}
     if part.num_parts > 1:
         blank = np.zeros((count, description.width), element_type(description.dtype))
         return PartRows(grids, blank, description.dtype, said)

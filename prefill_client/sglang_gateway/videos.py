@@ -19,8 +19,6 @@ _FPS, _MIN_FRAMES, _MAX_FRAMES = 2.0, 4, 768
 _FACTOR = 28  # of sides in pixels, whatever the model's patches are
 _MIN_PIXELS, _MAX_PIXELS = 128 * _FACTOR**2, 768 * _FACTOR**2  # of a frame
 _PIXELS_OF_ALL = int(128000 * _FACTOR**2 * 0.9)
-WRITES_TIME = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
-"""Model types whose videos have timestamps in the prompt."""
 
 
 def video_settings(folder: str, description: Description) -> VideoSettings | InvalidRequestError:
@@ -32,9 +30,15 @@ def video_settings(folder: str, description: Description) -> VideoSettings | Inv
             "videos are resized by settings of SGLang's checkpoint: start the gateway with --language-model"
         )
     try:
-        return VideoSettings.from_folder(folder)
+        settings = VideoSettings.from_folder(folder)
     except (OSError, ValueError) as error:
         return InvalidRequestError(f"videos of this checkpoint cannot be served: {error}")
+    if not settings.writes_time:
+        return InvalidRequestError(
+            f"videos of {description.model_type} cannot be served: in SGLang's tower each row depends on all "
+            "frames of a video, and the encoder service encodes two frames at a time; send images"
+        )
+    return settings
 
 
 def shown(settings: VideoSettings, video: VideoInfo) -> Clip:
@@ -52,15 +56,9 @@ def shown(settings: VideoSettings, video: VideoInfo) -> Clip:
     return replace(clip, pairs=tuple(pairs))
 
 
-def times(model_type: str, clips: Sequence[Clip | None]) -> dict[str, list[object]]:
-    """Return what a message says of the times of these videos; None: a stand-in of one pair.
-
-    Qwen3-VL and its successors are told when each pair is shown. The others are told the seconds between two pairs, by
-    the rate at which SGLang samples, which its own encoder says as well.
-    """
-    if model_type in WRITES_TIME:
-        return {"video_timestamps": [list(clip.seconds) if clip else [0.0] for clip in clips]}
-    return {"second_per_grid_ts": [2 / _FPS] * len(clips)}
+def times(clips: Sequence[Clip | None]) -> dict[str, list[list[float]]]:
+    """Return what a message says of these videos: when each pair is shown. None: a stand-in of one pair."""
+    return {"video_timestamps": [list(clip.seconds) if clip else [0.0] for clip in clips]}
 
 
 def _sample(video: VideoInfo) -> list[int]:

@@ -1,10 +1,11 @@
-"""What the gateway makes of a video, against SGLang's own loader, resizing and layout, without an engine.
+"""Videos at an SGLang that the gateway feeds, against the same SGLang's own loader, resizing and tower.
 
 Its loader is the one that it falls back to, decord, and its frames are those of OpenCV. torchcodec, which it prefers,
 needs libraries of FFmpeg that no package index has.
 """
 
 import asyncio
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,19 @@ from encoder_service.image.decoder_pool import DecoderPool
 from encoder_service.image.resize import PlainResize, resized_first, to_patches
 from encoder_service.image.source import Source, VideoFile
 from prefill_client.sglang_gateway.videos import shown, times
-from testing.answers import Part
+from testing.answers import Answer, Part
 from testing.clips import clip
 from testing.photos import photo
-from tests.sglang.conftest import checkpoint_of
+from testing.sglang_engine import SglangEngine, answer_of, serving
+from tests.sglang.conftest import checkpoint_of, service_of
+from tests.sglang.gateways import fed
 
+TOLERANCE = 1e-4
+"""Of a log-probability."""
+DIFFERENT = 1e-3
+"""What another video must change."""
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+DAMAGED = clip("mp4", frames=45, fps=10.0, seed=1)[:3000]
 Question = tuple[Sequence[Part], Sequence[bytes]]
 """Text and images, and the videos that the text marks."""
 QUESTIONS: dict[str, Question] = {
@@ -48,12 +56,21 @@ QUESTIONS: dict[str, Question] = {
 }
 
 
+def url_of(video: bytes) -> str:
+    return "data:video/mp4;base64," + base64.b64encode(video).decode()
+
+
+def ask(engine: SglangEngine, question: Question) -> Answer:
+    parts, videos = question
+    return answer_of(engine.generate(parts, video_data=[url_of(video) for video in videos]))
+
+
 def sglangs_own(file: bytes) -> tuple[torch.Tensor, dict[str, Any]]:
     """The frames of a video, uint8 [frames, 3, H, W], as SGLang makes them, and what it says of them."""
     from sglang.srt.multimodal.processors.qwen_vl import preprocess_video
     from sglang.srt.utils.common import load_video
 
-    settings = {"fps": 2.0, "max_frames": 768, "min_frames": 4}  # of its encoder server, for every Qwen
+    settings = {"fps": 2.0, "max_frames": 768, "min_frames": 4}  # of its encoder server
     return asyncio.run(preprocess_video(load_video(file, use_gpu=False), video_config=settings))
 
 
@@ -80,12 +97,11 @@ def without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_accelerator")
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_what_the_tower_is_given_is_what_sglang_makes_of_a_video(tmp_path: Path, family: str) -> None:
+def test_what_the_tower_is_given_is_what_sglang_makes_of_a_video(tmp_path: Path) -> None:
     """Frames, sizes, times and pixels, without an engine."""
     from transformers import AutoVideoProcessor
 
-    folder = checkpoint_of(family, tmp_path)
+    folder = checkpoint_of("qwen3_vl", tmp_path)
     processor, settings = AutoVideoProcessor.from_pretrained(folder), VideoSettings.from_folder(folder)
     resize = PlainResize(Geometry(settings.patch_size, settings.merge_size, 1, 1 << 40))
     mean, std = (torch.tensor(values)[:, None] for values in (settings.mean, settings.std))
@@ -155,7 +171,7 @@ def test_sglang_lays_out_what_the_gateway_says_as_its_own_video(tmp_path: Path) 
             processor.tokenizer.encode(text),
             {Modality.VIDEO: rows},
             video_grid_thw=grids,
-            **times(config.model_type, clips),
+            **times(clips),
         )
         assert laid_out.input_ids == own["input_ids"][0].tolist()
         positions, delta = MRotaryEmbedding.get_rope_index(
@@ -170,3 +186,27 @@ def test_sglang_lays_out_what_the_gateway_says_as_its_own_video(tmp_path: Path) 
         pairs = [item.precomputed_embeddings for item in laid_out.mm_items]
         assert torch.equal(torch.cat(pairs), rows)
         assert len(pairs) == sum(len(clip.pairs) for clip in clips)
+
+
+def test_an_engine_that_the_gateway_feeds_answers_as_by_sglangs_own_loader_and_tower(
+    tmp_path: Path,
+) -> None:
+    checkpoint = checkpoint_of("qwen3_vl", tmp_path)
+    with serving(checkpoint) as engine:
+        own = {name: ask(engine, question) for name, question in QUESTIONS.items()}
+    with (
+        service_of(checkpoint) as service,
+        fed(checkpoint, service, encoders=2) as (engine, gateway),
+    ):
+        distances: dict[str, float] = {}
+        for name, question in QUESTIONS.items():
+            pairs = gateway.count("images")
+            distances[name] = ask(engine, question).distance(own[name])
+            assert gateway.count("images") > pairs, f"{name}: SGLang used its own tower"
+        assert max(distances.values()) <= TOLERANCE, distances
+        other = ask(engine, ([VIDEO, "what happens"], [clip("mp4", frames=45, fps=10.0, seed=9)]))
+        assert other.distance(own["made larger"]) > DIFFERENT
+        refused = engine.generate([VIDEO], video_data=[url_of(DAMAGED)])
+        assert refused.status_code == 503
+        assert "video 0: " in gateway.log.read_text()
+        assert ask(engine, QUESTIONS["upright"]).distance(own["upright"]) <= TOLERANCE

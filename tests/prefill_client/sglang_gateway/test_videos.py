@@ -1,6 +1,7 @@
 """Videos through the gateway: laid out as SGLang's own loader does, encoded pair by pair, sent as one block."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from prefill_client import Description, EncoderClient, RowRequest
 from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS, stand_in
 from prefill_client.sglang_gateway.parts import Part
-from prefill_client.sglang_gateway.videos import shown, times, video_settings
+from prefill_client.sglang_gateway.videos import shown, video_settings
 from prefill_client.video import Video, read_videos
 from testing.clips import clip
 from testing.photos import data_url, photo
@@ -90,7 +91,9 @@ async def test_videos_need_the_checkpoint_of_sglang_and_sound_is_not_served(clie
         assert "AUDIO is not served" in text
 
 
-def test_why_no_videos_are_served_is_said(client: EncoderClient, tmp_path: Path, checkpoint: Path) -> None:
+def test_why_no_videos_are_served_is_said(
+    client: EncoderClient, tmp_path: Path, checkpoint: Path, kept_checkpoint: Callable[..., Path]
+) -> None:
     def refused(folder: Path, description: Description) -> str:
         found = video_settings(str(folder), description)
         assert isinstance(found, EncoderError)
@@ -98,6 +101,7 @@ def test_why_no_videos_are_served_is_said(client: EncoderClient, tmp_path: Path,
 
     assert "takes no videos" in refused(checkpoint, replace(client.description, video_decoder=""))
     assert "no video_preprocessor_config.json" in refused(tmp_path, client.description)
+    assert "each row depends on all frames" in refused(kept_checkpoint("qwen2_5_vl"), client.description)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -106,10 +110,6 @@ def test_a_stand_in_of_a_video_has_times(client: EncoderClient, parts: int) -> N
     made = stand_in(part, client.description)
     assert made.times == {"video_timestamps": [[0.0], [0.0]]}
     assert len(made.array) == (TOO_MANY_TOKENS + 1 if parts == 1 else 2)
-
-
-def test_families_without_written_times_are_told_the_seconds_of_a_pair() -> None:
-    assert times("qwen2_5_vl", [None, None]) == {"second_per_grid_ts": [1.0, 1.0]}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from html import escape
 from http import HTTPStatus
 from time import monotonic
@@ -29,6 +30,8 @@ STUCK_S = 10.0
 MAX_CONNECTIONS = 64
 # For the whole connection, however often a byte arrives: a probe sends its request and reads the answer at once.
 CONNECTION_S = 10
+# Over the limit, a connection still has so long to send its request before it is closed for a newer one.
+REQUEST_S = 0.1
 MAX_REQUEST_BYTES = 16 << 10
 ACCEPT_AGAIN_S = 0.1  # after a connection could not be accepted: the process has no free file descriptor
 
@@ -83,8 +86,9 @@ class HttpPort:
         self._check_reader = check_reader
         self._pem: Pem | None = None  # what `_context` has
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # The open connections: first those without a request yet, the oldest first.
-        self._open: dict[asyncio.Task[None], socket.socket] = {}
+        # The open connections, the oldest first, and when each was accepted; those that have sent a request.
+        self._open: dict[asyncio.Task[None], float] = {}
+        self._asked: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Start answering."""
@@ -104,7 +108,7 @@ class HttpPort:
         self._loop.close()
 
     async def _serve(self) -> None:
-        """Accept connections until cancelled; over the limit, close the one that has kept silent for longest."""
+        """Accept connections until cancelled."""
         with self._socket:
             try:
                 while True:
@@ -114,16 +118,28 @@ class HttpPort:
                         await asyncio.sleep(ACCEPT_AGAIN_S)
                         continue
                     task = self._loop.create_task(self._converse(accepted))
-                    self._open[task] = accepted
-                    task.add_done_callback(lambda ended: self._open.pop(ended).close())
+                    self._open[task] = monotonic()
+                    task.add_done_callback(partial(self._ended, accepted))
                     if len(self._open) > MAX_CONNECTIONS:
-                        oldest = next(iter(self._open))
-                        oldest.cancel()
-                        await asyncio.wait([oldest])
+                        await self._make_room()
             finally:
                 for task in self._open:
                     task.cancel()
                 await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _ended(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
+        del self._open[task]
+        self._asked.discard(task)
+        accepted.close()
+
+    async def _make_room(self) -> None:
+        """Return once a connection has ended: by itself, or the oldest without a request is closed in its time."""
+        oldest = min(self._open, key=self._asked.__contains__)  # one that has sent a request only if all have
+        left_s = max(0.0, self._open[oldest] + REQUEST_S - monotonic())
+        ended, _ = await asyncio.wait(self._open, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ended:
+            oldest.cancel()
+            await asyncio.wait([oldest])
 
     async def _converse(self, accepted: socket.socket) -> None:
         """Read one request and answer it, within the time that a connection has."""
@@ -138,7 +154,7 @@ class HttpPort:
                     request = await reader.readuntil(b"\r\n\r\n")
                     task = asyncio.current_task()
                     assert task is not None
-                    self._open[task] = self._open.pop(task)  # others are closed before it
+                    self._asked.add(task)  # others are closed before it
                     writer.write(await self._answer(request.decode("latin-1")))
                     writer.close()
                     await writer.wait_closed()

@@ -67,11 +67,6 @@ class OwnDeviceRows(Rows):
         self._tensor = tensor
         self.shape = tuple(tensor.shape)
 
-    @contextmanager
-    def reading(self) -> Iterator[NDArray[np.generic]]:
-        """Lend a copy on the host."""
-        yield self.copy()
-
     def copy(self) -> NDArray[np.generic]:
         """Return a copy on the host."""
         return array_view(self._tensor)

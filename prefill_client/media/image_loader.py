@@ -1,7 +1,6 @@
 """Loads the bytes behind URLs of images or videos: data URLs, and http and https URLs of allowed destinations."""
 
 import asyncio
-import base64
 import binascii
 import logging
 import ssl
@@ -14,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import h11
+import pybase64
 from cachetools import LRUCache
 
 from encoder_contract.errors import (
@@ -258,9 +258,11 @@ class ImageLoader:
         if len(body) // 4 * 3 > self._max_bytes + 2:
             raise ImageLimitError(f"the data URL holds more than {self._max_bytes} bytes")
         try:
-            return base64.b64decode(body, validate=True)
+            return pybase64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise InvalidImageError(f"the data URL is not base64: {error}") from error
+            raise InvalidImageError(
+                "the data URL is not base64: a character is not of its alphabet, or padding is missing"
+            ) from error
 
 
 def _validators(response: Response) -> tuple[tuple[str, str], ...]:

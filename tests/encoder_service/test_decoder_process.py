@@ -50,18 +50,6 @@ async def test_repeatedly_killed_decoders_cost_no_retried_image(
     assert not [each for each in decoders(server) if each.status() == psutil.STATUS_ZOMBIE]
 
 
-async def test_a_server_reports_its_sandbox_and_ends_its_decoders(checkpoint: Path) -> None:
-    with running(checkpoint, decoder_process="auto", decode_threads=1) as server:
-        async with await EncoderClient.connect(server.endpoint) as client:
-            assert await outcomes(client, [photo(64, 48, 1, "PNG")]) == [None]
-        assert any("in processes of their own" in line for line in server.lines)
-        below = psutil.Process(server.process.pid).children(recursive=True)
-        assert decoders(server)
-        server.process.kill()  # which nothing can clean up after
-        gone, alive = psutil.wait_procs(below, timeout=60)
-        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], gone
-
-
 async def test_decoding_stays_in_the_devices_process_on_request(checkpoint: Path) -> None:
     with running(checkpoint, decoder_process="no", decode_threads=1) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
@@ -69,3 +57,14 @@ async def test_decoding_stays_in_the_devices_process_on_request(checkpoint: Path
         below = psutil.Process(server.process.pid).children(recursive=True)
         assert [each.name() for each in below] == ["engine"]
         assert server.metrics().total("decoder_restarts_total") == 0
+
+
+async def test_a_server_reports_its_sandbox_and_its_decoders_end_with_it(server: ServerProcess) -> None:
+    async with await EncoderClient.connect(server.endpoint) as client:
+        assert await outcomes(client, [photo(64, 48, 9, "PNG")]) == [None]
+    assert any("in processes of their own" in line for line in server.lines)
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert decoders(server)
+    server.process.kill()  # which nothing can clean up after
+    gone, alive = psutil.wait_procs(below, timeout=60)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], gone

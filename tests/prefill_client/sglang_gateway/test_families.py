@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from encoder_contract.errors import ModelMismatchError
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
 from prefill_client import EncoderClient, RowRequest, content_digest
-from prefill_client.sglang_gateway.families import SERVED
+from prefill_client.sglang_gateway.families import SERVED, check_family
 from prefill_client.sglang_gateway.frames import SUPPORTED
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
 from testing.photos import data_url, photo
@@ -98,25 +99,31 @@ async def test_another_checkpoint_of_such_a_family_is_refused_at_start(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("model_type", "why"),
-    [
-        (
-            "paligemma",
-            f"SGLang {SUPPORTED[0]} to {SUPPORTED[-1]} start for other models alone",
-        ),
-        ("kimi_k25", "SGLang serves it with code from the checkpoint"),
-    ],
-)
-async def test_a_family_that_is_not_served_is_refused_at_start_with_the_reason(
-    config: Config, kept_family: Callable[..., Path], model_type: str, why: str
+async def test_a_family_that_sglang_does_not_start_for_is_refused_at_start(
+    config: Config, kept_family: Callable[..., Path]
 ) -> None:
     # A service that only stores names the family as one with its tower does, which takes long to load.
-    config = replace(config, model=kept_family(model_type), store_only="yes")
+    config = replace(config, model=kept_family("paligemma"), store_only="yes")
     async with server_of(config, load_model(config)) as server:
         done = await asyncio.to_thread(run, *GATEWAY, server.endpoint)
     assert done.returncode == 1
-    assert f"cannot serve '{model_type}'" in done.stderr
-    assert why in done.stderr
+    assert "cannot serve 'paligemma'" in done.stderr
+    assert f"SGLang {SUPPORTED[0]} to {SUPPORTED[-1]} start for other models alone" in done.stderr
     assert ", ".join(SERVED) in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("kimi_k25", "SGLang serves it with code from the checkpoint"),
+        ("glm5_next", "its rows were not compared with those of SGLang's own tower"),
+    ],
+)
+async def test_a_family_that_was_not_compared_is_refused_with_the_reason(
+    service: Server, model_type: str, why: str
+) -> None:
+    async with await EncoderClient.connect(service.endpoint) as client:
+        check_family(client.description)
+        with pytest.raises(ModelMismatchError, match=f"cannot serve '{model_type}'.*{why}"):
+            check_family(replace(client.description, model_type=model_type))

@@ -11,6 +11,8 @@ log = logging.getLogger(__name__)
 # SGLang forgets its encoders when it restarts, and encoders that were away for long.
 AGAIN_S = 10.0
 _CALL_S = 5.0
+# SGLang reads the list of encoders when a request comes, and sends its parts later: so long after they left the list.
+LAST_PARTS_S = 3.0
 
 
 class Registration:
@@ -29,11 +31,13 @@ class Registration:
             await asyncio.sleep(AGAIN_S)
 
     async def end(self) -> None:
-        """Unregister, so that SGLang sends no more parts."""
+        """Unregister, and return when SGLang sends no more parts."""
         self._ended = True
-        await asyncio.gather(
-            *(asyncio.to_thread(self._unregister, server) for server in tuple(self._registered))
-        )
+        if self._registered:
+            await asyncio.gather(
+                *(asyncio.to_thread(self._unregister, server) for server in tuple(self._registered))
+            )
+            await asyncio.sleep(LAST_PARTS_S)
 
     def _register(self, server: str) -> None:
         try:

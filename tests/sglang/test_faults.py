@@ -89,11 +89,14 @@ def test_without_the_service_the_own_tower_encodes_until_it_is_back(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
     service.kill()
-    engine.forget()
-    before = fetched(engine), by_own_tower(engine)
-    assert_equal(engine.ask(PROMPTS["text between"]), own(PROMPTS["text between"]))
-    assert (fetched(engine), by_own_tower(engine)) == (before[0], before[1] + 2)
-    service.start()
+    try:
+        engine.forget()
+        before = fetched(engine), by_own_tower(engine)
+        assert_equal(engine.ask(PROMPTS["text between"]), own(PROMPTS["text between"]))
+        assert fetched(engine) == before[0]
+        assert by_own_tower(engine) >= before[1] + 2, "and that of a caller who has left, if it comes late"
+    finally:
+        service.start()
     until_served(engine)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from prefill_client.sglang_gateway.registration import Registration
 from testing.photos import data_url, photo
 from testing.server_process import ServerProcess
 from testing.sglang_gateway import GatewayProcess, running_gateway
@@ -20,7 +21,7 @@ from tests.processes import run, running
 from tests.sglang_messages import body_of
 from tests.sglang_receiver import LanguageServer
 from tests.small_store import STORE_GIB
-from tests.waiting import START_S, soon
+from tests.waiting import PATIENCE_S, START_S, soon
 
 # SGLang's own limit on a health check, and how many late ones in a row make it give an encoder up.
 HEALTH_S = 2.0
@@ -111,6 +112,22 @@ def health_until(gateway: GatewayProcess, holds: Callable[[], bool]) -> list[flo
             assert answer.status == 200
         took_s.append(time.monotonic() - began)
     return took_s
+
+
+async def test_a_gateway_takes_parts_for_a_while_after_it_unregistered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prefill_client.sglang_gateway.registration.LAST_PARTS_S", PATIENCE_S)
+    async with bootstrap_server() as (bootstrap, calls):
+        registration = Registration([bootstrap], ["http://gateway:30001/v0"])
+        keeping = asyncio.create_task(registration.keep())
+        await soon(lambda: len(calls) == 1 and bool(registration._registered))
+        ending = asyncio.create_task(registration.end())
+        await soon(lambda: calls[-1][0].startswith("DELETE"))
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        ending.cancel()
+        keeping.cancel()
 
 
 async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path: Path) -> None:

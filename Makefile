@@ -83,8 +83,8 @@ demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a 
 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed)
-	@# Three workers on two cores: tests wait for processes to start and for time to pass.
-	@$(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families'
+	@# Four workers on two cores: tests wait for processes to start and for time to pass.
+	@$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families'
 
 .PHONY: test-quick
 test-quick: setup ## Run the tests that need neither a server nor much computing (a minute)

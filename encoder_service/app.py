@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from time import time_ns
 from typing import Any
 from uuid import uuid4
 
+from encoder_contract.command_line import say
 from encoder_contract.endpoint import is_local
 from encoder_contract.errors import (
     EncoderError,
@@ -142,9 +142,7 @@ class Server:
         if self._config.log_format == "json":
             log.info("listening", extra={"fields": {"version": __version__, **self._settings_in_effect()}})
         else:
-            with suppress(OSError):  # standard output on a full disk is no reason not to serve
-                # In one write, or a line of the log could come before its end.
-                print(f"{self.banner()}\n", end="", flush=True)  # noqa: T201 - the settings in effect
+            say(self.banner())
         await self._stop.wait()
         if self._aborted:
             last = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (LOST_DEVICE,))

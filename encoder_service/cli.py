@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from encoder_contract.command_line import (
     endpoint,
     install,
     output,
+    say,
     seconds,
 )
 from encoder_contract.credentials import Credentials
@@ -228,8 +228,7 @@ def _say_that_it_loads(config: Config) -> None:
     if config.log_format == "json":
         log.info("loading", extra={"fields": {"model": str(config.model)}})
         return
-    with suppress(OSError):  # standard output on a full disk is no reason not to serve
-        print(f"encoder-service {__version__}: loading {config.model} ...", flush=True)
+    say(f"encoder-service {__version__}: loading {config.model} ...")
 
 
 # Errors of addresses of `localhost` that this machine may lack; gRPC skips those as well.

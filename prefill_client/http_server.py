@@ -12,6 +12,7 @@ import uvicorn
 from starlette.requests import Request
 
 from encoder_contract.certificates import Certificates
+from encoder_contract.command_line import say
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.settings import ConfigError
 
@@ -43,7 +44,7 @@ class HttpServer(uvicorn.Server):
         """Begin to answer, and say so."""
         await super().startup(sockets)
         if self.started:
-            print(self._banner, flush=True)  # noqa: T201 - the one block that says what was chosen
+            say(self._banner)
 
     async def on_tick(self, counter: int) -> bool:
         """Check every tenth of a second whether to stop, and every second for new certificates."""

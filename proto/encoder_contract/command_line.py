@@ -73,11 +73,23 @@ def output() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # What is left is not tried again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         if error.errno == errno.EPIPE:
             raise SystemExit(FAILED) from None
         raise SystemExit(f"standard output: {error.strerror}") from None
+
+
+def say(text: str) -> None:
+    """Print what a server has to say, in one write. Standard output on a full disk is no reason not to serve."""
+    try:
+        print(f"{text}\n", end="", flush=True)  # noqa: T201 - in one write, or a line of the log could come inside
+    except OSError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Discard what is printed from now on, and what is still buffered: Python would try it again at exit, and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def begin() -> None:

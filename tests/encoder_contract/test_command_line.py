@@ -1,5 +1,8 @@
 """The manners of the commands: endpoints are read before they are used, mistakes are told in one line."""
 
+import subprocess
+import sys
+
 import pytest
 
 from encoder_contract.command_line import CommandLine, did_you_mean, endpoint, seconds
@@ -77,3 +80,15 @@ def test_a_mistake_is_one_line_that_names_it(
 
 def test_nothing_is_proposed_that_is_not_near() -> None:
     assert did_you_mean("--quux", ["--model", "--listen"]) == ""
+
+
+def test_a_server_whose_output_is_full_serves_and_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(
+        "PYTHONUNBUFFERED", raising=False
+    )  # with it, nothing is left for the end of the process
+    program = "from encoder_contract.command_line import say; say('listening'); say('again')"
+    with open("/dev/full", "w") as full:
+        said = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert (said.returncode, said.stderr) == (0, b"")

@@ -5,6 +5,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.full_folder import in_full_folder
@@ -31,8 +33,11 @@ def test_a_full_segment_folder_names_the_flag_to_change(checkpoint: Path, tmp_pa
 
 
 async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(
+        "PYTHONUNBUFFERED", raising=False
+    )  # with it, nothing is left for the end of the process
     folder, listen = tmp_path / "segments", f"unix:{tmp_path}/encoder.sock"
     folder.mkdir()
     command = in_full_folder(folder, 32, 18, serve(checkpoint, folder, listen, store_gib=16 / 1024))

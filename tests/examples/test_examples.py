@@ -106,27 +106,38 @@ def test_openai_chat_asks_the_reference_service(
     assert 0 < counts[0] < counts[1]
 
 
-async def test_the_notebook_draws_a_request_that_encodes_and_one_that_hits(
-    server: ServerProcess, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its cells in order, as a kernel runs them, with other parameters."""
-    monkeypatch.chdir(tmp_path)
-    for seed, path in enumerate(photos, 1000):
-        path.write_bytes(photo(300, 200, seed))  # which no other test has sent
+async def run_notebook(server: str, photos: Path) -> None:
+    """Run its cells in order, as a kernel does, with other parameters."""
     book = json.loads((EXAMPLES / "timeline.ipynb").read_text())
     names: dict[str, object] = {}
     for cell in (cell for cell in book["cells"] if cell["cell_type"] == "code"):
         assert cell["outputs"] == []
         source = "".join(cell["source"])
         if "parameters" in cell["metadata"].get("tags", []):
-            source += f"\nserver, photos, prefill_s = {server.endpoint!r}, {str(photos[0].parent)!r}, 0.01"
+            source += f"\nserver, photos, prefill_s = {server!r}, {str(photos)!r}, 0.01"
         running_cell = eval(compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
         if running_cell is not None:
             await running_cell
-    first, again = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "again"))
-    assert {"submit", "upload", "vit", "prefill"} <= {event["name"] for event in first["traceEvents"]}
-    assert "hit" in {event["name"] for event in again["traceEvents"]}
-    assert "vit" not in {event["name"] for event in again["traceEvents"]}
+
+
+async def test_the_notebook_draws_a_request_that_encodes_and_one_that_hits(
+    server: ServerProcess, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine an image can be encoded before its rows are asked for: then with other photos, again."""
+    monkeypatch.chdir(tmp_path)
+    for seed in range(1000, 1030, len(photos)):
+        for place, path in enumerate(photos):
+            path.write_bytes(photo(300, 200, seed + place))  # which no other test has sent
+        await run_notebook(server.endpoint, photos[0].parent)
+        first, again = (
+            {event["name"] for event in json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]}
+            for name in ("first", "again")
+        )
+        if "vit" in first:
+            break
+    assert {"submit", "upload", "vit", "prefill"} <= first
+    assert "hit" in again
+    assert "vit" not in again
     picture = (tmp_path / "timeline.svg").read_text()
     assert picture.startswith("<svg")
     assert all(name in picture for name in ("first", "again", "image 2", "chunk 0"))

@@ -52,12 +52,15 @@ STARTING_FIXTURES = {"server", "start", "guard", "redis", "redis_url", "cluster_
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start a server or a process, and skip those of DALI where it is not installed.
 
-    Their files come first, as they take longest: the quick ones fill the time in which one worker waits for the other.
+    Their files and the slow ones come first, as they take longest: the quick ones fill the time in which one worker
+    waits for the other.
     """
     long = set()
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("process")  # `make test-quick` leaves it out
+            long.add(item.path)
+        if item.get_closest_marker("slow"):
             long.add(item.path)
         if item.get_closest_marker("dali") and not has_dali():
             item.add_marker(pytest.mark.skip(NO_DALI))

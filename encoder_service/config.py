@@ -126,7 +126,9 @@ class Config(Settings):
         "and its rows are stored separately",
     )
     attention: Literal["auto", "flash3", "varlen", "flash2", "sdpa", "flash4", "cudnn"] = knob(
-        "auto", help="attention backend; auto: the fastest that is installed"
+        "auto",
+        help="attention backend; auto: the first of flash3, varlen, flash2 and sdpa that passes a trial at start, and "
+        "on a GPU also cudnn for the sizes at which it is faster",
     )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",

@@ -42,13 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    encode = commands.add_parser(
-        "encode", help="encode image files and print the shape of their rows and the time of each stage"
-    )
+    said = "encode image files and print the shape of their rows and the time of each stage"
+    encode = commands.add_parser("encode", help=said, description=f"{said.capitalize()}.")
     _add_encode_flags(encode)
-    timeline = commands.add_parser(
-        "timeline", help="draw request traces as a timeline, with a lane per image and per prefill chunk"
-    )
+    said = "draw request traces as a timeline, with a lane per image and per prefill chunk"
+    timeline = commands.add_parser("timeline", help=said, description=f"{said.capitalize()}.")
     timeline.add_argument(
         "traces", nargs="+", type=Path, metavar="TRACE", help="trace file written by `serve --trace-folder`"
     )
@@ -61,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve = commands.add_parser(
         "serve",
         help="run the reference prefill service: OpenAI-compatible chat completions over HTTP",
-        description="Every flag is also an environment variable (named at the end of its help). Flags override "
-        "variables.",
+        description="Serve OpenAI-compatible chat completions over HTTP, with rows from the encoder service. Every "
+        "flag is also an environment variable (named at the end of its help). Flags override variables.",
     )
     _add_service_flags(serve)
     gateway = commands.add_parser(

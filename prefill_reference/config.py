@@ -47,12 +47,14 @@ class ServiceConfig(EncoderSettings):
     trace_folder: str = knob(
         "", help="folder for the timing traces of the newest requests, one file each; empty: no traces"
     )
-    image_s: float = knob(10.0, help="seconds that one image download may take")
+    image_s: float = knob(10.0, help="seconds that the download of one image or video may take")
     image_cache_gib: float = knob(
-        0.25, zero=True, help="size of the cache of downloaded images, GiB; 0: none are kept"
+        0.25,
+        zero=True,
+        help="size of the cache of downloaded images, and of another one of downloaded videos, GiB; 0: none are kept",
     )
     image_fresh_s: float = knob(
-        60.0, zero=True, help="seconds a downloaded image is kept if its host sends no lifetime"
+        60.0, zero=True, help="seconds a downloaded image or video is kept if its host sends no lifetime"
     )
 
     def __post_init__(self) -> None:

@@ -63,10 +63,10 @@ class GatewayConfig(EncoderSettings):
     )
     image_hosts: str = knob(
         "",
-        help="hosts that image URLs may name, comma-separated: host names, addresses, networks, or `public` for every "
-        "public host; empty: only images sent with the request are accepted",
+        help="hosts that URLs of images and videos may name, comma-separated: host names, addresses, networks, or "
+        "`public` for every public host; empty: only files sent with the request are accepted",
     )
-    image_s: float = knob(10.0, help="seconds that one image download may take")
+    image_s: float = knob(10.0, help="seconds that the download of one image or video may take")
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="least severity to log")
 
     def __post_init__(self) -> None:

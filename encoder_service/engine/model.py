@@ -269,8 +269,8 @@ class MemoryPlan:
         else:
             most = max(self.store + self.left, 0)
             raise ConfigError(
-                f"{flag('store_device_gib')} {self.store / GIB:g}: it leaves too little of the device for the tower "
-                f"and the decoder ({self}); at most {int(most / GIB * 100) / 100:g} GiB fit"
+                f"{flag('store_device_gib')} {self.store / GIB:g}: a tier of this size leaves too little of the GPU "
+                f"for the tower and the decoder ({self}); at most {int(most / GIB * 100) / 100:g} GiB fit"
             )
 
     def __str__(self) -> str:

@@ -64,11 +64,11 @@ def times(clips: Sequence[Clip | None]) -> dict[str, list[list[float]]]:
 def _sample(video: VideoInfo) -> list[int]:
     total = video.readable_frames  # SGLang counts the frames of the file, whatever its container promises
     if not video.fps:
-        raise InvalidImageError("the container does not say its frames a second, which SGLang samples by")
+        raise InvalidImageError("the video's container names no frame rate, and SGLang samples frames by it")
     wanted = min(max(total / video.fps * _FPS, _MIN_FRAMES), _MAX_FRAMES, total)
     count = math.floor(wanted / 2) * 2
     if not count:
-        raise InvalidImageError("the video has less than two frames, which these models are shown together")
+        raise InvalidImageError("the video has fewer than two frames, and these models take frames in pairs")
     return [int(number) for number in np.linspace(0, total - 1, num=count, dtype=np.int64)]
 
 

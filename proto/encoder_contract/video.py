@@ -181,7 +181,7 @@ class VideoSettings:
         total, rate = video.frames, video.fps or UNKNOWN_FPS
         if total < 2:
             raise InvalidImageError(
-                "the video has less than two frames, which these models are shown together"
+                "the video has fewer than two frames, and these models take frames in pairs"
             )
         if self.writes_time:
             count = min(max(int(total / rate * self.fps), self.min_frames), self.max_frames, total)

@@ -81,7 +81,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         except _OF_THE_REQUEST as error:
             raise ValueError(error.message) from error
         except EncoderError as error:
-            _log.warning("the own tower encodes the images of a request: %s", error.message)
+            _log.warning("SGLang's own tower encodes the images of a request: %s", error.message)
             return await self._left_to_own_tower(own, len(sources), error.status.name.lower())
         composed = self.compose_image_artifacts(input_text, artifacts)
         # None: its text marks other images than it has. SGLang has an answer to that.

@@ -104,10 +104,15 @@ def _draw(given: argparse.Namespace) -> int:
     from prefill_reference.timeline import draw
 
     try:
-        print(draw(given.traces, given.out))
-    except (OSError, ValueError) as error:
+        picture = draw(given.traces, given.out)
+    except OSError as error:
+        print(f"prefill-client: {error.filename or given.out}: {error.strerror}", file=sys.stderr)
+        return BAD_USAGE
+    except ValueError as error:
         print(f"prefill-client: {error}", file=sys.stderr)
         return BAD_USAGE
+    with output():
+        print(picture)
     return 0
 
 
@@ -155,7 +160,7 @@ def _encode_files(given: argparse.Namespace) -> int:
     try:
         files = [path.read_bytes() for path in given.images]
     except OSError as error:
-        print(f"prefill-client: {error}", file=sys.stderr)
+        print(f"prefill-client: {error.filename}: {error.strerror}", file=sys.stderr)
         return BAD_USAGE
     try:
         with output():

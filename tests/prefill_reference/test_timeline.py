@@ -188,4 +188,8 @@ def test_command_draws_and_says_what_is_no_trace(tmp_path: Path, capsys: pytest.
         assert main(["timeline", str(wrong), "--out", str(tmp_path / "b.html")]) == 2
         assert capsys.readouterr().err.startswith("prefill-client: ")
     assert main(["timeline", str(trace), "--out", str(tmp_path / "c.pdf")]) == 2
+    capsys.readouterr()
     assert main(["timeline", str(tmp_path / "absent.json"), "--out", str(tmp_path / "c.svg")]) == 2
+    assert capsys.readouterr().err.endswith("absent.json: No such file or directory\n")
+    assert main(["encode", str(tmp_path / "absent.jpg")]) == 2
+    assert capsys.readouterr().err.endswith("absent.jpg: No such file or directory\n")

@@ -1,7 +1,7 @@
 """A real decoder that tests can hold up."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -38,11 +38,13 @@ class Gate:
         """Return what the decoder returns."""
         return self._decoder.open_video(key, file)
 
-    def decode_frames(self, source: Source, frames: Frames) -> Tensor | EncoderError:
+    def decode_frames(
+        self, source: Source, frames: Frames, is_wanted: Callable[[], bool]
+    ) -> Tensor | EncoderError:
         """Wait for the gate, then decode."""
         self.frames.append(frames)
         assert self._open.wait(START_S), "nobody opened the gate"
-        return self._decoder.decode_frames(source, frames)
+        return self._decoder.decode_frames(source, frames, is_wanted)
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Wait for the gate, then decode."""

@@ -35,7 +35,7 @@ from encoder_service.keys import ImageKey
 from encoder_service.limits import AT_A_TIME
 from encoder_service.logs import known_error
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import MOST_INTERRUPTIONS, Claim, Scheduler, Snapshot, Task
+from encoder_service.scheduler import MOST_INTERRUPTIONS, Claim, Scheduler, Snapshot, State, Task
 from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
@@ -122,6 +122,10 @@ class Work(ABC):
     @abstractmethod
     def taken_apart(self, job: Job) -> None:
         """Report that a job from `take_apart` holds no decoded pixels any more."""
+
+    @abstractmethod
+    def is_wanted(self, job: Job) -> bool:
+        """Whether a caller still wants an image that is being decoded, and the queue is open."""
 
     @abstractmethod
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
@@ -398,6 +402,10 @@ class JobQueue(Work):
             else:
                 state.apart_pixels -= job.task.source_pixels
             self._turn.notify_all()
+
+    def is_wanted(self, job: Job) -> bool:
+        """See `Work`."""
+        return not self._closed and job.task.state is not State.GONE
 
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
         """See `Work`."""

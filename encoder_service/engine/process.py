@@ -229,6 +229,11 @@ class RemoteWork(Work):
         """See `Work`."""
         self._wire.tell("taken_apart", job.number)
 
+    def is_wanted(self, job: Job) -> bool:
+        """See `Work`."""
+        wanted: bool = self._wire.ask("is_wanted", job.number)
+        return wanted
+
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
         """See `Work`."""
         self._wire.tell("decoded", self._named(jobs), seconds)

@@ -212,6 +212,9 @@ class Session:
     def taken_apart(self, number: int) -> None:
         self._queue.taken_apart(self._apart.pop(number))
 
+    def is_wanted(self, number: int) -> bool:
+        return self._queue.is_wanted(self._jobs[number])
+
     def decoded(self, numbers: Sequence[int], seconds: float) -> None:
         for number in numbers:
             self._files.pop(number, None)

@@ -15,6 +15,8 @@ HUNG_FACTOR = 50.0
 """then it has this many times as long as was predicted."""
 DECODE_S = 12.0
 """Prediction for an image that is decoded on the CPU and then copied: ten minutes are beyond any limit on decoding."""
+FRAME_S = 0.01
+"""And for each frame of a video that is decoded on the way: half a second is beyond the limit for one."""
 
 
 class HungDeviceError(RuntimeError):

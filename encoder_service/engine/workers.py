@@ -22,7 +22,7 @@ from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_service.engine.device import CudaStream
 from encoder_service.engine.job_queue import LOST, Job, Part, Work
 from encoder_service.engine.model import Model
-from encoder_service.engine.watchdog import DECODE_S, Watchdog
+from encoder_service.engine.watchdog import DECODE_S, FRAME_S, Watchdog
 from encoder_service.families.model import tensors_of
 from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
 from encoder_service.image.resize import resized_first
@@ -152,7 +152,9 @@ class Prepare:
         """Decode images one by one, beside the batches, so that no other image waits for a slow one."""
         stream = self._device.stream()
         while jobs := self._jobs.take_apart(self._max_pixels):
-            with stream.use(), self._watchdog.watching("decoding an image", DECODE_S):
+            frames = jobs[0].key.frames
+            predicted_s = DECODE_S + FRAME_S * (frames.second if frames else 0)
+            with stream.use(), self._watchdog.watching("decoding an image", predicted_s):
                 self._prepare_apart(jobs[0], stream)
             self._jobs.taken_apart(jobs[0])
             del jobs
@@ -183,7 +185,7 @@ class Prepare:
             if frames is None:
                 pixels = self._decoder.decode(job.source)
             else:
-                pixels = self._decoder.decode_frames(job.source, frames)
+                pixels = self._decoder.decode_frames(job.source, frames, partial(self._jobs.is_wanted, job))
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
             pixels = self._jobs.known_error(error)
         self._jobs.decoded([job], monotonic() - began)

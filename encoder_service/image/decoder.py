@@ -5,7 +5,7 @@ Pillow decodes one image at a time on the CPU: in processes of their own (`Decod
 alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
@@ -76,8 +76,13 @@ class FileDecoder(Protocol):
     def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
         """Return what the container of a video says, or its error; `key` is that of its source."""
 
-    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
-        """Return two frames of a video, upright, uint8 [2, H, W, 3], or their error."""
+    def read_frames(
+        self, source: Source, first: int, second: int, is_wanted: Callable[[], bool]
+    ) -> Pixels | EncoderError:
+        """Return two frames of a video, upright, uint8 [2, H, W, 3], or their error.
+
+        It is `AbandonedError` if they are no longer wanted while frames before them are decoded.
+        """
 
     def close(self) -> None:
         """End what works for it; a further use starts it again."""
@@ -105,7 +110,7 @@ class PillowDecoder:
         """Refuse the file: videos are only decoded in decoder processes."""
         return InvalidImageError("this server takes no videos")
 
-    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:  # noqa: ARG002
+    def read_frames(self, *_: object) -> Pixels | EncoderError:
         """Refuse, as `open_video`."""
         return InvalidImageError("this server takes no videos")
 
@@ -189,9 +194,14 @@ class Decoder:
         """
         return self._on_device(self._files.decode(source))
 
-    def decode_frames(self, source: Source, frames: Frames) -> Tensor | EncoderError:
-        """Return the pixels of two frames of a video, uint8 [2, H, W, 3], or their error; raises as `decode`."""
-        return self._on_device(self._files.read_frames(source, frames.first, frames.second))
+    def decode_frames(
+        self, source: Source, frames: Frames, is_wanted: Callable[[], bool]
+    ) -> Tensor | EncoderError:
+        """Return the pixels of two frames of a video, uint8 [2, H, W, 3], or their error, as `FileDecoder.read_frames`.
+
+        Raises as `decode`.
+        """
+        return self._on_device(self._files.read_frames(source, frames.first, frames.second, is_wanted))
 
     def _on_device(self, pixels: Pixels | EncoderError) -> Tensor | EncoderError:
         if isinstance(pixels, EncoderError):

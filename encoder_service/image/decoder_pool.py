@@ -34,6 +34,7 @@ import numpy as np
 import PIL
 
 from encoder_contract.errors import (
+    AbandonedError,
     EncoderError,
     InvalidImageError,
     OverloadedError,
@@ -225,6 +226,8 @@ def _end(process: "subprocess.Popen[bytes]", channel: socket.socket) -> int:
     return process.wait()
 
 
+# Why a process was ended whose frames are no longer wanted: none of `DEATHS`.
+_LEFT = "left"
 # How often a process that has not answered is looked at.
 _LOOK_S, _SOONEST_LOOK_S = 0.5, 0.01
 # A process hangs if it uses less than this of a processor in this time: even the busiest machine gives it more.
@@ -242,7 +245,7 @@ _WALL_PER_CPU, _WALL_S = 3.0, 3.0
 
 
 class DecoderDiedError(Exception):
-    """A process died, for one of `DEATHS`, and its image has no outcome. Another is being started already."""
+    """A process died, of one of `DEATHS` or `_LEFT`, and its image has no outcome. Another is being started."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(f"{reason}, status {status}")
@@ -341,7 +344,9 @@ class DecoderChild:
             self.opened, self._decoded_frames = key, 0
         return said
 
-    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
+    def read_frames(
+        self, source: Source, first: int, second: int, is_wanted: Callable[[], bool]
+    ) -> Pixels | EncoderError:
         """Return two frames of the video that is open, upright, uint8 [2, H, W, 3], or their error."""
         process = self.ready()
         width, height = source.header.upright
@@ -355,7 +360,7 @@ class DecoderChild:
             "may_take": self._memory_bytes,
         }
         cpu_s = self._cpu_s + _FRAME_CPU_S * (second - begin)
-        error = self._ask(process, memory, request, cpu_s, NoneType)
+        error = self._ask(process, memory, request, cpu_s, NoneType, is_wanted)
         return error if error is not None else _lent(process, number, (2, height, width, 3), 0)
 
     def end(self) -> int:
@@ -376,6 +381,7 @@ class DecoderChild:
         request: dict[str, Any],
         cpu_s: float,
         kind: type[Result],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Result | InvalidImageError:
         """Return what the process answers within `cpu_s` of a processor: a `kind`, or the error of the image."""
         message = json.dumps({**request, "size": memory.size}).encode()
@@ -389,7 +395,7 @@ class DecoderChild:
         if isinstance(memory, PixelMemory):
             memory.close_descriptor()
         try:
-            reply = self._reply(process, began_s, cpu_s)
+            reply = self._reply(process, began_s, cpu_s, is_wanted)
         except TimeoutError as late:
             raise self._died(str(late)) from None
         except (ConnectionError, ProcessLookupError):
@@ -411,7 +417,7 @@ class DecoderChild:
         return InvalidImageError(text)
 
     @staticmethod
-    def _reply(process: _Process, began_s: float, cpu_s: float) -> bytes:
+    def _reply(process: _Process, began_s: float, cpu_s: float, is_wanted: Callable[[], bool]) -> bytes:
         """Return what the process answers, empty if it died. Raises `TimeoutError` with the reason to end it.
 
         It is watched from here: what runs inside it, once an attacker's, may stop any timer of its own.
@@ -427,6 +433,8 @@ class DecoderChild:
                 used_s = _cpu_s(process.pid) - began_s
             if used_s > cpu_s:
                 raise TimeoutError("time")
+            if not is_wanted():
+                raise TimeoutError(_LEFT)
             idle_s += look_s
             if used_s - seen_s > _HANGING_CPU_S:
                 idle_s, seen_s = 0.0, used_s
@@ -597,10 +605,13 @@ class DecoderPool:
             key,
         )
 
-    def read_frames(self, source: Source, first: int, second: int) -> Pixels | EncoderError:
-        """Return two frames of a video, upright, uint8 [2, H, W, 3], or their error.
+    def read_frames(
+        self, source: Source, first: int, second: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Pixels | EncoderError:
+        """Return two frames of a video, upright, uint8 [2, H, W, 3], or their error, as `FileDecoder.read_frames`.
 
-        Raises `DecoderStartError` if there is no process for it.
+        A process that is on the way to frames that are no longer wanted is ended: they may be minutes away. Raises
+        `DecoderStartError` if there is no process for it.
         """
 
         def read(child: DecoderChild) -> Pixels | EncoderError:
@@ -612,7 +623,7 @@ class DecoderPool:
                 opened = child.open_video(source.key, file)
                 if isinstance(opened, EncoderError):
                     return opened
-            return child.read_frames(source, first, second)
+            return child.read_frames(source, first, second, is_wanted)
 
         what = f"decoding frames {first} and {second} of this video"
         return self._asked(what, self._limits, read, source.key)
@@ -667,6 +678,8 @@ class DecoderPool:
             with self._taken(video) as child:
                 return ask(child)
         except DecoderDiedError as died:
+            if died.reason == _LEFT:
+                return AbandonedError("all callers of the image have left")
             log.warning("a decoder process ended (%s) while %s", died, what)
             return self._error(died.reason, what, *limits)
         except OSError as error:

@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -13,15 +14,22 @@ from torch import Tensor
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import AbandonedError, EncoderError, InternalError, OverloadedError
 from encoder_contract.geometry import Grid
+from encoder_contract.header import Header
+from encoder_contract.orientation import UPRIGHT
+from encoder_contract.video import Frames, VideoInfo
 from encoder_service.engine import process
 from encoder_service.engine.model import Model
+from encoder_service.image import decoder_pool
+from encoder_service.image.decoder import Decoder
+from encoder_service.image.source import Source
+from encoder_service.keys import ImageKey
 from encoder_service.scheduler import Claim, Limits, State
 from encoder_service.store import Pin
 from encoder_service.vision import Tower
 from encoder_service.vision.tower import GridTables
 from testing.photos import photo
 from tests import engines
-from tests.engines import Bench, Gate, demanded, running
+from tests.engines import Bench, Changed, Gate, demanded, running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 STAGES = 4  # threads that wait for images: one for batches to decode, two for single images, and the ViT's
@@ -304,3 +312,58 @@ async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
     assert len(making) == 3
     assert encoding
     assert not encoding & set(making)
+
+
+def frames_before(model: Model, digest: bytes, second: int) -> tuple[ImageKey, Source]:
+    """Name frames 0 and `second` of a video."""
+    key = model.recipe.frames_key(digest, Frames(0, second, Grid(1, 16, 16)))
+    info = VideoInfo(second + 1, second + 1, 30.0, 160, 96)
+    return key, Source(key.source_key, b"", Header("VIDEO", 160, 96, UPRIGHT, 3), info)
+
+
+class EndlessFrames:
+    """Decodes frames until they are no longer wanted, as a decoder does that has hours of a video before them."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+    def decode(self, _source: Source, _frames: Frames, is_wanted: Callable[[], bool]) -> EncoderError:
+        """Wait until the frames are no longer wanted."""
+        self.begun += 1
+        while is_wanted():
+            time.sleep(0.01)
+        self.ended += 1
+        return AbandonedError("nobody wants them")
+
+
+async def test_frames_hold_the_decoder_no_longer_than_they_are_wanted(model: Model) -> None:
+    endless = EndlessFrames()
+    decoder = cast(Decoder, Changed(model.decoder, decode_frames=endless.decode))
+    async with running(replace(model, decoder=decoder)) as bench:
+        for number in range(2):
+            key, source = frames_before(model, bytes([number]) * 32, 200_000)
+            claim = demanded(str(number))
+            job = bench.jobs.submit(key, source, Grid(1, 16, 16), claim)
+            assert job is not None
+            waiting = bench.jobs.wait(job, claim)
+            await soon(lambda: endless.begun == number + 1)  # noqa: B023 - it is over with this round
+            assert endless.ended == number
+            if number == 0:
+                waiting.cancel()
+                await soon(lambda: endless.ended == 1)
+        await asyncio.wait_for(bench.stop(), PATIENCE_S)  # a server that stops does not wait for them either
+    assert endless.ended == 2
+
+
+async def test_frames_far_into_a_video_are_no_hang_before_the_limit_of_decoding(model: Model) -> None:
+    endless = EndlessFrames()
+    decoder = cast(Decoder, Changed(model.decoder, decode_frames=endless.decode))
+    async with running(replace(model, decoder=decoder)) as bench:
+        second = 200_000
+        key, source = frames_before(model, bytes(32), second)
+        bench.jobs.submit(key, source, Grid(1, 16, 16), demanded())
+        await soon(lambda: endless.begun == 1)
+        cpu_s = 20.0 + decoder_pool._FRAME_CPU_S * second
+        limit_s = int(decoder_pool._WALL_S + decoder_pool._WALL_PER_CPU * cpu_s)
+        look = bench.engine._watchdog.look
+        assert not any(look() for _ in range(limit_s))

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from encoder_contract.errors import (
+    AbandonedError,
     EncoderError,
     InvalidImageError,
     UndecodableImageError,
@@ -182,6 +183,17 @@ def test_a_video_that_takes_too_long_fails_alone(pool: DecoderPool, monkeypatch:
     assert isinstance(found, UndecodableImageError)
     assert "takes more than" in found.message
     monkeypatch.undo()
+    assert isinstance(pool.read_frames(source, 0, 1), np.ndarray)
+
+
+def test_frames_that_are_no_longer_wanted_are_given_up_on_the_way(
+    pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _file = opened(pool, b"left", clip("mp4", frames=900, width=640, height=360))
+    monkeypatch.setattr(decoder_pool, "_LOOK_S", 0.01)
+    deaths = dict(pool.deaths)
+    assert isinstance(pool.read_frames(source, 890, 899, lambda: False), AbandonedError)
+    assert pool.deaths == deaths
     assert isinstance(pool.read_frames(source, 0, 1), np.ndarray)
 
 

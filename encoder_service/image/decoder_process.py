@@ -88,7 +88,7 @@ def _answer_requests(server: socket.socket, statm: int) -> None:
         request = json.loads(message)
         number = request["memory"]
         for descriptor in descriptors:
-            mapped = mmap.mmap(descriptor, request["size"], prot=_PROTECTIONS[number != VIDEO])
+            mapped = mmap.mmap(descriptor, request["size"], *_MAPPED[number == VIDEO])
             memories[number] = mapped
             os.close(descriptor)
         _allow_memory(request["may_take"], statm)
@@ -101,9 +101,9 @@ def _answer_requests(server: socket.socket, statm: int) -> None:
         server.send(json.dumps(answer).encode())
 
 
-# In place of a memory's number: the file of a video, which is only read.
+# In place of a memory's number: the file of a video, which is sealed.
 VIDEO = -1
-_PROTECTIONS = (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE)
+_MAPPED = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), (mmap.MAP_PRIVATE, mmap.PROT_READ)
 
 
 def _opened(content: mmap.mmap) -> "tuple[Clip | None, Any]":

@@ -1,5 +1,6 @@
 """A source: an image file as it was submitted, and its header, which is read once; or a video, and what it says."""
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -8,6 +9,8 @@ from dataclasses import dataclass, field
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import HEAD_BYTES, VideoInfo, container_of
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class VideoFile:
@@ -19,7 +22,7 @@ class VideoFile:
     def __init__(self) -> None:
         """Raise `OSError` if there is no descriptor for it."""
         self.size = 0
-        self.descriptor = os.memfd_create("video", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
 
     @classmethod
@@ -38,9 +41,13 @@ class VideoFile:
             self.size += written
             view = view[written:]
 
+    def seal(self) -> None:
+        """Keep everyone from changing it: its digest is checked once, and the process that opens it may be hostile."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
     def mapped(self) -> "mmap.mmap | bytes":
         """Return the file to read, mapped; nothing can map an empty one."""
-        return mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ) if self.size else b""
+        return mmap.mmap(self.descriptor, self.size, mmap.MAP_PRIVATE, mmap.PROT_READ) if self.size else b""
 
     @property
     def container(self) -> str | None:

@@ -180,6 +180,7 @@ class Validator:
 
     def _opened(self, key: ImageKey, file: VideoFile) -> VideoInfo:
         began = monotonic()
+        file.seal()
         digest = content_digest(file.mapped())
         self._on_hash(monotonic() - began)
         _check_digest(key, digest)

@@ -1,8 +1,10 @@
 """Videos at a real server: probed, uploaded once, encoded pair by pair, and found again by any sampling."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,20 @@ async def test_limits_of_videos_are_named(
         assert message in found.message
         (image,) = await client.submit([photo(100, 100, 1)])
         assert image.error is None
+
+
+async def test_nobody_can_change_a_file_whose_digest_was_checked(
+    server: Server, client: EncoderClient, settings: VideoSettings
+) -> None:
+    await read_video(client, VIDEO, settings)
+    (kept,) = server._videos._images.values()
+    assert kept.file is not None
+    for change in (
+        partial(os.pwrite, kept.file.descriptor, b"x", 0),
+        partial(os.ftruncate, kept.file.descriptor, 0),
+    ):
+        with pytest.raises(PermissionError):
+            change()
 
 
 async def test_what_is_no_video_is_refused(client: EncoderClient, settings: VideoSettings) -> None:

@@ -72,7 +72,9 @@ class ImageUrl:
 def host_name(text: str) -> str:
     """Return the normal form of a host name or address. Raises `ValueError` if it is neither."""
     if ":" in text:
-        return str(ipaddress.IPv6Address(text))  # refuses zones, which name interfaces of this host
+        if "%" in text:
+            raise ValueError("a zone names an interface of this host")
+        return str(ipaddress.IPv6Address(text))
     name = text.lower().encode("idna").decode().removesuffix(".")
     if not name or "%" in name:
         raise ValueError("it names no host")

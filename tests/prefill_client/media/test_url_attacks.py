@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from encoder_contract.errors import ForbiddenError, InvalidImageError
-from prefill_client.media.destinations import Destinations, is_public
+from prefill_client.media.destinations import Destinations, ImageUrl, is_public
 from prefill_client.media.download import Resolver
 from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
 from testing.photos import photo
@@ -139,6 +139,13 @@ async def test_an_inside_address_is_refused_however_it_is_written(written: str, 
         refused = isinstance(caught.value, ForbiddenError | InvalidImageError)
         assert refused or asked[-1:] == ["allowed.example"], caught.value
     assert inside.reached == []
+
+
+@pytest.mark.parametrize("zone", ["lo", "25lo", "25a;b"])
+def test_a_zone_is_refused_at_a_public_address_too(zone: str) -> None:
+    assert ImageUrl.parse("http://[2606:4700::1111]/a.jpg")
+    with pytest.raises(InvalidImageError):
+        ImageUrl.parse(f"http://[2606:4700::1111%{zone}]/a.jpg")
 
 
 # What a name may be said to have for an address.

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from encoder_contract.errors import EncoderError, Status
+from encoder_contract.errors import EncoderError, Status, UnauthenticatedError
 from prefill_client.blocking import BlockingClient
 from prefill_client.client import EncoderClient
 from prefill_client.engine.settings import ServiceSettings
@@ -56,7 +56,7 @@ class WatchedClient:
     """A client that connects when it is first needed. Belongs to one event loop.
 
     While the service is `down`, requests need not wait for it: it is probed, on separate connections, until it answers.
-    `open_client` connects and checks the service; it raises `EncoderError`.
+    `open_client` connects and checks the service; it raises `EncoderError`, or `ValueError` for credentials.
     """
 
     def __init__(self, open_client: Callable[[], Awaitable[EncoderClient]], log: logging.Logger) -> None:
@@ -70,7 +70,7 @@ class WatchedClient:
     async def get(self) -> EncoderClient:
         """Return the client. Concurrent callers wait for the same attempt to connect; a failure is not remembered."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            self._opening = asyncio.ensure_future(self._open())
+            self._opening = asyncio.ensure_future(self._opened())
         return await asyncio.shield(self._opening)
 
     def note(self, error: EncoderError) -> None:
@@ -87,6 +87,12 @@ class WatchedClient:
         if self._opening is not None and self._opening.done() and not self._opening.exception():
             await self._opening.result().close()
 
+    async def _opened(self) -> EncoderClient:
+        try:
+            return await self._open()
+        except ValueError as error:  # a file of the credentials, which may be about to be replaced
+            raise UnauthenticatedError(str(error)) from error
+
     async def _probe(self) -> None:
         """Probe the service, on separate connections, until it answers."""
         pause_s = FIRST_PROBE_S
@@ -94,7 +100,7 @@ class WatchedClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PROBE_S)
             try:
-                await (await self._open()).close()
+                await (await self._opened()).close()
                 self.down = None
             except EncoderError as error:
                 self.down = error

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from http.client import HTTPException
 from urllib.request import Request, urlopen
 
 log = logging.getLogger(__name__)
@@ -23,27 +24,29 @@ class Registration:
         self._urls = urls
         self._registered: set[str] = set()
         self._ended = False
+        self._turn = asyncio.Lock()  # one call at a time at a server: the last one counts there
 
     async def keep(self) -> None:
         """Register again and again. A server that does not answer is tried again; the log says so once."""
         while not self._ended:
-            await asyncio.gather(*(asyncio.to_thread(self._register, server) for server in self._servers))
+            async with self._turn:
+                await asyncio.gather(*(asyncio.to_thread(self._register, server) for server in self._servers))
             await asyncio.sleep(AGAIN_S)
 
     async def end(self) -> None:
         """Unregister, and return when SGLang sends no more parts."""
         self._ended = True
-        if self._registered:
-            await asyncio.gather(
-                *(asyncio.to_thread(self._unregister, server) for server in tuple(self._registered))
-            )
+        async with self._turn:
+            servers = tuple(self._registered)
+            await asyncio.gather(*(asyncio.to_thread(self._unregister, server) for server in servers))
+        if servers:
             await asyncio.sleep(LAST_PARTS_S)
 
     def _register(self, server: str) -> None:
         try:
             for url in self._urls:
                 _call(f"{server}/register_encoder_url", "POST", url)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             known = server in self._registered
             self._registered.discard(server)
             log.log(logging.WARNING if known else logging.INFO, "not registered at %s: %s", server, error)
@@ -56,7 +59,7 @@ class Registration:
         try:
             for url in self._urls:
                 _call(f"{server}/unregister_encoder_url", "DELETE", url)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             log.info("not unregistered at %s: %s", server, error)
 
 

@@ -130,6 +130,59 @@ async def test_a_gateway_takes_parts_for_a_while_after_it_unregistered(
         keeping.cancel()
 
 
+async def test_a_bootstrap_server_that_answers_no_http_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prefill_client.sglang_gateway.registration.AGAIN_S", 0.01)
+    calls = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        calls += 1
+        writer.write(b"SSH-2.0-other\r\n")  # another program has the port of an SGLang that has ended
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        bootstrap = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        keeping = asyncio.create_task(Registration([bootstrap], ["http://gateway:30001/v0"]).keep())
+        await soon(lambda: calls >= 3 or keeping.done())
+        assert not keeping.done()
+        keeping.cancel()
+
+
+async def test_a_gateway_that_ends_while_it_registers_is_not_left_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prefill_client.sglang_gateway.registration.LAST_PARTS_S", 0.0)
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+    registered: set[str] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        said = json.loads(await reader.readexactly(int(head.partition("Content-Length: ")[2].split()[0])))
+        if head.startswith("POST"):
+            asked.set()
+            await may_answer.wait()
+            registered.add(said["url"])
+        else:
+            registered.discard(said["url"])
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nOK")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        bootstrap = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        registration = Registration([bootstrap], ["http://gateway:30001/v0"])
+        keeping = asyncio.create_task(registration.keep())
+        await asked.wait()
+        ending = asyncio.create_task(registration.end())
+        await asyncio.sleep(0.05)
+        may_answer.set()
+        await asyncio.gather(ending, keeping)
+        assert not registered
+
+
 async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path: Path) -> None:
     at = {"listen": f"unix:{tmp_path / 'socket'}", "store_host_gib": STORE_GIB}
     first = ServerProcess(checkpoint, **at)

@@ -122,7 +122,8 @@ class Gateway:
         self._allowed.check(address)
         self._warn_of_scheduler()
         place = self._places.setdefault(req_id, _Place())
-        place.addresses.append(address)
+        if address not in place.addresses and not place.complete.is_set():
+            place.addresses.append(address)
         if len(place.addresses) >= count:
             place.complete.set()
 
@@ -187,7 +188,7 @@ class Gateway:
         left_s = max(deadline - monotonic(), 0.001)
         # Kept: a caller who hangs up withdraws the images, and a server that goes away does not lose them.
         items = await self._items(part, files, left_s)
-        kept = await self._client.keep(items.files, request_id=part.req_id, timeout_s=left_s, again_s=left_s)
+        kept = await self._client.keep(items.files, request_id=part.call_id, timeout_s=left_s, again_s=left_s)
         await held.enter_async_context(kept)
         raise_first([answer.error for answer in kept.answers], items.names)
         if len(items.files) == 1:
@@ -209,7 +210,7 @@ class Gateway:
             self._client,
             files,
             self._videos,
-            request_id=part.req_id,
+            request_id=part.call_id,
             timeout_s=left_s,
             clip=partial(shown, self._videos),
         )
@@ -261,7 +262,7 @@ class Gateway:
 
     def _fetch(self, part: Part, image: Submitted, left_s: float) -> FetchStream:
         request = RowRequest(image.digest, submitted_to=image.endpoint, frames=image.frames)
-        return self._client.fetch([request], request_id=part.req_id, timeout_s=left_s, kept=True)
+        return self._client.fetch([request], request_id=part.call_id, timeout_s=left_s, kept=True)
 
     async def _outcome(self, stream: FetchStream, name: str) -> FetchedRows:
         fetched = await anext(aiter(stream))

@@ -10,17 +10,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from encoder_contract.errors import EncoderError, ImageLimitError, InvalidRequestError, Status
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    ImageLimitError,
+    InvalidRequestError,
+    Status,
+)
 from prefill_client.http_server import CallerLeftError, unless_left
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.metrics import Metrics
-from prefill_client.sglang_gateway.parts import Address, Part, read_object, req_id_of
+from prefill_client.sglang_gateway.parts import MAX_RANKS, Address, Part, read_object, req_id_of
 
 log = logging.getLogger(__name__)
 
 ENCODE, RECEIVER, HEALTH, METRICS = "/encode", "/scheduler_receive_url", "/health", "/metrics"
 # A body that names a receiver is short.
 _MAX_RECEIVER_BYTES = 64 << 10
+# SGLang sends a body at once. One whose host is gone never ends, and would keep the place of other parts.
+BODY_S = 60.0
 # The HTTP status of each gRPC status; any other is a 503: SGLang answers its own caller with 503 anyway.
 _HTTP_STATUS = {Status.INVALID_ARGUMENT: 400, Status.PERMISSION_DENIED: 403}
 
@@ -60,8 +68,10 @@ class HttpService:
         try:
             said = read_object(await _body(request, _MAX_RECEIVER_BYTES))
             count, address = said.get("receive_count"), said.get("receive_url")
-            if type(count) is not int or count < 1 or not isinstance(address, str):
-                raise InvalidRequestError("receive_count must be a number above 0, and receive_url host:port")
+            if type(count) is not int or not 1 <= count <= MAX_RANKS or not isinstance(address, str):
+                raise InvalidRequestError(
+                    f"receive_count must be a number from 1 to {MAX_RANKS}, and receive_url host:port"
+                )
             self._gateway.add_receiver(req_id_of(said), count, Address.parse(address))
         except EncoderError as error:
             log.error("a receiver was refused: %s", error.message)
@@ -97,11 +107,15 @@ class HttpService:
 
 async def _body(request: Request, max_bytes: int) -> bytes:
     pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > max_bytes:
-            raise ImageLimitError(f"the request has more than {max_bytes} bytes (--max-body-bytes)")
-        pieces.append(piece)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > max_bytes:
+                    raise ImageLimitError(f"the request has more than {max_bytes} bytes (--max-body-bytes)")
+                pieces.append(piece)
+    except TimeoutError:
+        raise DeadlineError(f"the request did not arrive within {BODY_S:g} s") from None
     return b"".join(pieces)
 
 

@@ -11,8 +11,10 @@ from prefill_client.sglang_gateway.frames import Modality
 
 # SGLang's encoders for the families that the service has read none of these; `content_hash` is another hash than ours.
 _IGNORED_KEYS = frozenset({"url", "content_hash", "detail", "max_dynamic_patch"})
-_MAX_ID_CHARACTERS = 512
+_MAX_ID_CHARACTERS, _MAX_CALL_ID_BYTES = 512, 128
 _MAX_PARTS = 1 << 20
+MAX_RANKS = 1024
+"""The most ranks of one SGLang that receive a part, each by a socket of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Address:
     def parse(cls, text: str) -> Self:
         """Parse `host:port`. Raises `InvalidRequestError`."""
         host, _, port = text.rpartition(":")
-        if not (port.isascii() and port.isdigit()):
+        if not (port.isascii() and port.isdigit() and len(port) <= len("65535")):
             raise InvalidRequestError(f"{text[:80]!r} is not host:port")
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
 
@@ -50,7 +52,8 @@ class AllowedReceivers:
     def check(self, address: Address) -> None:
         """Raise `ForbiddenError` for an address that is not allowed, or for a name instead of an IP address."""
         try:
-            host = ipaddress.ip_address(address.host)
+            # Not with a zone, which is any text: ZeroMQ connects to another address that it finds there.
+            host = ipaddress.ip_address("" if "%" in address.host else address.host)
         except ValueError:
             raise ForbiddenError(
                 f"{address.host[:80]!r} is not an IP address: set SGLANG_HOST_IP to the address of SGLang"
@@ -84,7 +87,7 @@ class Part:
         num_parts, part_idx = _whole(said, "num_parts"), _whole(said, "part_idx")
         if not 0 <= part_idx < num_parts <= _MAX_PARTS:
             raise InvalidRequestError(f"part_idx {part_idx} is not below num_parts {num_parts}")
-        items, modality = said.get("mm_items"), said.get("modality", "IMAGE")
+        items, modality = said.get("mm_items"), str(said.get("modality", "IMAGE"))
         if not isinstance(items, list) or not items:
             raise InvalidRequestError("mm_items must be a list of at least one item")
         if modality not in Modality.__members__:
@@ -92,6 +95,11 @@ class Part:
         return cls(
             req_id_of(said), num_parts, part_idx, Modality[modality], tuple(items), _receivers_of(said)
         )
+
+    @property
+    def call_id(self) -> str:
+        """By what the encoder service knows it, which takes fewer bytes for an id than SGLang's callers may choose."""
+        return self.req_id.encode("ascii", "replace")[-_MAX_CALL_ID_BYTES:].decode()
 
     @property
     def kind(self) -> str:
@@ -144,6 +152,8 @@ def _receivers_of(said: Mapping[str, Any]) -> tuple[Address, ...] | None:
     listed = ports if isinstance(ports, list) else [ports]
     if not listed or not all(type(port) is int for port in listed) or not isinstance(host, str):
         raise InvalidRequestError("prefill_host must be an address, and embedding_port a port")
+    if len(listed) > MAX_RANKS:
+        raise InvalidRequestError(f"embedding_port names {len(listed)} ports, and the limit is {MAX_RANKS}")
     return tuple(Address(host, port) for port in listed)
 
 

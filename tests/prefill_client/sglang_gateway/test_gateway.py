@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest, content_digest
-from prefill_client.sglang_gateway import delivery
+from prefill_client.sglang_gateway import delivery, http_service
 from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers
@@ -241,6 +241,43 @@ async def test_parts_over_the_bound_wait_and_are_served_in_their_turn(
             await soon(lambda: gateway.count("parts_now") == 5)
             await fetches_wait_for(server, 2)
         assert len((await asking).parts) == 5
+
+
+async def test_a_body_that_stops_arriving_keeps_no_place(
+    client: EncoderClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_service, "BODY_S", 0.2)
+    async with gateway_for(client, max_parts=1) as gateway, LanguageServer(gateway.url) as sglang:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /encode HTTP/1.1\r\nHost: gateway\r\nContent-Length: 1000\r\n\r\n{")
+        await soon(lambda: gateway.count("parts_now") == 1)
+        assert len((await sglang.to_tokenizer([data_url(FIRST)])).parts) == 1
+        assert b" 503 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_long_id_is_served(gateway: RunningGateway, sglang: LanguageServer) -> None:
+    ((message,),) = [(await sglang.to_scheduler([data_url(FIRST)], req_id="é" * 400)).parts]
+    assert message.said.req_id == "é" * 400
+    assert gateway.count("parts_total", outcome="served") == 1
+
+
+async def test_a_rank_that_names_its_socket_twice_gets_a_part_once(
+    gateway: RunningGateway, sglang: LanguageServer
+) -> None:
+    (first, port), (second, other) = sglang._bound(), sglang._bound()
+    body = body_of([data_url(FIRST)])
+    receiver = {"req_id": body["req_id"], "receive_count": 2, "modality": "IMAGE"}
+    for each in (port, port, other, other):
+        said = receiver | {"receive_url": f"127.0.0.1:{each}"}
+        answer = await sglang._http.post(f"{gateway.url}/scheduler_receive_url", json=said)
+        assert answer.status_code == 200
+    assert (await sglang._http.post(f"{gateway.url}/encode", json=body)).status_code == 200
+    for socket in (first, second):
+        Message.of(await socket.recv_multipart())
+    ((receivers, _),) = gateway.delivery.given
+    assert receivers == [Address("127.0.0.1", port), Address("127.0.0.1", other)]
 
 
 async def test_a_body_over_the_limit_is_refused(client: EncoderClient) -> None:

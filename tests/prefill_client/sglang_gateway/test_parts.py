@@ -67,10 +67,11 @@ def test_sound_and_too_many_images_are_refused() -> None:
         *({"part_idx": index} for index in (-1, 1, True, "0", None)),
         *({"num_parts": count} for count in (0, 1.0, None)),
         *({"req_id": name} for name in ("", None, 3, "x" * 513)),
-        *({"embedding_port": port} for port in ("40000", [], ["40000"], True)),
+        *({"embedding_port": port} for port in ("40000", [], ["40000"], True, [40000] * 1025)),
         {"prefill_host": None},
         {"modality": "SMELL"},
         {"modality": None},
+        {"modality": []},
     ],
 )
 def test_a_malformed_part_is_refused(change: dict[str, Any]) -> None:
@@ -90,7 +91,7 @@ def test_where_rows_go_is_read_from_the_request() -> None:
     assert part(DATA, port=None).receivers is None
     assert Address.parse("[::1]:7") == Address("::1", 7)
     assert Address("::1", 7).url == "tcp://[::1]:7"
-    for text in ("host", "host:", "host:x", ""):
+    for text in ("host", "host:", "host:x", "", "127.0.0.1:" + "9" * 5000):
         with pytest.raises(InvalidRequestError):
             Address.parse(text)
 
@@ -103,6 +104,7 @@ def test_rows_go_only_to_networks_and_ports_that_are_allowed() -> None:
         *(Address("10.2.0.1", 2500), Address("127.0.0.1", 2500), Address("::2", 2500)),
         *(Address("10.1.2.3", 1999), Address("10.1.2.3", 3001), Address("10.1.2.3", -1)),
         *(Address("localhost", 2500), Address("10.1.2.3@evil", 2500), Address("", 2500)),
+        Address("::1%lo]:0;[fd00::5", 2500),  # to ZeroMQ: from ::1 to fd00::5
     ):
         with pytest.raises(ForbiddenError):
             allowed.check(address)

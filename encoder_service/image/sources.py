@@ -233,9 +233,10 @@ class Validator:
         """Return the grid of an image with this source, in the variant of its key.
 
         Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid. Frames of a video have
-        the grid of their key; `InvalidRequestError` if the video has fewer.
+        the grid of their key, which is checked as by `check_name`; `InvalidRequestError` if the video has fewer.
         """
         if key.frames is not None:
+            self.check_name(key, None)  # a Fetch may name any
             assert source.video is not None, "a file under the name of frames is a video"
             if key.frames.second >= source.video.frames:
                 raise InvalidRequestError(

@@ -294,6 +294,24 @@ async def test_names_that_cannot_be_are_refused(
     assert message in answer.error.message
 
 
+async def test_a_fetch_cannot_name_what_a_submit_cannot(
+    client: EncoderClient, settings: VideoSettings
+) -> None:
+    """The file is there, so that nothing but the name keeps its frames from being encoded."""
+    video = await read_video(client, VIDEO, settings)
+    pair = video.clip.pairs[0]
+    for wrong, message in (
+        (pair._replace(grid=Grid(2, 16, 16)), "not a valid grid"),
+        (pair._replace(grid=Grid(1, 15, 16)), "not a valid grid"),
+        (pair._replace(bilinear=(11_000, 11_000)), "exceed max_image_pixels"),
+        (pair._replace(second=50), "frame 50 does not exist"),
+    ):
+        outcome = (await collect(client, [RowRequest(video.digest, frames=wrong)]))[0]
+        assert outcome.error is not None, wrong
+        assert message in outcome.error.message
+    assert (await collect(client, [RowRequest(video.digest, frames=pair)]))[0].error is None
+
+
 async def test_a_server_without_a_decoder_says_so(
     config: Config, model: Model, settings: VideoSettings
 ) -> None:

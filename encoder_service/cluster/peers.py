@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, time
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import torch
@@ -109,13 +109,9 @@ class Peers:
         call = self._call(endpoint, self._request(key, local_only=False))
         try:
             with _told(endpoint):
-                message = await call.read()
+                await _read(call)
         finally:
             call.cancel()
-        if message is grpc.aio.EOF:
-            raise InternalError("the peer ended the call without an answer")
-        if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
-            raise from_status(message.error.code, message.error.message)
 
     async def close(self) -> None:
         """Close all channels."""
@@ -127,9 +123,7 @@ class Peers:
         metadata: tuple[tuple[str, bytes], ...] = ()
         if self._key is not None:
             metadata = ((SIGNATURE_METADATA, self._key.sign_request(endpoint, raw, time())),)
-        fetch: Any = self._channels.to(endpoint).unary_stream(
-            FETCH, response_deserializer=parse_fetch_response
-        )
+        fetch: Any = self._channels.to(endpoint).unary_stream(FETCH)
         return fetch(raw, metadata=metadata)
 
     def _request(self, key: ImageKey, *, local_only: bool) -> pb.FetchRequest:
@@ -196,14 +190,9 @@ class Peers:
             raise InternalError("the peer's rows arrived damaged")
 
     async def _next(self, call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
-        """Return the next message of a Fetch call; raises the error in it, or `TimeoutError`."""
+        """Return the next message of a Fetch call; raises what `_read` does, or `TimeoutError`."""
         async with asyncio.timeout(self._silence_s):
-            message = await call.read()
-        if message is grpc.aio.EOF:
-            raise InternalError("the peer ended the call before the rows were complete")
-        if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
-            raise from_status(message.error.code, message.error.message)
-        return cast("pb.FetchResponse | tuple[int, memoryview]", message)
+            return await _read(call)
 
     async def _fill(self, call: Any, buffer: memoryview) -> None:
         """Read the rows of the one requested image."""
@@ -217,6 +206,18 @@ class Peers:
                 raise InternalError("the peer sent more bytes than it announced")
             buffer[filled : filled + len(data)] = data
             filled += len(data)
+
+
+async def _read(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
+    """Return the next message of a Fetch call; raises the error in it, `InternalError` if there is none."""
+    raw = await call.read()
+    if raw is grpc.aio.EOF:
+        raise InternalError("the peer ended the call before its answer was complete")
+    # Not as gRPC's deserializer: that turns an error into the message None.
+    message = parse_fetch_response(raw)
+    if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
+        raise from_status(message.error.code, message.error.message)
+    return message
 
 
 @contextmanager

@@ -88,6 +88,15 @@ async def of_another_grid() -> AsyncIterator[bytes]:
     yield frame(0, [memoryview(bytes(BYTES))])
 
 
+async def of_no_message() -> AsyncIterator[bytes]:
+    yield b"\xff"
+
+
+async def with_no_message_among_the_rows() -> AsyncIterator[bytes]:
+    yield ready()
+    yield b"\xff"
+
+
 @asynccontextmanager
 async def peer(answer: Answer) -> AsyncIterator[str]:
     """A peer that answers every Fetch alike; gives its endpoint."""
@@ -204,3 +213,9 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
         for task in (*slow, *transfers._under_way.values()):
             task.cancel()
         store.close()
+
+
+@pytest.mark.parametrize("answer", [of_no_message, with_no_message_among_the_rows])
+async def test_a_peer_that_sends_what_is_no_message_is_given_up(answer: Answer) -> None:
+    with pytest.raises(EncoderError):
+        await fetched(answer, PATIENCE_S)

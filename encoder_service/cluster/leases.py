@@ -116,8 +116,11 @@ class Leases:
             ours = await self._index.renew(due)
             self._forget(set(due) - ours)  # another replica has taken them
             now = self._clock()
-            for address in ours & self._leases.keys():  # those that have not ended since
+            for address in ours & self._leases.keys():
                 self._leases[address].renew_at = now + self._renew_s
+            # The others ended meanwhile. If the index heard of that first, renewing took them again.
+            if ended := ours - self._leases.keys():
+                await self._index.release(list(ended))
         if self._changes:
             self._changed.set()
 

@@ -1,14 +1,17 @@
 """Who encodes what: leases, and waiting for what another encodes. Over a Redis and a Redis Cluster alike."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from encoder_service.cluster.cluster import Location
 from encoder_service.cluster.waiting import REREAD_S
 from testing.holding import cluster_of
+from testing.redis_servers import RedisServer
 from tests.index_replicas import (
     GRID,
+    NAMESPACE,
     SHORT_TTL_MS,
     TTL_MS,
     Join,
@@ -20,6 +23,7 @@ from tests.index_replicas import (
     redis_settings,
     release,
 )
+from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 
@@ -203,3 +207,30 @@ async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
     finally:
         await a.close()
         await b.close()
+
+
+async def test_a_lease_that_is_released_while_it_is_renewed_goes_to_the_next_caller(
+    redis: RedisServer,
+) -> None:
+    proxy = await TcpProxy(redis.port).start()
+    settings = replace(redis_settings(redis.url, NAMESPACE), heartbeat_ms=TTL_MS)
+    a = cluster_of(replace(settings, url=f"redis://127.0.0.1:{proxy.port}"))
+    b = cluster_of(settings)
+    try:
+        await a.join(as_replica("a"))
+        await b.join(as_replica("b"))
+        (address,) = new_addresses(1)
+        await a.acquire([address])
+        a.leases.mark_due()
+        proxy.delay(1.0)
+        renewing = asyncio.create_task(a.leases.renew())
+        await asyncio.sleep(0.3)
+        proxy.delay(0.0)
+        await release(a, [address])
+        assert not renewing.done()
+        await renewing
+        assert (await b.acquire([address])).granted == {address}
+    finally:
+        await a.close()
+        await b.close()
+        await proxy.stop()

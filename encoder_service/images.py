@@ -47,6 +47,7 @@ class Waiters:
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
         self._keepers: dict[bytes, dict[Keeper, None]] = {}
         self._end: EncoderError | None = None
+        self._keeping_end: EncoderError | None = None
 
     async def wait(self, key: ImageKey, caller: Caller, until: float) -> Locations:
         """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
@@ -75,7 +76,7 @@ class Waiters:
     def keep(self, address: bytes, keeper: Keeper) -> None:
         """Note that `keeper` has the file of an image."""
         self._keepers.setdefault(address, {})[keeper] = None
-        keeper.end = self._end
+        keeper.end = self._keeping_end
 
     def keep_no_more(self, address: bytes, keeper: Keeper) -> None:
         """Undo `keep`. If someone waits for the image, another keeper is asked."""
@@ -95,7 +96,8 @@ class Waiters:
                 waiter.set_exception(error)
 
     def end_keeping(self, error: EncoderError) -> None:
-        """Say to all who keep images, with `error`, that they are to submit them elsewhere."""
+        """Say to all who keep images, now or later, with `error`, that they are to submit them elsewhere."""
+        self._keeping_end = error
         for keeper in {keeper for keepers in self._keepers.values() for keeper in keepers}:
             keeper.end = error
             keeper.turned.set()

@@ -28,12 +28,12 @@ from tests.waiting import PATIENCE_S, soon
 PHOTO = photo(120, 80, 77)
 
 
-async def kept(client: EncoderClient, image: bytes = PHOTO) -> Any:
+async def kept(client: EncoderClient, image: bytes = PHOTO, *, keeps: bool = True) -> Any:
     """Submit an image in a call that stays open; return the call, its image answered."""
     call = (await stub(client)).Submit()
     name, _ = named(3, image)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=True)))
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=keeps)))
     if await state_of(call) == pb.STATE_NEEDS_BYTES:
         await send(call, image)
         assert await state_of(call) == pb.STATE_QUEUED
@@ -118,6 +118,22 @@ async def test_a_drain_ends_calls_that_keep_images_at_once(config: Config, model
             await server.drain()
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
             assert "draining" in await call.details()
+
+
+async def test_a_drain_ends_a_call_that_begins_to_keep_images_during_it(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, drain_s=10 * PATIENCE_S) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        call = await kept(client, keeps=False)
+        async with asyncio.timeout(PATIENCE_S):
+            draining = asyncio.create_task(server.drain())
+            await soon(lambda: server.draining)
+            name, _ = named(4, PHOTO)
+            await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=True)))
+            assert (await call.read()).state.index == 4
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            await draining
 
 
 async def test_calls_that_keep_images_leave_room_for_fetches(config: Config, model: Model) -> None:

@@ -137,6 +137,8 @@ class VideoSettings:
         for name, value in _FIXED.items():
             if settings.get(name, value) != value:
                 raise ValueError(f"{name} = {settings[name]!r} is not supported, only {value!r}")
+        if int(settings["min_frames"]) < 2:
+            raise ValueError(f"min_frames = {settings['min_frames']!r} is not supported: a pair takes two")
         size = {**_DEFAULTS[kind]["size"], **settings["size"]}
         if kind == QWEN2_VL:
             size["shortest_edge"] = found.get("min_pixels") or size["shortest_edge"]

@@ -121,7 +121,14 @@ def test_settings_are_found_where_the_processor_finds_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"resample": 2}, {"temporal_patch_size": 1}, {"video_processor_type": "Other"}, {"size": 3}]
+    "settings",
+    [
+        {"resample": 2},
+        {"temporal_patch_size": 1},
+        {"video_processor_type": "Other"},
+        {"size": 3},
+        {"min_frames": 1},
+    ],
 )
 def test_settings_that_are_not_supported_are_refused_by_name(tmp_path, settings):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')

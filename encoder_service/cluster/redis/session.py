@@ -157,7 +157,7 @@ MAX_SOURCE_CALLS = 4
 # count as a failure. A call therefore takes at most four bounds.
 BOUNDS_TO_WAIT = 3
 
-# Called with the name, seconds and success of every call.
+# Called with the name, seconds and success of every call whose caller stayed to its end.
 OnCall = Callable[[str, float, bool], None]
 
 
@@ -249,18 +249,17 @@ class RedisSession:
             return None  # it was lost while we waited for our turn
         assert self._connection is not None
         assert self.membership is not None
-        began, ok = monotonic(), False
+        began = monotonic()
         try:
             with sensible_replies():
                 async with asyncio.timeout(bulkhead.timeout_s):
                     answer = await call(self._connection, self.membership)
-            self._succeeded(began, bulkhead)
-            ok = True
         except FAULTS as fault:
             self._failed(began, fault, bulkhead)
+            self._on_call(name, monotonic() - began, False)
             return None
-        finally:
-            self._on_call(name, monotonic() - began, ok)
+        self._succeeded(began, bulkhead)
+        self._on_call(name, monotonic() - began, True)
         return answer
 
     async def register(self, replica: Replica) -> None:

@@ -124,6 +124,23 @@ async def test_a_redis_that_only_patient_heartbeats_can_use_counts_as_gone(proxy
         await cluster.close()
 
 
+async def test_a_call_whose_caller_leaves_is_no_failure_of_the_index(proxy: TcpProxy) -> None:
+    calls: Counter[str] = Counter()
+    patient = dict.fromkeys(("call_timeout_ms", "socket_timeout_ms", "beat_timeout_ms"), 60_000)
+    cluster = await joined(proxy, calls, **patient)
+    try:
+        proxy.delay(0.5)
+        asking = asyncio.create_task(cluster.index.locate(new_addresses(1)))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        proxy.delay(0.0)
+        await cluster.index.locate(new_addresses(1))
+        assert (calls["locate True"], calls["locate False"]) == (1, 0)
+    finally:
+        await cluster.close()
+
+
 async def test_a_source_larger_than_any_image_is_not_read(redis: RedisServer, proxy: TcpProxy) -> None:
     patient = dict.fromkeys(("call_timeout_ms", "source_timeout_ms", "socket_timeout_ms"), 60_000)
     cluster = await joined(proxy, Counter(), max_source_bytes=1 << 20, **patient)

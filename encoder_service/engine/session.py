@@ -112,6 +112,9 @@ class Devices:
             return False
         try:
             device.start()
+            if self._closed.is_set():  # `stop` may have killed the process before this one
+                device.end()
+                return False
             device.loaded()
         except (ConfigError, OSError) as error:
             log.error("the process of %s does not start: %s", device.name, error)

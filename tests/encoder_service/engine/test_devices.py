@@ -17,7 +17,7 @@ from encoder_service.config import Config, ConfigError
 from encoder_service.engine import model as loading
 from encoder_service.engine.devices import DeviceProcess, start_devices
 from encoder_service.engine.model import Model, load_model
-from encoder_service.engine.session import served_model
+from encoder_service.engine.session import Devices, served_model
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip
@@ -94,6 +94,23 @@ async def test_with_one_of_two_processes_killed_the_other_goes_on(config: Config
         await fetched(client, [photo(192, 192, n) for n in range(4)])
         await soon(lambda: second.counts["eager_batches"] > 0)
         await soon(lambda: first.is_up, START_S)
+
+
+async def test_a_process_that_is_started_again_as_the_server_stops_need_not_load(config: Config) -> None:
+    async with serving(config, "cpu") as (server, _, [device]):
+        assert isinstance(server.engine, Devices)
+        start, stopping = device.start, server.engine._closed
+
+        def start_as_the_server_stops() -> None:
+            stopping.wait()
+            start()
+
+        device.start = start_as_the_server_stops  # type: ignore[method-assign]
+        os.kill(device.process.pid, signal.SIGKILL)
+        await soon(lambda: device.failures == 1)
+        before = device.process
+    assert device.process is not before
+    assert device.process.returncode == -signal.SIGKILL, "it loaded, and ended in order"
 
 
 async def test_rows_go_into_the_device_tier_of_the_server(config: Config) -> None:

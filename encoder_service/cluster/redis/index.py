@@ -11,7 +11,14 @@ from typing import Any, Protocol
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Acquired, IndexState, Locations, Replica
-from encoder_service.cluster.redis.connection import FAULTS, Connection, Script, batches, lost_connections
+from encoder_service.cluster.redis.connection import (
+    FAULTS,
+    Connection,
+    Script,
+    batches,
+    lost_connections,
+    sensible_replies,
+)
 from encoder_service.cluster.redis.schema import Keys, Membership, Peer, packed, records
 from encoder_service.cluster.redis.session import OnCall, RedisSession, RedisSettings, SessionEvents
 from encoder_service.cluster.tasks import begin, end
@@ -318,7 +325,7 @@ class _Subscription:
 
     async def _listen(self) -> None:
         try:
-            with lost_connections():
+            with sensible_replies(), lost_connections():
                 while True:
                     message = await self._pubsub.get_message(timeout=None)
                     if message is not None and message["channel"] is not None:

@@ -74,3 +74,28 @@ async def test_a_redis_with_invalid_replies_is_avoided_until_it_recovers(
     await b.until(IndexState.JOINED)
     await soon(lambda: b.locates(held, "a"))
     await proxy.stop()
+
+
+@pytest.mark.parametrize("answer", [b":7\r\n", b"*1\r\n:7\r\n"], ids=["number", "short list"])
+async def test_an_invalid_notification_ends_the_subscription_and_nothing_else(
+    redis: RedisServer, join_watched: JoinWatched, answer: bytes
+) -> None:
+    died: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: died.append(context["message"]))
+    proxy = await TcpProxy(redis.port).start()
+    a, b = await join_watched(redis.url, "a"), await join_watched(f"redis://127.0.0.1:{proxy.port}", "b")
+    (address,) = new_addresses(1)
+    await a.cluster.acquire([address])
+    waiting = asyncio.create_task(b.cluster.wait_published(address, PATIENCE_S))
+    with redis.client() as admin:
+        channel = Keys(NAMESPACE).location(address)
+        await soon(lambda: dict(admin.pubsub_numsub(channel))[channel] == 1)
+        proxy.answer_nonsense(answer)
+        admin.publish(channel, b"")
+        await soon(lambda: dict(admin.pubsub_numsub(channel))[channel] == 0)
+    proxy.mend()
+    await b.until(IndexState.JOINED)
+    await a.hold([address])
+    await waiting
+    assert not died
+    await proxy.stop()

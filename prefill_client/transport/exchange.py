@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, InternalError
 from prefill_client.transport.channels import ended_early, from_rpc
 
 # How gRPC refuses an operation on a call that has ended; only the first says why it ended.
@@ -42,6 +42,9 @@ class Exchange:
             raise await self._why(error) from error
         if message is grpc.aio.EOF:
             raise await ended_early(self._call, self._endpoint)
+        if message is None:  # bytes that gRPC could not parse
+            self.close()
+            raise InternalError(f"{self._endpoint}: sent what is no message of the contract")
         return message
 
     async def _write(self, message: Any) -> None:

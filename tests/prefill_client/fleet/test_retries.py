@@ -1,7 +1,9 @@
 """When an attempt at an image is worth another one, and what its caller is told in the end."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import monotonic
+from typing import Any
 
 import grpc
 import pytest
@@ -19,7 +21,7 @@ from encoder_service.api.messages import Context
 from encoder_service.api.service import SERVICE
 from encoder_service.app import Server
 from encoder_service.limits import Caller
-from prefill_client import EncoderClient
+from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet.retries import MAX_FAILURES, MAX_REFUSED_PAUSE_S, Attempts
 from testing.photos import photo
 from tests.waiting import within_some_limit
@@ -51,6 +53,30 @@ def test_retries_follow_the_hint_and_back_off_until_the_deadline(
     assert attempts(0.1).pause_s(OverloadedError("full", retry_after_ms=200), can_resubmit=False) is None
 
 
+@asynccontextmanager
+async def client_of(server: Server, **calls: Any) -> AsyncIterator[EncoderClient]:
+    """A client of a server that describes itself as `server` does, and answers `calls` by these functions, in bytes."""
+
+    async def describe(request: pb.DescribeRequest, _: Context) -> pb.DescribeResponse:
+        return await server.service.describe(request, Caller("this host", ("this host",)))
+
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+        ),
+        **{name: grpc.stream_stream_rpc_method_handler(answer) for name, answer in calls.items()},
+    }
+    other = grpc.aio.server()
+    other.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = other.add_insecure_port("127.0.0.1:0")
+    await other.start()
+    try:
+        async with await EncoderClient.connect(f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await other.stop(0)
+
+
 async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(server: Server) -> None:
     """A server whose every Submit ends in RESOURCE_EXHAUSTED, as grpc itself ends a call, and says no more."""
     asked = 0
@@ -62,32 +88,31 @@ async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(
         await anext(requests)  # the names
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
 
-    async def describe(request: pb.DescribeRequest, _: Context) -> pb.DescribeResponse:
-        return await server.service.describe(request, Caller("this host", ("this host",)))
+    async with client_of(server, Submit=refuse) as client:
 
-    refusing = grpc.aio.server()
-    handlers = {
-        "Describe": grpc.unary_unary_rpc_method_handler(
-            describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
-        ),
-        "Submit": grpc.stream_stream_rpc_method_handler(refuse, pb.SubmitRequest.FromString),
-    }
-    refusing.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    port = refusing.add_insecure_port("127.0.0.1:0")
-    await refusing.start()
-    try:
-        async with await EncoderClient.connect(f"127.0.0.1:{port}") as client:
+        async def refused_twice(limit_s: float) -> bool:
+            nonlocal asked
+            asked = 0
+            (image,) = await client.submit([photo(64, 64, 1)], timeout_s=limit_s)
+            assert asked <= 5 * limit_s
+            return asked > 1 and isinstance(image.error, OverloadedError)
 
-            async def refused_twice(limit_s: float) -> bool:
-                nonlocal asked
-                asked = 0
-                (image,) = await client.submit([photo(64, 64, 1)], timeout_s=limit_s)
-                assert asked <= 5 * limit_s
-                return asked > 1 and isinstance(image.error, OverloadedError)
+        await within_some_limit(refused_twice)
 
-            await within_some_limit(refused_twice)
-    finally:
-        await refusing.stop(0)
+
+async def test_an_answer_that_is_no_message_is_an_error_of_the_server(server: Server) -> None:
+    async def garbage(requests: AsyncIterator[bytes], _: Context) -> AsyncIterator[bytes]:
+        await anext(requests)
+        yield b"\xff"
+
+    async with client_of(server, Submit=garbage, Fetch=garbage) as client:
+        (image,) = await client.submit([photo(64, 64, 1)])
+        assert isinstance(image.error, InternalError)
+        assert "no message" in str(image.error)
+        async with client.fetch([RowRequest(bytes(32))]) as stream:
+            (rows,) = [rows async for rows in stream]
+        assert isinstance(rows.error, InternalError)
+        assert "no message" in str(rows.error)
 
 
 def test_a_deadline_during_refusals_ends_with_the_refusal() -> None:

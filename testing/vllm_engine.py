@@ -1,5 +1,6 @@
 """A real vLLM engine in this process, fed by a real server: stepped by hand where a test needs to know the step."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,6 +64,8 @@ class Engine:
             **given,
         )
         self.config = self.llm.llm_engine.vllm_config
+        if self.config.parallel_config.world_size > 1:
+            self._leave_cores()
         self.client = BlockingClient.connect(endpoint)
         self.signer = NameSigner(self.config.ec_transfer_config.engine_id)
         self.producer = producer_of(self.client.description, "")
@@ -197,6 +200,16 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         cleanup_dist_env_and_memory()
+
+    def _leave_cores(self) -> None:
+        """Give the workers of several ranks one core together, and so the server the others.
+
+        Between steps each calls `sched_yield` in a loop. Where two cores run such a loop each, Linux 6.18 leaves other
+        processes no time on them, for up to a minute.
+        """
+        core = max(os.sched_getaffinity(0))
+        for worker in self.llm.llm_engine.engine_core.engine_core.model_executor.workers:
+            os.sched_setaffinity(worker.proc.pid, {core})
 
     def _part(self, part: Part | dict[str, Any], *, own: bool) -> dict[str, Any]:
         if isinstance(part, dict):

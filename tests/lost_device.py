@@ -131,7 +131,7 @@ def _flat(model: Model) -> Model:
 # How the model of each stage is made from the real one.
 STAGES: dict[str, Callable[[Model], Model]] = {
     "decode": lambda model: _decoder(in_batches(model), decode_batch=lose),
-    "decode apart": lambda model: _decoder(model, batches=lambda _: False, decode=lose),
+    "decode single": lambda model: _decoder(model, batches=lambda _: False, decode=lose),
     "patches": lambda model: _decoder(
         in_batches(model), decode_batch=_losing(in_batches(model).decoder.decode_batch)
     ),
@@ -149,7 +149,7 @@ TIERS = ("to host", "mover")
 DEATHS_THERE: dict[str, tuple[type, str]] = {
     "vit dies": (Vit, "_with_room"),
     "copy-out dies": (CopyOut, "_keep"),
-    "prepare-apart dies": (Prepare, "_prepare_apart"),
+    "prepare-single dies": (Prepare, "_prepare_single"),
 }
 DEATHS: dict[str, tuple[type, str]] = {
     "tier-migrator dies": (storing.Store, "_demote"),

@@ -14,10 +14,10 @@ def make(
 
 
 def want(
-    scheduler, address, request="r", *, patches=PATCHES, now=0.0, apart=False, pixels=0, **claim
+    scheduler, address, request="r", *, patches=PATCHES, now=0.0, single=False, pixels=0, **claim
 ) -> Claim:
     wanted = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
-    scheduler.admit(wanted, address.encode(), patches, 1000, now, source_pixels=pixels, apart=apart)
+    scheduler.admit(wanted, address.encode(), patches, 1000, now, source_pixels=pixels, single=single)
     return wanted
 
 

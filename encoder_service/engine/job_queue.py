@@ -112,16 +112,16 @@ class Work(ABC):
         """
 
     @abstractmethod
-    def take_apart(self, max_pixels: int) -> list[Job]:
+    def take_single(self, max_pixels: int) -> list[Job]:
         """Wait for one image to decode by itself, and return it; an empty list when the queue is closed.
 
-        At most `max_pixels` are out at a time, and beside them one image that the scheduler calls large; `taken_apart`
-        ends an image's share of them.
+        At most `max_pixels` are taken at a time, plus one image that the scheduler calls large. The caller ends each
+        image with `release_single`.
         """
 
     @abstractmethod
-    def taken_apart(self, job: Job) -> None:
-        """Report that a job from `take_apart` holds no decoded pixels any more."""
+    def release_single(self, job: Job) -> None:
+        """Report that a job from `take_single` holds no decoded pixels any more."""
 
     @abstractmethod
     def is_wanted(self, job: Job) -> bool:
@@ -132,7 +132,7 @@ class Work(ABC):
         """Report for how many seconds a thread was decoding these jobs together, whether or not they are good."""
 
     @abstractmethod
-    def put_apart(self, job: Job) -> None:
+    def retry_single(self, job: Job) -> None:
         """Report that the batch decoder failed on a job's image: it is to be decoded by itself."""
 
     @abstractmethod
@@ -213,9 +213,9 @@ class _DeviceState:
     waits: bool = False  # for a batch
     idle_since: float | None = None  # since when it has waited while images were queued
     helps: tuple[Job, Part] | None = None  # instead of a batch
-    # Being decoded apart, whether or not anybody still wants them.
-    apart_pixels: int = 0
-    large_apart: bool = False
+    # Being decoded by themselves; they count even after their last claim was withdrawn.
+    single_pixels: int = 0
+    has_large_single: bool = False
 
     @property
     def is_free(self) -> bool:
@@ -299,7 +299,7 @@ class JobQueue(Work):
         """
         if self._store.contains(key.address):
             return None
-        apart = not self._decoder.batches(source)
+        single = not self._decoder.batches(source)
         with self._turn:
             if (job := self._join(key, claim)) is not None:
                 return job
@@ -316,8 +316,8 @@ class JobQueue(Work):
                 source_pixels=pixels
                 if key.frames is None
                 else 2 * max(pixels, math.prod(key.frames.bilinear or ())),
-                apart=apart,
-                alone=key.frames is not None,
+                single=single,
+                as_large=key.frames is not None,
             )
             assert claim.task is not None
             job = self._jobs[key.address] = Job(key, source, grid, claim.task, now)
@@ -376,31 +376,31 @@ class JobQueue(Work):
         with self._turn:
             return self._take(pick, device)
 
-    def take_apart(self, max_pixels: int, device: int = 0) -> list[Job]:
+    def take_single(self, max_pixels: int, device: int = 0) -> list[Job]:
         """See `Work`."""
         state = self._devices[device]
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
-            room = max_pixels - state.apart_pixels if state.apart_pixels else math.inf
-            tasks = scheduler.next_apart(now, room, large=not state.large_apart, device=device)
+            room = max_pixels - state.single_pixels if state.single_pixels else math.inf
+            tasks = scheduler.next_single(now, room, large=not state.has_large_single, device=device)
             for task in tasks:
                 if scheduler.is_large(task):
-                    state.large_apart = True
+                    state.has_large_single = True
                 else:
-                    state.apart_pixels += task.source_pixels
+                    state.single_pixels += task.source_pixels
             return tasks
 
         with self._turn:
             return self._take(pick, device)
 
-    def taken_apart(self, job: Job) -> None:
+    def release_single(self, job: Job) -> None:
         """See `Work`."""
         state = self._devices[job.task.device]
         with self._turn:
             if self._scheduler.is_large(job.task):
-                state.large_apart = False
+                state.has_large_single = False
             else:
-                state.apart_pixels -= job.task.source_pixels
+                state.single_pixels -= job.task.source_pixels
             self._turn.notify_all()
 
     def is_wanted(self, job: Job) -> bool:
@@ -412,10 +412,10 @@ class JobQueue(Work):
         with self._turn:
             self._scheduler.decoded([job.task for job in jobs], seconds)
 
-    def put_apart(self, job: Job) -> None:
+    def retry_single(self, job: Job) -> None:
         """See `Work`."""
         with self._turn:
-            self._scheduler.put_apart(job.task, monotonic())
+            self._scheduler.retry_single(job.task, monotonic())
             self._turn.notify_all()
 
     def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:

@@ -221,13 +221,13 @@ class RemoteWork(Work):
         """See `Work`."""
         return self._taken("take_to_prepare", max_images, max_pixels)
 
-    def take_apart(self, max_pixels: int) -> list[Job]:
+    def take_single(self, max_pixels: int) -> list[Job]:
         """See `Work`."""
-        return self._taken("take_apart", max_pixels)
+        return self._taken("take_single", max_pixels)
 
-    def taken_apart(self, job: Job) -> None:
+    def release_single(self, job: Job) -> None:
         """See `Work`."""
-        self._wire.tell("taken_apart", job.number)
+        self._wire.tell("release_single", job.number)
 
     def is_wanted(self, job: Job) -> bool:
         """See `Work`."""
@@ -238,9 +238,9 @@ class RemoteWork(Work):
         """See `Work`."""
         self._wire.tell("decoded", self._named(jobs), seconds)
 
-    def put_apart(self, job: Job) -> None:
+    def retry_single(self, job: Job) -> None:
         """See `Work`."""
-        self._wire.tell("put_apart", self._forget(job))
+        self._wire.tell("retry_single", self._forget(job))
 
     def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
         """See `Work`."""

@@ -148,7 +148,7 @@ class Session:
         self._port = port
         self._numbers = count()
         self._jobs: dict[int, Job] = {}
-        self._apart: dict[int, Job] = {}  # being decoded by themselves
+        self._singles: dict[int, Job] = {}  # being decoded by themselves
         self._files: dict[int, VideoFile] = {}  # being decoded: the process opens their descriptors
         self._waiting: set[int] = set()  # for a batch
         self._lock = threading.Lock()
@@ -206,14 +206,14 @@ class Session:
     def take_to_prepare(self, max_images: int, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
         return self._taken(self._queue.take_to_prepare(max_images, max_pixels, self._device))
 
-    def take_apart(self, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
-        jobs = self._queue.take_apart(max_pixels, self._device)
+    def take_single(self, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
+        jobs = self._queue.take_single(max_pixels, self._device)
         taken = self._taken(jobs)
-        self._apart |= {job.number: job for job in jobs}
+        self._singles |= {job.number: job for job in jobs}
         return taken
 
-    def taken_apart(self, number: int) -> None:
-        self._queue.taken_apart(self._apart.pop(number))
+    def release_single(self, number: int) -> None:
+        self._queue.release_single(self._singles.pop(number))
 
     def is_wanted(self, number: int) -> bool:
         return self._queue.is_wanted(self._jobs[number])
@@ -223,8 +223,8 @@ class Session:
             self._files.pop(number, None)
         self._queue.decoded(self._named(numbers), seconds)
 
-    def put_apart(self, number: int) -> None:
-        self._queue.put_apart(self._jobs.pop(number))
+    def retry_single(self, number: int) -> None:
+        self._queue.retry_single(self._jobs.pop(number))
 
     def prepared(self, numbers: Sequence[int], pixels: Sequence[bytes]) -> None:
         jobs = self._named(numbers)

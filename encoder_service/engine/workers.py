@@ -82,7 +82,7 @@ class Engine:
             self._unwaited.append(self._thread("watchdog", self._watchdog.run))
         self._threads = [
             self._thread("prepare", prepare.run),
-            *(self._thread("prepare-apart", prepare.run_apart) for _ in range(decode_threads)),
+            *(self._thread("prepare-single", prepare.run_singles) for _ in range(decode_threads)),
             self._thread("vit", vit.run),
             self._thread("copy-out", copy_out.run, copy_out.drop),
         ]
@@ -120,7 +120,7 @@ COPY_OUT_DEPTH = 1
 
 
 class Prepare:
-    """Decodes images and cuts them into patches: `run` on one thread, `run_apart` on several."""
+    """Decodes images and cuts them into patches: `run` on one thread, `run_singles` on several."""
 
     def __init__(
         self,
@@ -148,15 +148,15 @@ class Prepare:
                 self._prepare(jobs, stream)
             del jobs  # a thread that sleeps holds no image
 
-    def run_apart(self) -> None:
+    def run_singles(self) -> None:
         """Decode images one by one, beside the batches, so that no other image waits for a slow one."""
         stream = self._device.stream()
-        while jobs := self._jobs.take_apart(self._max_pixels):
+        while jobs := self._jobs.take_single(self._max_pixels):
             frames = jobs[0].key.frames
             predicted_s = DECODE_S + FRAME_S * (frames.second if frames else 0)
             with stream.use(), self._watchdog.watching("decoding an image", predicted_s):
-                self._prepare_apart(jobs[0], stream)
-            self._jobs.taken_apart(jobs[0])
+                self._prepare_single(jobs[0], stream)
+            self._jobs.release_single(jobs[0])
             del jobs
 
     def _prepare(self, jobs: list[Job], stream: CudaStream) -> None:
@@ -173,13 +173,13 @@ class Prepare:
         good: list[tuple[Job, Tensor]] = []
         for job, pixels in zip(jobs, decoded, strict=True):
             if pixels is None:
-                self._jobs.put_apart(job)
+                self._jobs.retry_single(job)
             elif self._decoded(job, pixels, began):
                 self._metrics.decoded("dali")
                 good.append((job, pixels))
         self._cut(good, stream)
 
-    def _prepare_apart(self, job: Job, stream: CudaStream) -> None:
+    def _prepare_single(self, job: Job, stream: CudaStream) -> None:
         began, frames = monotonic(), job.key.frames
         try:
             if frames is None:

@@ -17,17 +17,17 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to APART.
+    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to SINGLE.
 
-    A task that the batch decoder does not accept begins as APART or LARGE, not WAITING; one that fails there becomes
+    A task that the batch decoder does not accept begins as SINGLE or LARGE, not WAITING; one that fails there becomes
     either as well. A task that was interrupted waits to be decoded again.
     """
 
     WAITING = "waiting"  # its bytes are held, but not decoded
-    APART = "apart"  # likewise, to be decoded by itself
+    SINGLE = "single"  # likewise, to be decoded by itself
     LARGE = "large"  # likewise, with more source pixels than are decoded at a time, or frames of a video
     PREPARING = "preparing"  # taken to be decoded and preprocessed
-    PREPARING_APART = "preparing_apart"  # likewise, by itself
+    PREPARING_SINGLE = "preparing_single"  # likewise, by itself
     PREPARED = "prepared"  # its patches are ready for a batch
     ENCODING = "encoding"  # in a batch that has started
     SPLIT = "split"  # its batch failed or was too large for the store; it waits for a smaller one
@@ -43,7 +43,7 @@ class Task:
     source_bytes: int
     holder: str  # the holder that admitted it, whose share of the queue it counts towards
     source_pixels: int = 0  # of the image file: the cost of decoding
-    alone: bool = False  # decoded beside other images as a large one is
+    as_large: bool = False  # decoded beside other images as a large one is
     state: State = State.WAITING
     claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set
     demands: int = 0

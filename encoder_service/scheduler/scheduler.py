@@ -26,8 +26,8 @@ from encoder_service.scheduler.policy import (
 # The scale of a request is twice the mean over about this many recently ended requests: enough that one large
 # request among small ones does not move it.
 MEAN_OVER_REQUESTS = 256
-APART = (State.APART, State.LARGE)
-DECODING = (State.PREPARING, State.PREPARING_APART)
+SINGLES = (State.SINGLE, State.LARGE)
+DECODING = (State.PREPARING, State.PREPARING_SINGLE)
 ON_DEVICE = (*DECODING, State.PREPARED, State.ENCODING, State.SPLIT)
 
 
@@ -40,7 +40,7 @@ class RequestTable:
 
     def __init__(self, policy: Policy, devices: int) -> None:
         self._policy = policy
-        self.orders = {state: Order(policy) for state in (State.WAITING, *APART)}
+        self.orders = {state: Order(policy) for state in (State.WAITING, *SINGLES)}
         self.prepared = [Order(policy) for _ in range(devices)]  # by the device that has the patches
         self.tasks: dict[bytes, Task] = {}
         self.requests: dict[tuple[str, str], Request] = {}  # by holder and identifier
@@ -186,7 +186,7 @@ class RequestTable:
         """Return the order out of which a task was taken to be worked on, if it is worked on."""
         if task.state in (State.ENCODING, State.SPLIT):
             return self.prepared[task.device]
-        if task.state in (State.PREPARING, State.PREPARING_APART):
+        if task.state in (State.PREPARING, State.PREPARING_SINGLE):
             return self.orders[task.decoded_from]
         return None
 
@@ -230,7 +230,7 @@ class Scheduler:
     """Pure and synchronous: it has no clock, thread or device. The caller serialises the calls.
 
     `now` is in seconds on any monotonic clock. An image goes through `admit`, `next_to_prepare` or
-    `next_apart`, `prepared`, `next_batch`, and `done` or `failed`; it is dropped before its batch starts if its
+    `next_single`, `prepared`, `next_batch`, and `done` or `failed`; it is dropped before its batch starts if its
     last claim is withdrawn. A call takes microseconds for each claim that it touches, however much is queued.
     Several devices share what waits to be decoded; the device that decodes an image also encodes it.
     """
@@ -247,11 +247,11 @@ class Scheduler:
     ) -> None:
         """Set the bounds; `max_ahead_*` bounds what each device has decoded, or is decoding, ahead of its batch.
 
-        A task of more than `large_pixels` source pixels that is decoded by itself is large: see `next_apart`.
+        A task of more than `large_pixels` source pixels that is decoded by itself is large: see `next_single`.
 
         Speculative tasks may fill these bounds once, and demanded ones once more, so that a demanded image never waits
         for a speculative one. Patches stay below twice `max_ahead_patches`, except for a larger image and for those
-        decoded apart. The bounds should hold two batches.
+        decoded by themselves. The bounds should hold two batches.
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
@@ -270,21 +270,21 @@ class Scheduler:
         now: float,
         *,
         source_pixels: int = 0,
-        apart: bool = False,
-        alone: bool = False,
+        single: bool = False,
+        as_large: bool = False,
     ) -> bool:
         """Attach a claim to the task of an address; return whether the task is new.
 
-        A task that is `apart` waits for `next_apart`, and with `alone` counts as large there. One of few patches may
+        A `single` task waits for `next_single`, and with `as_large` counts as large there. One of few patches may
         have many pixels: variants bound patches.
         Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, and
         `ImageLimitError` for an image that could never fit; the claim is then not attached.
         """
         if self.claim(claim, address, now):
             return False
-        task = Task(address, patches, source_bytes, claim.holder, source_pixels, alone=alone)
-        if apart:
-            task.state = self._apart(task)
+        task = Task(address, patches, source_bytes, claim.holder, source_pixels, as_large=as_large)
+        if single:
+            task.state = self._single_state(task)
         self._admission.admit(task)
         self._table.open(task)
         self._table.attach(claim, task, now)
@@ -343,12 +343,14 @@ class Scheduler:
             taken.append(task)
         return taken
 
-    def next_apart(self, now: float, max_pixels: float, *, large: bool = True, device: int = 0) -> list[Task]:
+    def next_single(
+        self, now: float, max_pixels: float, *, large: bool = True, device: int = 0
+    ) -> list[Task]:
         """Take the next task for a device to decode by itself, within the bounds on decoding ahead.
 
         It has at most `max_pixels`, or it is large, if `large` tasks may be taken too: those hold up no others.
         """
-        for state in self._apart_states(now):
+        for state in self._single_states(now):
             first = self._table.orders[state].first(now)
             if first is None:
                 continue
@@ -356,13 +358,13 @@ class Scheduler:
             fits = large if state is State.LARGE else task.source_pixels <= max_pixels
             if fits and self._has_room_ahead(task, device, now):
                 self._table.take(task, device)
-                self._table.move(task, State.PREPARING_APART, now)
+                self._table.move(task, State.PREPARING_SINGLE, now)
                 return [task]
         return []
 
     def is_large(self, task: Task) -> bool:
         """Whether a task has more source pixels than are decoded at a time, or is decoded as if it had."""
-        return task.alone or task.source_pixels > self._large_pixels
+        return task.as_large or task.source_pixels > self._large_pixels
 
     def decoded(self, tasks: Sequence[Task], seconds: float) -> None:
         """Report for how many seconds a thread was decoding these tasks together, whether or not they are good.
@@ -374,15 +376,15 @@ class Scheduler:
         for task in tasks:
             part = task.source_pixels / pixels if pixels else 1 / len(tasks)
             beyond = seconds * part * self.patches_per_s - task.patches
-            shared = APART if task.decoded_from in APART else (task.decoded_from,)
+            shared = SINGLES if task.decoded_from in SINGLES else (task.decoded_from,)
             for state in shared if beyond > 0 else ():
                 self._table.orders[state].charge(task, beyond)
 
-    def put_apart(self, task: Task, now: float) -> None:
+    def retry_single(self, task: Task, now: float) -> None:
         """Report that the batch decoder failed on a task: it is to be decoded by itself."""
         if task.state is not State.GONE:
             assert task.state in DECODING, task
-            self._table.move(task, self._apart(task), now)
+            self._table.move(task, self._single_state(task), now)
 
     def prepared(self, task: Task, now: float) -> bool:
         """Report that a task's patches are ready; return False if all its claims are gone: discard them."""
@@ -508,15 +510,15 @@ class Scheduler:
 
     # Internals
 
-    def _apart(self, task: Task) -> State:
-        return State.LARGE if self.is_large(task) else State.APART
+    def _single_state(self, task: Task) -> State:
+        return State.LARGE if self.is_large(task) else State.SINGLE
 
-    def _apart_states(self, now: float) -> tuple[State, ...]:
+    def _single_states(self, now: float) -> tuple[State, ...]:
         """Return the states of tasks that wait to be decoded by themselves, that of the best task first."""
-        usual, large = self._table.orders[State.APART], self._table.orders[State.LARGE]
+        usual, large = self._table.orders[State.SINGLE], self._table.orders[State.LARGE]
         if large.first(now) is not None and (usual.first(now) is None or large.comes_before(usual, now)):
-            return State.LARGE, State.APART
-        return State.APART, State.LARGE
+            return State.LARGE, State.SINGLE
+        return State.SINGLE, State.LARGE
 
     def _choose(self, now: float, budget_patches: int, device: int) -> list[Task]:
         order = self._table.prepared[device]
@@ -559,7 +561,8 @@ class Scheduler:
         """Whether decoding `task`, the first of its stage, now keeps what a device decodes ahead within its bounds.
 
         They double for a demanded task beside speculative ones, and for one that will be the next in the ViT. Tasks
-        that are decoded apart have bounds of their own: they may be slow, and must not keep others from being decoded.
+        that are decoded by themselves have bounds of their own: they may be slow, and must not keep others from being
+        decoded.
         """
         demanded, guessed = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
         images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches
@@ -576,7 +579,7 @@ class Scheduler:
     def _is_next(self, task: Task, device: int, now: float) -> bool:
         prepared = self._table.prepared[device]
         if prepared.first(now) is None:
-            return task.state in APART  # all that is ahead is decoded together, which may never cease
+            return task.state in SINGLES  # all that is ahead is decoded together, which may never cease
         return self._table.orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 GRID = Grid(1, 4, 4)
 FILE = photo(64, 64, 1)
 HEADER = read_header(FILE)
-APART = b"to be decoded by itself"
+SINGLE = b"to be decoded by itself"
 PATCHES = torch.empty(0)
 ADDRESSES = st.sampled_from([bytes([n]) * 32 for n in range(4)])
 NO_LIMITS = Limits(images=10**6, patches=10**9, source_bytes=10**9, claims=10**6)
@@ -81,7 +81,7 @@ def new_queue(
             large_pixels=large_pixels,
             devices=devices,
         ),
-        cast(Decoder, SimpleNamespace(batches=lambda source: source.key != APART)),
+        cast(Decoder, SimpleNamespace(batches=lambda source: source.key != SINGLE)),
         cast(Store, SimpleNamespace(contains=lambda _address: False)),
         loop=cast(asyncio.AbstractEventLoop, loop),
         on_end=on_end,
@@ -90,9 +90,9 @@ def new_queue(
 
 
 def submit(
-    queue: JobQueue, address: bytes, claim: Claim, *, apart: bool = False, width: int = HEADER.width
+    queue: JobQueue, address: bytes, claim: Claim, *, single: bool = False, width: int = HEADER.width
 ) -> Job:
-    source = Source(APART if apart else b"", FILE, replace(HEADER, width=width))
+    source = Source(SINGLE if single else b"", FILE, replace(HEADER, width=width))
     job = queue.submit(key_of(address), source, GRID, claim)
     assert job is not None
     return job
@@ -118,11 +118,11 @@ class QueueMachine(RuleBasedStateMachine):
         address=ADDRESSES,
         is_demand=st.booleans(),
         name=st.sampled_from("abc"),
-        apart=st.booleans(),
+        single=st.booleans(),
     )
-    def submit(self, address: bytes, is_demand: bool, name: str, apart: bool) -> Claim:
+    def submit(self, address: bytes, is_demand: bool, name: str, single: bool) -> Claim:
         claim = Claim(name, name, demanded=is_demand)
-        job = submit(self.queue, address, claim, apart=apart)
+        job = submit(self.queue, address, claim, single=single)
         if job not in self.made:
             self.made.append(job)
         assert job not in self.ended
@@ -145,17 +145,17 @@ class QueueMachine(RuleBasedStateMachine):
     def take_to_prepare(self, images: int) -> None:
         self.preparing += self.queue.take_to_prepare(images, 10**9)
 
-    @precondition(lambda self: self.count(State.APART))
+    @precondition(lambda self: self.count(State.SINGLE))
     @rule()
-    def take_apart(self) -> None:
-        (job,) = self.queue.take_apart(10**9)
-        self.queue.taken_apart(job)
+    def take_single(self) -> None:
+        (job,) = self.queue.take_single(10**9)
+        self.queue.release_single(job)
         self.preparing.append(job)
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
-    def put_apart(self, data: st.DataObject) -> None:
-        self.queue.put_apart(self.take(data, self.preparing))
+    def retry_single(self, data: st.DataObject) -> None:
+        self.queue.retry_single(self.take(data, self.preparing))
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
@@ -226,8 +226,8 @@ class QueueMachine(RuleBasedStateMachine):
     def work_off(self) -> None:
         while self.count(State.WAITING):
             self.preparing += self.queue.take_to_prepare(10**6, 10**9)
-        while self.count(State.APART):
-            self.take_apart()
+        while self.count(State.SINGLE):
+            self.take_single()
         self.queue.prepared([(job, PATCHES) for job in self.preparing], None)
         self.preparing.clear()
         while self.count(State.PREPARED) + self.count(State.SPLIT):
@@ -375,10 +375,10 @@ def test_an_image_that_was_interrupted_is_not_shared_again_and_the_next_group_is
 WINDOW_PIXELS = 10_000
 
 
-def taken_apart(queue: JobQueue) -> Job:
+def take_single(queue: JobQueue) -> Job:
     """Take an image to decode by itself, or fail when the queue hands out none."""
     taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(queue.take_apart(WINDOW_PIXELS)), daemon=True)
+    stage = threading.Thread(target=lambda: taken.extend(queue.take_single(WINDOW_PIXELS)), daemon=True)
     stage.start()
     stage.join(PATIENCE_S)
     assert taken, "no image is handed out"
@@ -389,25 +389,25 @@ def test_small_images_are_decoded_while_a_larger_one_than_the_window_is() -> Non
     queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
     size = {b"large": 1000, b"large too": 1000, b"small": 100, b"small too": 50}
     for number, (name, width) in enumerate(size.items()):
-        submit(queue, name, Claim(str(number), "a", demanded=True), apart=True, width=width)
-    large = taken_apart(queue)
+        submit(queue, name, Claim(str(number), "a", demanded=True), single=True, width=width)
+    large = take_single(queue)
     assert large.key.address == b"large"
-    small = taken_apart(queue)
+    small = take_single(queue)
     assert small.key.address == b"small", "another large one has to wait, and holds up no small one"
-    queue.taken_apart(large)
-    assert taken_apart(queue).key.address == b"large too"
-    queue.taken_apart(small)
-    assert taken_apart(queue).key.address == b"small too", "it did not fit beside the first small one"
+    queue.release_single(large)
+    assert take_single(queue).key.address == b"large too"
+    queue.release_single(small)
+    assert take_single(queue).key.address == b"small too", "it did not fit beside the first small one"
 
 
 def test_large_images_decode_beside_small_ones_and_after_batch_refusals() -> None:
     queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
-    submit(queue, b"small", Claim("1", "a", demanded=True), apart=True, width=100)
-    small = taken_apart(queue)
+    submit(queue, b"small", Claim("1", "a", demanded=True), single=True, width=100)
+    small = take_single(queue)
     submit(queue, b"large", Claim("2", "a", demanded=True), width=1000)
     (refused,) = queue.take_to_prepare(1, 10**9)
-    queue.put_apart(refused)
-    assert taken_apart(queue).key.address == b"large"
-    queue.taken_apart(small)
-    submit(queue, b"small too", Claim("3", "a", demanded=True), apart=True, width=100)
-    assert taken_apart(queue).key.address == b"small too"
+    queue.retry_single(refused)
+    assert take_single(queue).key.address == b"large"
+    queue.release_single(small)
+    submit(queue, b"small too", Claim("3", "a", demanded=True), single=True, width=100)
+    assert take_single(queue).key.address == b"small too"

@@ -103,8 +103,8 @@ def test_a_full_window_does_not_block_the_next_image_of_the_vit():
 
 def test_single_decodes_do_not_block_other_images():
     scheduler = make(ahead_patches=3 * PATCHES)
-    slow = [want(scheduler, f"slow{number}", patches=3 * PATCHES, apart=True).task for number in range(4)]
-    assert [scheduler.next_apart(0.0, 10**9) for _ in slow] == [[task] for task in slow]
+    slow = [want(scheduler, f"slow{number}", patches=3 * PATCHES, single=True).task for number in range(4)]
+    assert [scheduler.next_single(0.0, 10**9) for _ in slow] == [[task] for task in slow]
     for number in range(20):
         want(scheduler, f"{number}", "others")
     assert len(encode_order(scheduler)) == 20
@@ -114,26 +114,26 @@ def test_single_decodes_do_not_block_other_images():
 
 
 @pytest.mark.parametrize("patches", [3 * PATCHES, 4 * PATCHES, 60 * PATCHES])
-@pytest.mark.parametrize("apart", [False, True])
-def test_batched_small_images_do_not_delay_a_large_single_decode(apart, patches):
+@pytest.mark.parametrize("single", [False, True])
+def test_batched_small_images_do_not_delay_a_large_single_decode(single, patches):
     scheduler, number = make(ahead_patches=3 * PATCHES), 0
     taken = []
 
     def take(*, by_itself):
-        while tasks := scheduler.next_apart(0.0, 10**9) if by_itself else scheduler.next_to_prepare(0.0, 1):
+        while tasks := scheduler.next_single(0.0, 10**9) if by_itself else scheduler.next_to_prepare(0.0, 1):
             taken.extend(tasks)
 
     def flood():
         nonlocal number
         while scheduler.waiting_images < 12:
             number += 1
-            want(scheduler, f"small{number}", f"r{number}", apart=not apart)
-        take(by_itself=not apart)
+            want(scheduler, f"small{number}", f"r{number}", single=not single)
+        take(by_itself=not single)
 
     flood()
-    large = want(scheduler, "large", "large", patches=patches, apart=apart).task
+    large = want(scheduler, "large", "large", patches=patches, single=single).task
     for _ in range(100):
-        take(by_itself=apart)
+        take(by_itself=single)
         if large in taken:
             break
         flood()

@@ -149,15 +149,15 @@ def test_a_full_decode_window_of_one_holder_does_not_block_another():
     prepare_all(scheduler)
     want(scheduler, "other", "r", client="other")
     assert names(scheduler.next_to_prepare(0.0, 10)) == ["other"]
-    want(scheduler, "png", "r", client="png", apart=True)
-    assert names(scheduler.next_apart(0.0, 1000)) == ["png"]
+    want(scheduler, "png", "r", client="png", single=True)
+    assert names(scheduler.next_single(0.0, 1000)) == ["png"]
 
 
 def test_images_of_all_holders_are_decoded_in_turn():
     scheduler = make()
-    fill(scheduler, "busy", 50, requests=50, apart=True)
-    fill(scheduler, "calm", 5, apart=True)
-    decoded = [names(scheduler.next_apart(0.0, 1000))[0] for _ in range(10)]
+    fill(scheduler, "busy", 50, requests=50, single=True)
+    fill(scheduler, "calm", 5, single=True)
+    decoded = [names(scheduler.next_single(0.0, 1000))[0] for _ in range(10)]
     assert sum(name.startswith("calm") for name in decoded) == 5
 
 
@@ -166,11 +166,11 @@ def test_seconds_of_decoding_count_against_their_holder():
     want(scheduler, "measured", client="warm")
     prepare_all(scheduler)
     scheduler.done(scheduler.next_batch(0.0, 1), 1.0)  # a hundred patches a second
-    fill(scheduler, "slow", 50, apart=True)
-    fill(scheduler, "fast", 200, apart=True)
+    fill(scheduler, "slow", 50, single=True)
+    fill(scheduler, "fast", 200, single=True)
     seconds = {"slow": 0.0, "fast": 0.0}
     for _ in range(120):
-        (task,) = scheduler.next_apart(0.0, 1000)
+        (task,) = scheduler.next_single(0.0, 1000)
         client = task.address.decode().rstrip("0123456789")
         took = 20.0 if client == "slow" else 2.0
         seconds[client] += took

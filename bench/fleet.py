@@ -16,7 +16,7 @@ from time import monotonic
 import numpy as np
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.calls import ms_of
 from bench.harness.tables import table
 from encoder_contract.geometry import Grid
@@ -236,7 +236,7 @@ def main() -> None:
         with three_replicas() as replicas:
             figures |= asyncio.run(count_encodes(replicas, given.prompts))
             figures |= asyncio.run(kill_one(replicas))
-    tell(figures, given)
+    print_figures(figures, given)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What a well-behaved client feels while others attack: its slowest calls beside each attacker, over those with none.
+"""Measures a well-behaved client while others attack: its slowest requests beside each attacker, over those with none.
 
-A real server process has small limits, so that an attacker soon reaches them. The victim asks for its description and
-health, submits two photos of which one is new, and fetches their rows, again and again: first alone, then beside an
-attacker, each attacker on a server of its own. Each request counts as a whole. One that fails, or takes longer than the
-victim's patience, counts as failed and as slow as that. An honest neighbour, whose images are as large as those of the
-attackers, comes first: its effect is the price of sharing a server, not of attacks. Beside the watchers the server is
-also told to stop: the victim's own watcher must be told, and the server must end.
+The server is a real process with small limits, so that an attacker soon reaches them. In each request the victim asks
+for the description and the health, submits two photos, one of them new, and fetches their rows. It makes requests one
+by one: first alone, then beside an attacker. Each attacker gets a new server. A request that fails counts as failed,
+and as slow as the victim's patience at least. An honest neighbour, whose images are as large as those of the attackers,
+comes first: it shows the price of sharing a server. During the attack `watchers` the server is also told to stop: the
+victim's health watcher must be told, and the server must end.
 
-Each attacker also attacks a second server on the machine for a while. What the victim of the first feels of that is the
-price of sharing the processors, which no server can lower.
+Before that, each attacker attacks a second server on the same machine for a while. What the victim of the first server
+measures then is the price of sharing the processors, which no server can lower.
 """
 
 import asyncio
@@ -31,20 +31,18 @@ import psutil
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.budget import Budget
 from bench.harness.calls import submit_and_fetch
 from bench.harness.tables import table
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient
-from testing.attackers import attacking
-from testing.attacks import ATTACKS, Target
-from testing.checkpoints import write_checkpoint
-from testing.hostile_images import again
-from testing.photos import photo
+from testing.attacks import ATTACKS, attacking
+from testing.checkpoints import SMALL_IMAGES, write_checkpoint
+from testing.hostile_images import with_trailer
+from testing.photos import photo, with_comment
 from testing.server_process import HALF_THE_CORES, ServerProcess
-from testing.traffic import marked
 
 NEIGHBOUR = "neighbour"
 BENCHMARK = Benchmark(
@@ -108,7 +106,7 @@ BENCHMARK = Benchmark(
 BUDGET_S = 480.0
 PATIENCE_S = 5.0  # of a request; many times what one takes
 WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
-DRAIN_S, HEARD_S = 3, 10.0
+DRAIN_S, TOLD_S = 3, 10.0
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.05,
     "source_gib": 0.1,
@@ -118,23 +116,21 @@ SETTINGS: dict[str, Any] = {
     "drain_s": DRAIN_S,
     "log_level": "error",
 }
-# Of the server that an attacker is alone with.
-OWN_SETTINGS: dict[str, dict[str, Any]] = {"seconds": {"max_queue_s": 2.0}}
-# Images are resized to a quarter of a megapixel at most: the tiny tower takes milliseconds for each.
-PREPROCESSOR = {"size": {"shortest_edge": 65536, "longest_edge": 262144}}
+# Settings of the server for one attack.
+ATTACK_SETTINGS: dict[str, dict[str, Any]] = {"seconds": {"max_queue_s": 2.0}}
 
 
 @dataclass
-class Felt:
-    """What became of requests: seconds of each, and how those that failed did."""
+class Requests:
+    """The outcomes of requests: the seconds of each, and the errors of those that failed."""
 
     seconds: list[float] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
-    def add(self, other: "Felt") -> None:
-        """Count another round."""
+    def add(self, other: "Requests") -> None:
+        """Add the outcomes of other requests."""
         self.seconds += other.seconds
-        self.failed += other.failed
+        self.errors += other.errors
 
     @property
     def p99_ms(self) -> float:
@@ -143,8 +139,8 @@ class Felt:
 
     @property
     def per_s(self) -> float:
-        """Requests that succeeded, one after the other, per second."""
-        return (len(self.seconds) - len(self.failed)) / sum(self.seconds)
+        """The rate of the requests that succeeded; requests are made one by one."""
+        return (len(self.seconds) - len(self.errors)) / sum(self.seconds)
 
 
 class Victim:
@@ -160,144 +156,145 @@ class Victim:
         self._known = photo(320, 240, 2)
         self._numbers = itertools.count()
 
-    async def until(self, deadline: float) -> Felt:
-        """Make requests one after the other until then."""
-        felt = Felt()
+    async def run_for(self, seconds: float) -> Requests:
+        """Make requests one by one for a while."""
+        deadline = time.monotonic() + seconds
+        requests = Requests()
         while time.monotonic() < deadline:
-            felt.add(await self.request())
-        return felt
+            requests.add(await self._request())
+        return requests
 
-    async def request(self) -> Felt:
-        """Make one request."""
+    async def _request(self) -> Requests:
         began = time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await self._ask()
         except TimeoutError:
-            return Felt([PATIENCE_S], ["it took too long"])
+            return Requests([PATIENCE_S], ["it took too long"])
         except Exception as error:  # noqa: BLE001 - any error is a failed request
-            return Felt(
-                [max(PATIENCE_S, time.monotonic() - began)], [f"{type(error).__name__}: {error}"[:200]]
-            )
-        return Felt([time.monotonic() - began])
+            took_s = max(PATIENCE_S, time.monotonic() - began)
+            return Requests([took_s], [f"{type(error).__name__}: {error}"[:200]])
+        return Requests([time.monotonic() - began])
 
     async def _ask(self) -> None:
         await self._service.Describe(pb.DescribeRequest())
         await self._health.Check(health_pb2.HealthCheckRequest())
         await asyncio.to_thread(lambda: urllib.request.urlopen(self._health_url, timeout=PATIENCE_S).read())
         number = next(self._numbers)
-        photos = [self._known, again(self._png, number) if number % 2 else marked(self._jpeg, number)]
-        await submit_and_fetch(self._client, photos, timeout_s=PATIENCE_S)
+        new = with_trailer(self._png, number) if number % 2 else with_comment(self._jpeg, number)
+        await submit_and_fetch(self._client, [self._known, new], timeout_s=PATIENCE_S)
 
-    async def hear_of_the_end(self) -> None:
-        """Watch the server's health until it serves no more."""
+    async def watch_until_not_serving(self) -> None:
+        """Watch the server's health until it is NOT_SERVING."""
         with suppress(grpc.aio.AioRpcError):
             async for answer in self._health.Watch(health_pb2.HealthCheckRequest()):
                 if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                     return
-        raise AssertionError("its watch ended without a word")
+        raise AssertionError("its watch ended without NOT_SERVING")
 
 
 @dataclass
-class Beside:
-    """What a victim felt of one server: alone, then beside an attacker.
+class Measured:
+    """The victim's requests to one server, in the order in which they were made.
 
-    `grown_mib` is how much larger the server's own memory became beside the attacker.
-    `elsewhere` is what the victim felt while the attacker was at another server.
+    `elsewhere`: while the attacker attacked another server; `calm`: with no attacker; `attacked`: beside the attacker.
+    `grown_mib` is the growth of the server's own memory during the attack.
     """
 
-    calm: Felt
-    attacked: Felt
+    elsewhere: Requests
+    calm: Requests
+    attacked: Requests
     grown_mib: float
-    elsewhere: Felt
 
 
 @asynccontextmanager
-async def serving(name: str, model: Path) -> AsyncIterator[tuple[ServerProcess, Target]]:
+async def serving(name: str, model: Path) -> AsyncIterator[ServerProcess]:
     """Run a server with the settings of an attack."""
-    server = ServerProcess(model, **SETTINGS | OWN_SETTINGS.get(name, {}))
+    server = ServerProcess(model, **SETTINGS | ATTACK_SETTINGS.get(name, {}))
     try:
         await asyncio.to_thread(server.wait_until_it_listens)
-        http = server.metrics_url.removeprefix("http://").partition("/")[0]
-        yield server, Target(server.endpoint, http)
+        yield server
     finally:
         server.kill()
 
 
 @asynccontextmanager
-async def victim_of(target: Target) -> AsyncIterator[Victim]:
+async def victim_of(server: ServerProcess) -> AsyncIterator[Victim]:
     """Connect a victim."""
     async with (
-        await EncoderClient.connect(target.grpc, client_id="victim") as client,
-        grpc.aio.insecure_channel(target.grpc) as channel,
+        await EncoderClient.connect(server.endpoint, client_id="victim") as client,
+        grpc.aio.insecure_channel(server.endpoint) as channel,
     ):
-        yield Victim(client, channel, f"http://{target.http}/healthz")
+        yield Victim(client, channel, f"http://{server.http_endpoint}/healthz")
 
 
-async def beside(name: str, model: Path) -> Beside:
-    """Run a server, a victim, and after a while an attacker."""
-    async with serving(name, model) as (server, target), victim_of(target) as victim:
-        async with serving(name, model) as (_, other):
+async def measure_attack(name: str, model: Path) -> Measured:
+    """Run a server and a victim, and an attacker first at another server, then at this one."""
+    async with serving(name, model) as server, victim_of(server) as victim:
+        async with serving(name, model) as other:
             with attacking(name, other) as go:
-                await victim.until(time.monotonic() + WARM_S)
+                await victim.run_for(WARM_S)
                 go()
-                elsewhere = await victim.until(time.monotonic() + ATTACK_S)
-        with attacking(name, target) as go:
-            await victim.until(time.monotonic() + WARM_S)
-            calm = await victim.until(time.monotonic() + CALM_S)
-            before_mib = own_mib(server)
+                elsewhere = await victim.run_for(ATTACK_S)
+        with attacking(name, server) as go:
+            await victim.run_for(WARM_S)
+            calm = await victim.run_for(CALM_S)
+            before_mib = unshared_mib(server)
             go()
-            attacked = await victim.until(time.monotonic() + ATTACK_S)
-            grown_mib = max(0.0, own_mib(server) - before_mib)
+            attacked = await victim.run_for(ATTACK_S)
+            grown_mib = max(0.0, unshared_mib(server) - before_mib)
             if name == "watchers":
-                attacked.failed += await end_of(server, victim)
-        return Beside(calm, attacked, grown_mib, elsewhere)
+                attacked.errors += await stop(server, victim)
+        return Measured(elsewhere, calm, attacked, grown_mib)
 
 
-def own_mib(server: ServerProcess) -> float:
-    """Return a server's memory without what it shares, in MiB."""
+def unshared_mib(server: ServerProcess) -> float:
+    """Return a server's memory without shared memory, in MiB."""
     memory = psutil.Process(server.process.pid).memory_info()
     return float(memory.rss - memory.shared) / (1 << 20)
 
 
-async def end_of(server: ServerProcess, victim: Victim) -> list[str]:
-    """Tell the server to stop; return the complaints of its victim and its operator."""
-    hearing = asyncio.create_task(victim.hear_of_the_end())
+async def stop(server: ServerProcess, victim: Victim) -> list[str]:
+    """Tell the server to stop; return an error if the victim's watcher is not told or the server does not end."""
+    watching = asyncio.create_task(victim.watch_until_not_serving())
     await asyncio.sleep(0.5)  # until it watches
     server.process.terminate()
-    complaints = []
+    errors = []
     try:
-        async with asyncio.timeout(HEARD_S):
-            await hearing
+        async with asyncio.timeout(TOLD_S):
+            await watching
     except (TimeoutError, AssertionError) as error:
-        complaints.append(f"its watcher was not told that the server stops ({type(error).__name__})")
+        errors.append(f"its watcher was not told that the server stops ({type(error).__name__})")
     try:
-        await asyncio.to_thread(server.process.wait, DRAIN_S + HEARD_S)
+        await asyncio.to_thread(server.process.wait, DRAIN_S + TOLD_S)
     except subprocess.TimeoutExpired:
-        complaints.append("the drain did not end")
-    return complaints
+        errors.append("the drain did not end")
+    return errors
 
 
-async def measure(names: Sequence[str], budget: Budget) -> dict[str, Beside]:
-    """Go through attacks while there is time; return what was felt beside each."""
-    found: dict[str, Beside] = {}
+async def measure(names: Sequence[str], budget: Budget) -> dict[str, Measured]:
+    """Measure the neighbour and then as many attacks as there is time for."""
+    found: dict[str, Measured] = {}
     slowest_s = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
+        model = write_checkpoint(folder, preprocessor=SMALL_IMAGES)
         for name in (NEIGHBOUR, *names):
             if not budget.affords(name, slowest_s):
                 continue
             began = time.monotonic()
-            found[name] = await beside(name, model)
-            slowest_s = max(slowest_s, time.monotonic() - began)
-            says = f"{len(found[name].attacked.failed)} of {len(found[name].attacked.seconds)} failed"
-            print(f"{name}: {time.monotonic() - began:.0f} s, {says}", flush=True)
+            found[name] = await measure_attack(name, model)
+            took_s, attacked = time.monotonic() - began, found[name].attacked
+            slowest_s = max(slowest_s, took_s)
+            print(
+                f"{name}: {took_s:.0f} s, {len(attacked.errors)} of {len(attacked.seconds)} failed",
+                flush=True,
+            )
     return found
 
 
-def report(found: dict[str, Beside], left_out: list[str]) -> dict[str, Any]:
+def report(found: dict[str, Measured], left_out: list[str]) -> dict[str, Any]:
     """Print the table; return the figures."""
-    calm = Felt()
+    calm = Requests()
     for each in found.values():
         calm.add(each.calm)
     rows: list[list[str | float]] = [[*_row("no attacker", calm, calm), ""]]
@@ -308,8 +305,8 @@ def report(found: dict[str, Beside], left_out: list[str]) -> dict[str, Any]:
     heads = ["attack", "requests", "failed", "p50 ms", "p99 ms", "p99 / calm", "per s / calm", "MiB more"]
     table("One well-behaved client beside each attacker", heads, rows)
     for name, each in found.items():
-        for complaint, times in Counter(each.attacked.failed).most_common(3):
-            print(f"{name}: {times} times: {complaint}")
+        for error, times in Counter(each.attacked.errors).most_common(3):
+            print(f"{name}: {times} times: {error}")
     ratios = {name: each.attacked.p99_ms / calm.p99_ms for name, each in found.items()}
     worst = max(ratio for name, ratio in ratios.items() if name != NEIGHBOUR)
     speeds = [each.attacked.per_s / calm.per_s for name, each in found.items() if name != NEIGHBOUR]
@@ -317,22 +314,22 @@ def report(found: dict[str, Beside], left_out: list[str]) -> dict[str, Any]:
         "victim_p99_ratio": worst,
         "victim_throughput_ratio": min(speeds),
         "victim_p99_over_neighbour": worst / ratios[NEIGHBOUR],
-        "victim_failed": sum(len(each.attacked.failed) for each in found.values()),
+        "victim_failed": sum(len(each.attacked.errors) for each in found.values()),
         "grown_mib": max(each.grown_mib for each in found.values()),
-        "calm_failed": len(calm.failed),
+        "calm_failed": len(calm.errors),
         "calm_p99_ms": calm.p99_ms,
         "attacks": len(found) - 1,
         "left_out": left_out,
         **{f"p99_ratio_{name}": ratio for name, ratio in ratios.items()},
         **{f"p99_elsewhere_{name}": each.elsewhere.p99_ms / calm.p99_ms for name, each in found.items()},
-        **{f"failed_{name}": len(each.attacked.failed) for name, each in found.items()},
+        **{f"failed_{name}": len(each.attacked.errors) for name, each in found.items()},
     }
 
 
-def _row(name: str, felt: Felt, calm: Felt) -> list[str | float]:
-    counts = [str(len(felt.seconds)), str(len(felt.failed))]
-    ratios = [felt.p99_ms / calm.p99_ms, felt.per_s / calm.per_s]
-    return [name, *counts, median(felt.seconds) * 1e3, felt.p99_ms, *ratios]
+def _row(name: str, requests: Requests, calm: Requests) -> list[str | float]:
+    counts = [str(len(requests.seconds)), str(len(requests.errors))]
+    ratios = [requests.p99_ms / calm.p99_ms, requests.per_s / calm.per_s]
+    return [name, *counts, median(requests.seconds) * 1e3, requests.p99_ms, *ratios]
 
 
 def main() -> None:
@@ -341,11 +338,11 @@ def main() -> None:
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, help="for all attacks (default %(default)s)"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    budget = Budget(given.budget_s)
-    found = asyncio.run(measure(given.attacks, budget))
-    tell(report(found, budget.left_out), given)
+    budget = Budget(args.budget_s)
+    found = asyncio.run(measure(args.attacks, budget))
+    print_figures(report(found, budget.left_out), args)
 
 
 if __name__ == "__main__":

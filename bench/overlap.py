@@ -24,7 +24,7 @@ import psutil
 import torch
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.calls import ms_of, submit_and_fetch
 from bench.harness.tables import table
 from prefill_client import Chunk, EncoderClient, FetchedRows, Layout, RowRequest, Trace, plan, read
@@ -256,7 +256,7 @@ def main() -> None:
     ]
     heads = ("encode", "prefill", "first", "ideal", "overlap", "serial", "others, cores")
     table("Rounds, ms", heads, rows)
-    tell(summary(rounds), given)
+    print_figures(summary(rounds), given)
 
 
 if __name__ == "__main__":

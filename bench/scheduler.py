@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.tables import Table, table
 from bench.simulation.simulator import UNLIMITED, Load
 from bench.simulation.trials import (
@@ -208,7 +208,7 @@ def main() -> None:
         found, shown = section()
         figures |= {name: round(value, 4) for name, value in found.items()}
         tables += shown
-    tell({**figures, "tables": tables}, given)
+    print_figures({**figures, "tables": tables}, given)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.budget import Budget
 from bench.harness.calls import fetch_all, ms_of, submit_and_fetch
 from encoder_contract.digest import content_digest
@@ -426,7 +426,7 @@ def main() -> None:
     budget = Budget(given.budget_s)
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(measure(Path(folder), given, budget))
-    tell({**figures, "left_out": budget.left_out}, given)
+    print_figures({**figures, "left_out": budget.left_out}, given)
 
 
 if __name__ == "__main__":

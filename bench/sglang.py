@@ -29,7 +29,7 @@ from uuid import uuid4
 
 import zmq
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.budget import Budget
 from bench.harness.calls import ms_of, submit_and_fetch
 from bench.vllm import TEXT, TEXT_LAYERS
@@ -121,7 +121,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     budget = Budget(given.budget_s)
     told = _measure(given.rounds, given.only, budget)
-    tell({**told, "left_out": budget.left_out}, given)
+    print_figures({**told, "left_out": budget.left_out}, given)
 
 
 def _elsewhere() -> int:

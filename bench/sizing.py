@@ -7,7 +7,7 @@ Arithmetic from the model's own config (the FLOP counter, the geometry), no meas
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.tables import table
 from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "same utilisation, for prompts of images only. Text and cache hits lower the number.\n"
         f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings."
     )
-    tell({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, given)
+    print_figures({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, given)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Two replicas, an index and clients run among attackers, restarts and faults, which are drawn from a seed.
+"""Runs two replicas, an index and clients among attackers, restarts and faults, which are drawn from a seed.
 
-Clients submit and fetch prompts the whole time. Every image must end in its rows or one error, and never in the rows of
-another. Each event happens once before memory is first measured. At the end all load stops, and what the replica that
-was never restarted holds is compared: memory, files, threads, pins, uploads, calls, leases.
+Clients submit and fetch prompts the whole time. Every image must end in its own rows or one error. Each event happens
+once before memory is first measured. At the end all load stops, and the benchmark compares what the replica that was
+never restarted holds then and held after the warm-up: memory, files, threads, pins, uploads, calls, leases.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,10 +22,10 @@ import numpy as np
 import psutil
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.tables import table
-from testing.checkpoints import write_checkpoint
-from testing.hard_day import EVENTS, Day
+from testing.chaos import EVENTS, Chaos
+from testing.checkpoints import SMALL_IMAGES, write_checkpoint
 from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
 from testing.traffic import Served, Supply, Traffic
@@ -57,8 +57,8 @@ BENCHMARK = Benchmark(
 )
 
 IDLE_S = 90.0  # longer than a lease and a fetched image's grace
-SPARE_FILES = 4  # connections between replicas
-SPARE_THREADS = (os.cpu_count() or 1) + 4  # asyncio's pool, which grows to its bound when it is needed
+SPARE_FILES = 4  # for connections between replicas
+SPARE_THREADS = (os.cpu_count() or 1) + 4  # asyncio's thread pool grows on demand, up to this bound
 MIB = 1 << 20
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.06,
@@ -68,8 +68,6 @@ SETTINGS: dict[str, Any] = {
     "source_ttl_s": 20,
     "log_level": "error",
 }
-# Images are resized to a quarter of a megapixel at most: the tiny tower takes milliseconds for each.
-PREPROCESSOR = {"size": {"shortest_edge": 65536, "longest_edge": 262144}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +83,16 @@ class Usage:
 
     @classmethod
     def of(cls, replica: ReplicaProcess, index_port: int) -> "Usage":
-        """Read it: memory without the store's segment, files without connections to the index.
+        """Measure a replica: memory without the store's segment, files without connections to the index.
 
-        The segment has its size from the start; the pool of connections has a bound, and keeps what it once needed.
+        The segment has its full size from the start, and the pool of connections never shrinks.
         """
         process, now = psutil.Process(replica.process.process.pid), replica.metrics()
         memory = process.memory_info()
+        to_index = sum(each.raddr[1:] == (index_port,) for each in process.net_connections("tcp"))
         return cls(
             (memory.rss - memory.shared) / MIB,
-            process.num_fds()
-            - sum(each.raddr[1:] == (index_port,) for each in process.net_connections("tcp")),
+            process.num_fds() - to_index,
             process.num_threads(),
             int(now.total("store_pins")),
             int(now.total("upload_bytes")),
@@ -107,100 +105,115 @@ class Usage:
         return not (self.pins or self.uploads or self.calls)
 
 
-async def live(
-    day: Day, names: Sequence[str], minutes: float, seed: int
-) -> tuple[Usage, list[Served], list[str]]:
-    """Run clients and events; return what the first replica held after the warm-up, what was served, what was lost."""
-    began, lost = time.monotonic(), []
-    endpoints = [replica.endpoint for replica in day.replicas]
-    warm: Usage | None = None
-    # Few new images at a time: two cores have two replicas, the clients and an attacker to run.
+@dataclass
+class Run:
+    """What the clients and the first replica went through."""
+
+    served: list[Served]
+    lost: list[str]
+    """What `Traffic` found wrong."""
+    usages: list[Usage]
+    """Of the first replica: after the warm-up, and after each event since."""
+
+
+async def usage(chaos: Chaos, number: int = 0) -> Usage:
+    return await asyncio.to_thread(Usage.of, chaos.replicas[number], chaos.redis.port)
+
+
+async def run(chaos: Chaos, events: Sequence[str], minutes: float, seed: int) -> Run:
+    """Run clients among events, each event once as a warm-up and then at random, for so many minutes in all."""
+    began = time.monotonic()
+    endpoints = [replica.endpoint for replica in chaos.replicas]
+    # Few new images at a time: two cores run two replicas, the clients and an attacker.
     load = Traffic(endpoints, Supply(seed=seed), workers=3, images=4, pause_s=0.05)
+    result = Run(load.served, [], [])
     try:
         async with load:
-            for name in day.draw.sample(names, len(names)):
-                await day.happen(name)
-            warm = await asyncio.to_thread(Usage.of, day.replicas[0], day.redis.port)
-            day.rss_mib.append(warm.rss_mib)
+            for name in chaos.rng.sample(events, len(events)):
+                await chaos.inject(name)
+            chaos.is_warm = True
+            result.usages.append(await usage(chaos))
             while time.monotonic() - began < minutes * 60:
-                await day.happen(day.draw.choice(names))
-                day.rss_mib.append(
-                    (await asyncio.to_thread(Usage.of, day.replicas[0], day.redis.port)).rss_mib
-                )
-                _progress(began, minutes, load, day)
+                await chaos.inject(chaos.rng.choice(events))
+                result.usages.append(await usage(chaos))
+                _show_progress(began, minutes, load, chaos)
     except (
         AssertionError,
         TimeoutError,
         KeyError,
-    ) as error:  # what `Traffic` raises of an image that went wrong
-        lost.append(f"{type(error).__name__}: {error}")
-    assert warm is not None, f"the day ended before the warm-up did: {lost}"
-    return warm, load.served, lost
+    ) as error:  # `Traffic` raises these for an image that went wrong
+        result.lost.append(f"{type(error).__name__}: {error}")
+    assert result.usages, f"the run ended before the warm-up did: {result.lost}"
+    return result
 
 
-async def at_rest(day: Day) -> tuple[Usage, int]:
-    """Wait until no caller holds anything; return what the first replica still holds, and the leases in the index."""
+async def at_rest(chaos: Chaos) -> tuple[Usage, int]:
+    """Wait until no caller holds anything; return the first replica's usage, and the number of leases in the index."""
     deadline = time.monotonic() + IDLE_S
     while True:
-        usages = [await asyncio.to_thread(Usage.of, replica, day.redis.port) for replica in day.replicas]
-        with day.redis.client() as client:
+        usages = [await usage(chaos, number) for number in range(len(chaos.replicas))]
+        with chaos.redis.client() as client:
             leases = sum(1 for _ in client.scan_iter("*:lease", count=1000))
-        if (not leases and all(usage.is_idle for usage in usages)) or time.monotonic() > deadline:
+        if (not leases and all(each.is_idle for each in usages)) or time.monotonic() > deadline:
             return usages[0], leases
         await asyncio.sleep(1)
 
 
-async def soak(names: Sequence[str], minutes: float, seed: int) -> dict[str, Any]:
+async def soak(events: Sequence[str], minutes: float, seed: int) -> dict[str, Any]:
     """Run events and clients, print the tables and return the figures."""
     with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
-        model = write_checkpoint(Path(folder), preprocessor=PREPROCESSOR)
+        model = write_checkpoint(Path(folder), preprocessor=SMALL_IMAGES)
         replicas = [ReplicaProcess(model, number, index=redis.url, **SETTINGS) for number in range(2)]
         with fleet_of(replicas):
             began = time.monotonic()
-            day = Day(replicas, redis, random.Random(seed))
-            warm, served, lost = await live(day, names, minutes, seed)
-            took_s, crashes = time.monotonic() - began, day.crashes()
-            rest, leases = await at_rest(day)
-    errors = Counter(each.error.partition(":")[0] for each in served if each.error)
-    for loss in lost:
+            chaos = Chaos(replicas, redis, random.Random(seed))
+            result = await run(chaos, events, minutes, seed)
+            took_s, crashes = time.monotonic() - began, chaos.crashes()
+            rest, leases = await at_rest(chaos)
+    warm = result.usages[0]
+    errors = Counter(each.error.partition(":")[0] for each in result.served if each.error)
+    for loss in result.lost:
         print(f"lost: {loss}")
-    held = [
-        [name, str(round(getattr(warm, name))), str(round(getattr(rest, name)))] for name in Usage.__slots__
-    ]
-    table("What the replica that was never restarted holds", ["", "after the warm-up", "at rest"], held)
-    quarters = [part for part in np.array_split(np.array([*day.rss_mib, rest.rss_mib]), 4) if part.size]
-    memory: list[list[str | float]] = [
-        [str(n), float(np.median(part)), float(part.max())] for n, part in enumerate(quarters, 1)
-    ]
-    table("Its memory by quarter of the time", ["quarter", "median MiB", "largest"], memory)
-    for title, head, counts in (
-        ("What happened", "event", day.happened),
-        ("Errors of images", "error", errors),
-    ):
-        table(title, [head, "times"], [[name, str(times)] for name, times in counts.most_common()])
+    _print_tables(result, rest, {"event": chaos.counts, "error": errors})
     return {
-        "lost": len(lost),
+        "lost": len(result.lost),
         "crashes": crashes,
-        "hangs": day.hangs,
+        "hangs": chaos.hangs,
         "leaked_pins": rest.pins + rest.uploads + rest.calls,
         "leaked_fds": max(0, rest.files - warm.files - SPARE_FILES),
         "leaked_threads": max(0, rest.threads - warm.threads - SPARE_THREADS),
         "leaked_leases": leases,
         "rss_growth_percent": 100 * max(0.0, rest.rss_mib / warm.rss_mib - 1),
         "minutes": took_s / 60,
-        "images": len(served),
+        "images": len(result.served),
         "failed": errors.total(),
-        "events": day.happened.total(),
+        "events": chaos.counts.total(),
         "seed": seed,
-        "p50_s": median(each.seconds for each in served),
+        "p50_s": median(each.seconds for each in result.served),
     }
 
 
-def _progress(began: float, minutes: float, load: Traffic, day: Day) -> None:
+def _print_tables(result: Run, rest: Usage, counts: Mapping[str, Counter[str]]) -> None:
+    warm = result.usages[0]
+    held = [
+        [name, str(round(getattr(warm, name))), str(round(getattr(rest, name)))] for name in Usage.__slots__
+    ]
+    table("What the replica that was never restarted holds", ["", "after the warm-up", "at rest"], held)
+    rss_mib = np.array([each.rss_mib for each in (*result.usages, rest)])
+    quarters = [part for part in np.array_split(rss_mib, 4) if part.size]
+    memory: list[list[str | float]] = [
+        [str(n), float(np.median(part)), float(part.max())] for n, part in enumerate(quarters, 1)
+    ]
+    table("Its memory by quarter of the time", ["quarter", "median MiB", "largest"], memory)
+    for head, counted in counts.items():
+        table(f"Each {head}", [head, "times"], [[name, str(n)] for name, n in counted.most_common()])
+
+
+def _show_progress(began: float, minutes: float, load: Traffic, chaos: Chaos) -> None:
     if sys.stderr.isatty():
-        gone = (time.monotonic() - began) / 60
-        says = f"{gone:.1f} of {minutes:g} min: {len(load.served)} images, {day.happened.total()} events"
-        print(f"\r{says}", end="", file=sys.stderr, flush=True)
+        elapsed = (time.monotonic() - began) / 60
+        counts = f"{len(load.served)} images, {chaos.counts.total()} events"
+        print(f"\r{elapsed:.1f} of {minutes:g} min: {counts}", end="", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -211,13 +224,13 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of images and events")
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
-    given = parser.parse_args()
+    args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    figures = asyncio.run(soak(given.events, given.minutes, given.seed))
+    figures = asyncio.run(soak(args.events, args.minutes, args.seed))
     missed = [f for f in BENCHMARK.figures if f.target and not f.met(figures[f.key])]
     verdict = "; ".join(f"{f.key} is {figures[f.key]:g}, not {f.target}" for f in missed)
     print(f"\n{verdict or 'nothing lost, stuck or larger'}")
-    tell(figures, given)
+    print_figures(figures, args)
     return int(bool(missed))
 
 

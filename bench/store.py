@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.transport.hits import hit_figures
 from bench.transport.puts import put_figures
 from encoder_contract.framing import checksum, frame_rows, parse_fetch_response
@@ -233,7 +233,7 @@ def main() -> None:
     if not given.no_server:
         figures |= asyncio.run(hit_figures(given.rounds))
         figures |= asyncio.run(put_figures(given.rounds))
-    tell(figures, given)
+    print_figures(figures, given)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import psutil
 import torch
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.overlap import TEXT, TEXT_LAYERS, VISION_LAYERS
 from encoder_contract.video import VideoSettings
 from prefill_client import EncoderClient, RowRequest, Video, read_videos
@@ -254,7 +254,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
-        tell(run(Path(folder), given.rounds, given.shrink), given)
+        print_figures(run(Path(folder), given.rounds, given.shrink), given)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.budget import DEFAULT_S, Budget
 from bench.harness.results import hardware
 from bench.harness.tables import table
@@ -94,7 +94,7 @@ def main() -> None:
         "--budget-s", type=float, default=DEFAULT_S, help="for all of it (default %(default)s)"
     )
     given = parser.parse_args()
-    tell(measure(given), given)
+    print_figures(measure(given), given)
 
 
 def measure(given: Namespace) -> dict[str, Any]:

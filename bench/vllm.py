@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, tell
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from testing.photos import photo
 from testing.vllm_environment import ENVIRONMENT, PYTHON
 
@@ -105,7 +105,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.here:
         sys.exit(_elsewhere())
-    tell(_measure(given.rounds), given)
+    print_figures(_measure(given.rounds), given)
 
 
 def _elsewhere() -> int:

@@ -1,13 +1,23 @@
-"""Attacks: what a caller can take of a server, each in one way, until it is stopped.
+"""Attacks on a server, each a process that abuses it in one way until it is killed.
 
-Loads are bounded: no attack sends more than some hundred megabytes, or keeps more connections than an honest fleet.
+    python -m testing.attacks NAME HOST:PORT HTTP_HOST:PORT
+
+The process prepares its bytes, prints "ready", and attacks once it has read a line from its input. It runs with a low
+priority, so that server and victim get the processor first: what a victim feels is then what the server allows, not
+the price of another busy process on the machine.
+
+Loads are bounded: no attack sends more than some hundred megabytes, or opens more connections than an honest fleet.
 """
 
+import argparse
 import asyncio
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,42 +29,66 @@ from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from testing import hostile_images as files
-from testing.photos import photo
+from testing.photos import photo, with_comment
 from testing.raw_http2 import RawConnection
-from testing.traffic import marked
 
-if TYPE_CHECKING:  # the class of an asyncio channel has a name for the type checker only
+if TYPE_CHECKING:  # the class of an asyncio stub exists for the type checker only
     from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
+    from testing.server_process import ServerProcess
 
+NICE = 10
 SUBMIT, FETCH = (f"/encoder_contract.v1.EncoderService/{name}" for name in ("Submit", "Fetch"))
 WATCH = "/grpc.health.v1.Health/Watch"
-AGAIN_S = 0.5  # between attempts of an attacker whose calls were ended
+RETRY_S = 0.5  # before an attack whose calls the server has ended begins again
 PIECE = bytes(1 << 20)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server: where its calls and its operator's port are."""
+    """The addresses of a server: of its gRPC port and of its operator's HTTP port."""
 
     grpc: str
     http: str
 
     def stub(self) -> "EncoderServiceAsyncStub":
-        """Return a stub on a connection of its own."""
+        """Return a stub on a new connection."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 64 << 20)]
         return EncoderServiceStub(grpc.aio.insecure_channel(self.grpc, options))
 
 
-Attack = Callable[[Target, Callable[[], Awaitable[None]]], Awaitable[None]]
+Ready = Callable[[], Awaitable[None]]
+"""An attack calls it once it is prepared; it returns when the attack shall begin."""
+Attack = Callable[[Target, Ready], Awaitable[None]]
 
 
-async def headers(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+@contextmanager
+def attacking(name: str, server: "ServerProcess") -> Iterator[Callable[[], None]]:
+    """Start an attacker's process, and yield the function that begins the attack. Kill the process at the end."""
+    command = [sys.executable, "-m", "testing.attacks", name, server.endpoint, server.http_endpoint]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", f"the attacker {name} ended before its attack"
+
+        def go() -> None:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+
+        try:
+            yield go
+            assert process.poll() is None, f"the attacker {name} ended during its attack"
+        finally:
+            process.kill()
+
+
+async def headers(target: Target, ready: Ready) -> None:
     """Small files whose headers are long to read, each uploaded once and named under many variants."""
     kinds = (files.newlines_png(), files.pieces_jpeg())
     stub = target.stub()
     await ready()
     for number in itertools.count():
-        file = files.again(kinds[number % 2], number)
+        file = files.with_trailer(kinds[number % 2], number)
         digest = content_digest(file)
         names = [pb.ImageName(index=n, digest=digest, variant=_variant(n)) for n in range(512)]
         await _submit(stub, names[:1], {digest: file})
@@ -65,8 +99,8 @@ def _variant(number: int) -> pb.Variant:
     return pb.Variant(min_pixels=65536, max_pixels=65536 + 1024 * number)
 
 
-async def uploads(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Uploads that never end: bytes of images are sent, and their last piece is not."""
+async def uploads(target: Target, ready: Ready) -> None:
+    """Uploads that never end: the last piece of each image is not sent."""
     stub, names = target.stub(), itertools.count()
 
     async def hold() -> None:
@@ -82,15 +116,15 @@ async def uploads(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
             pass
 
     await ready()
-    await _keep(4, hold)
+    await _repeat_in_parallel(4, hold)
 
 
-async def readers(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+async def readers(target: Target, ready: Ready) -> None:
     """Fetches of held images that are never read."""
     stub, base = target.stub(), photo(512, 512, 7)
     digests: list[bytes] = []
     for begin in range(0, 96, 16):
-        some = await _submit_files(stub, [marked(base, begin + n) for n in range(16)])
+        some = await _submit_files(stub, [with_comment(base, begin + n) for n in range(16)])
         await _read(stub, _request(some))
         digests += some
 
@@ -101,42 +135,42 @@ async def readers(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
             await connection.closed.wait()
 
     await ready()
-    await _keep(2, hold)
+    await _repeat_in_parallel(2, hold)
 
 
-async def decoders(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+async def decoders(target: Target, ready: Ready) -> None:
     """Progressive JPEGs of thousands of scans, and PNGs of many pixels in few bytes."""
     kinds = [files.scans_jpeg(), *[files.bomb_png()] * 4]
     stub = target.stub()
     await ready()
     for number in itertools.count():
-        some = [files.again(file, 10 * number + n) for n, file in enumerate(kinds)]
+        some = [files.with_trailer(file, 10 * number + n) for n, file in enumerate(kinds)]
         await _read(stub, _request(await _submit_files(stub, some)))
 
 
-async def messages(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+async def messages(target: Target, ready: Ready) -> None:
     """Kilobytes that gzip turns into megabytes of empty sub-messages."""
     bodies = _empty_messages(2_000_000)
-    channel: Any = grpc.aio.insecure_channel(  # of bytes as they are
+    channel: Any = grpc.aio.insecure_channel(  # Any: messages are bytes
         target.grpc, [("grpc.max_send_message_length", 64 << 20)], compression=grpc.Compression.Gzip
     )
     await ready()
-    await _repeat(channel, bodies)
+    await _send_in_turn(channel, bodies)
 
 
 def _empty_messages(count: int) -> dict[str, bytes]:
-    """Return a Fetch and a Submit of so many empty sub-messages, by the path of the call."""
+    """Return a Fetch and a Submit with `count` empty sub-messages, by the path of the call."""
     names = b"\x0a\x00" * count
     return {FETCH: b"\x12\x00" * count, SUBMIT: b"\x12" + _varint(len(names)) + names}
 
 
-async def _repeat(channel: Any, bodies: dict[str, bytes]) -> None:
-    """Send the messages one after the other, without end."""
+async def _send_in_turn(channel: Any, bodies: dict[str, bytes]) -> None:
+    """Send the messages in turn until the process ends."""
     for path in itertools.cycle(bodies):
         with suppress(grpc.aio.AioRpcError):
             async for _ in channel.unary_stream(path)(bodies[path], timeout=30):
                 pass
-        await asyncio.sleep(0.01)  # a refusal at once is no reason to ask without pause
+        await asyncio.sleep(0.01)  # do not spin on immediate refusals
 
 
 def _varint(number: int) -> bytes:
@@ -144,8 +178,8 @@ def _varint(number: int) -> bytes:
     return bytes([*(byte | 0x80 for byte in low[:-1]), low[-1]])
 
 
-async def unknown(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Fetches of hundreds of images that nobody submits."""
+async def unknown(target: Target, ready: Ready) -> None:
+    """Fetches of hundreds of images that no client submits."""
     stub, draw = target.stub(), random.Random(0)
 
     async def ask() -> None:
@@ -154,11 +188,11 @@ async def unknown(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
             pass
 
     await ready()
-    await _keep(64, ask)
+    await _repeat_in_parallel(64, ask)
 
 
-async def partial(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Messages that are begun and not ended, on many streams."""
+async def partial(target: Target, ready: Ready) -> None:
+    """Messages without their last bytes, on many streams."""
     start = b"\0" + (len(PIECE) + 1).to_bytes(4, "big")
 
     async def hold() -> None:
@@ -168,21 +202,21 @@ async def partial(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
             await connection.closed.wait()
 
     await ready()
-    await _keep(8, hold)
+    await _repeat_in_parallel(8, hold)
 
 
-async def claims(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Many Fetches of few images, each of which counts as one who waits; of the rows they want one each."""
+async def claims(target: Target, ready: Ready) -> None:
+    """Many Fetches of the same few images: each Fetch holds a claim on each image, and reads one row."""
     stub, base = target.stub(), photo(512, 512, 8)
     await ready()
     for number in itertools.count():
-        digests = await _submit_files(stub, [marked(base, 8 * number + n) for n in range(8)])
+        digests = await _submit_files(stub, [with_comment(base, 8 * number + n) for n in range(8)])
         asked = [_read(stub, _request(digests * 32, rows=1)) for _ in range(64)]
         await asyncio.gather(*asked)
 
 
-async def dripping(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Connections to the operator's port that send a byte a second and no request."""
+async def dripping(target: Target, ready: Ready) -> None:
+    """Connections to the operator's port that send one byte a second and never finish a request."""
 
     async def drip() -> None:
         host, _, port = target.http.rpartition(":")
@@ -197,11 +231,11 @@ async def dripping(target: Target, ready: Callable[[], Awaitable[None]]) -> None
             writer.close()
 
     await ready()
-    await _keep(128, drip)
+    await _repeat_in_parallel(128, drip)
 
 
-async def watchers(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Watchers of health that take no answer, and others that come and go."""
+async def watchers(target: Target, ready: Ready) -> None:
+    """Health watchers that read no answer, and others that connect and disconnect."""
     message = health_pb2.HealthCheckRequest().SerializeToString()
 
     async def hold() -> None:
@@ -210,70 +244,69 @@ async def watchers(target: Target, ready: Callable[[], Awaitable[None]]) -> None
                 await connection.call(WATCH, message)
             await connection.closed.wait()
 
-    async def come_and_go() -> None:
+    async def reconnect() -> None:
         async with await RawConnection.open(target.grpc) as connection:
             stream = await connection.call(WATCH, message)
             await asyncio.sleep(0.1)
             connection.reset_stream(stream)
 
     await ready()
-    await asyncio.gather(_keep(8, hold), _keep(2, come_and_go))
+    await asyncio.gather(_repeat_in_parallel(8, hold), _repeat_in_parallel(2, reconnect))
 
 
-async def refusals(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Messages of 100 KB with 50 000 empty sub-messages, as fast as they are refused."""
+async def refusals(target: Target, ready: Ready) -> None:
+    """Messages of 100 KB with 50 000 empty sub-messages, as fast as the server refuses them."""
     bodies = _empty_messages(50_000)
-    channel: Any = grpc.aio.insecure_channel(target.grpc)  # of bytes as they are
+    channel: Any = grpc.aio.insecure_channel(target.grpc)  # Any: messages are bytes
     await ready()
-    await asyncio.gather(*(_repeat(channel, {path: bodies[path]}) for path in bodies for _ in range(8)))
+    await asyncio.gather(*(_send_in_turn(channel, {path: bodies[path]}) for path in bodies for _ in range(8)))
 
 
-async def priority(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
+async def priority(target: Target, ready: Ready) -> None:
     """Images of the highest priority, more than the tower can encode."""
     caller = pb.Caller(priority=8)
     stub, base, numbers = target.stub(), photo(512, 512, 11), itertools.count()
 
     async def ask() -> None:
-        images = [marked(base, next(numbers)) for _ in range(16)]
+        images = [with_comment(base, next(numbers)) for _ in range(16)]
         await _read(stub, _request(await _submit_files(stub, images, caller), caller=caller))
 
     await ready()
-    await _keep(4, ask, pause_s=0.0)
+    await _repeat_in_parallel(4, ask, pause_s=0.0)
 
 
-async def seconds(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Images that nobody fetches, as many as the seconds of the queue allow."""
+async def seconds(target: Target, ready: Ready) -> None:
+    """Images that no client fetches, as many as the queue's limit in seconds admits."""
     stub, base, numbers = target.stub(), photo(512, 512, 10), itertools.count()
 
     async def submit() -> None:
-        await _submit_files(stub, [marked(base, next(numbers)) for _ in range(32)])
+        await _submit_files(stub, [with_comment(base, next(numbers)) for _ in range(32)])
 
     await ready()
-    await _keep(4, submit, pause_s=0.0)
+    await _repeat_in_parallel(4, submit, pause_s=0.0)
 
 
-async def large(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """Images of more pixels than are decoded at a time, each of which takes seconds."""
+async def large(target: Target, ready: Ready) -> None:
+    """Images with more pixels than the server decodes at a time; each takes seconds."""
     file, numbers = files.large_jpeg2000(), itertools.count()
     stub = target.stub()
 
     async def ask() -> None:
-        image = files.again(file, next(numbers))
+        image = files.with_trailer(file, next(numbers))
         await _read(stub, _request(await _submit_files(stub, [image]), grace_ms=30_000))
 
     await ready()
-    await _keep(4, ask, pause_s=0.0)
+    await _repeat_in_parallel(4, ask, pause_s=0.0)
 
 
-async def neighbour(target: Target, ready: Callable[[], Awaitable[None]]) -> None:
-    """No attacker: one honest client, of new images as large as those of the attackers, one after the other."""
+async def neighbour(target: Target, ready: Ready) -> None:
+    """No attack: one honest client that asks for new images, as large as those of the attacks, one by one."""
     stub, base = target.stub(), photo(512, 512, 9)
     await ready()
     for number in itertools.count():
-        await _read(stub, _request(await _submit_files(stub, [marked(base, number)])))
+        await _read(stub, _request(await _submit_files(stub, [with_comment(base, number)])))
 
 
-# In the order of the points of a hostile day; `watchers` also looks at the drain.
 ATTACKS: dict[str, Attack] = {
     attack.__name__: attack
     for attack in (
@@ -301,8 +334,8 @@ async def _submit(
     by_digest: dict[bytes, bytes],
     caller: pb.Caller | None = None,
 ) -> None:
-    """Name images and send the bytes that are asked for and known here; whatever is answered is fine."""
-    call: Any = stub.Submit()  # whose `read` has no type but that of the end
+    """Name images and send the bytes that the server asks for, if they are in `by_digest`. Ignore errors."""
+    call: Any = stub.Submit()  # Any: the type of `read` knows only EOF
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(pb.SubmitRequest(open=caller or pb.Caller()))
         await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
@@ -338,13 +371,37 @@ async def _read(stub: "EncoderServiceAsyncStub", request: pb.FetchRequest) -> No
             pass
 
 
-async def _keep(count: int, one: Callable[[], Awaitable[None]], pause_s: float = AGAIN_S) -> None:
-    """Keep so many going, each begun again, after a pause, when it has ended."""
+async def _repeat_in_parallel(
+    count: int, call: Callable[[], Awaitable[None]], pause_s: float = RETRY_S
+) -> None:
+    """Run `count` copies of a call at the same time, and repeat each after a pause when it has ended."""
 
-    async def again() -> None:
+    async def repeat() -> None:
         while True:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, ProtocolError):
-                await one()
+                await call()
             await asyncio.sleep(pause_s)
 
-    await asyncio.gather(*(again() for _ in range(count)))
+    await asyncio.gather(*(repeat() for _ in range(count)))
+
+
+async def _wait_for_go() -> None:
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("attack", choices=list(CALLERS))
+    parser.add_argument("grpc", help="host:port of the server")
+    parser.add_argument("http", help="host:port of its metrics")
+    args = parser.parse_args()
+    os.nice(NICE)
+    asyncio.run(CALLERS[args.attack](Target(args.grpc, args.http), _wait_for_go))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

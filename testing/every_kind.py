@@ -7,7 +7,7 @@ from typing import Any
 from PIL import Image, ImageCms
 
 from encoder_contract.header import FORMATS, RARE_FORMATS
-from testing.photos import encoded, pixels, with_a_style_of_its_tile
+from testing.photos import encoded, pixels, with_tile_style
 
 _TRANSPARENT = (9, 8, 7)
 _PICTURE = Image.fromarray(pixels(24, 17, 1))
@@ -54,7 +54,7 @@ def files() -> Iterator[tuple[str, bytes]]:
                 yield f"{kind} {mode} {options}", image
     bare = encoded(_PICTURE, "JPEG2000", no_jp2=True)
     for style in ({"codeblock_size": (32, 32)}, {"precinct_size": (64, 64), "num_resolutions": 3}):
-        yield f"JPEG2000 tile {style}", with_a_style_of_its_tile(bare, **style)
+        yield f"JPEG2000 tile {style}", with_tile_style(bare, **style)
 
 
 def _in_mode(mode: str) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Image files that are small to send and dear to take: for parsers of headers, for decoders, for memory."""
+"""Image files that are cheap to send and expensive to process: for header parsers, decoders and memory."""
 
 import io
 import struct
@@ -11,8 +11,8 @@ from testing.photos import encoded, photo
 _START_OF_SCAN = b"\xff\xda"
 
 
-def again(file: bytes, number: int) -> bytes:
-    """Return the same image under another name: what follows its end is read by nobody."""
+def with_trailer(file: bytes, number: int) -> bytes:
+    """Return the same image with another digest: decoders ignore the bytes behind its end."""
     return file + number.to_bytes(8, "big")
 
 
@@ -29,7 +29,7 @@ def png_chunk(kind: bytes, payload: bytes) -> bytes:
 
 
 def pieces_jpeg(pieces: int = 900, piece_bytes: int = 1000) -> bytes:
-    """Return a JPEG whose EXIF block comes in many pieces, to be joined."""
+    """Return a JPEG whose EXIF block is split into many segments."""
     payload = b"Exif\0\0" + bytes(piece_bytes)
     segment = struct.pack(">BBH", 0xFF, 0xE1, len(payload) + 2) + payload
     small = photo(8, 8, 1)
@@ -46,14 +46,14 @@ def scans_jpeg(scans: int = 2000, side: int = 2048) -> bytes:
 
 
 def bomb_png(side: int = 9000) -> bytes:
-    """Return a PNG of a few kilobytes with many pixels, all alike, one bit each."""
+    """Return a PNG of a few kilobytes with many equal pixels of one bit each."""
     file = io.BytesIO()
     Image.new("1", (side, side)).save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
 def large_jpeg2000(side: int = 7200) -> bytes:
-    """Return a JPEG 2000 file of a few hundred bytes, of more pixels than are decoded at a time."""
+    """Return a JPEG 2000 file of a few hundred bytes with more pixels than the server decodes at a time."""
     file = io.BytesIO()
     Image.new("L", (side, side)).save(file, "JPEG2000")
     return file.getvalue()

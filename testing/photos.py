@@ -46,10 +46,10 @@ def photo(
     orientation: int = 1,
     mode: str = "RGB",
 ) -> bytes:
-    """Return an image file of `width` × `height` stored pixels, the same bytes for the same arguments.
+    """Return an image file of `width` × `height` stored pixels: the same bytes for the same arguments.
 
-    `orientation` 1 to 8 is written as EXIF (all but GIF, BMP and JPEG2000 carry it); `mode` is one of Pillow's (RGB, L,
-    CMYK, RGBA, LA, P, 1, or I;16 for 16-bit grey) and must be one that the format can hold.
+    `orientation`, 1 to 8, is written as EXIF (in all formats but GIF, BMP and JPEG2000). `mode` is a Pillow mode that
+    the format can hold: RGB, L, CMYK, RGBA, LA, P, 1, or I;16 for 16-bit grey.
     """
     picture = Image.fromarray(pixels(width, height, seed))
     if mode == "I;16":
@@ -79,15 +79,21 @@ def encoded(
     return file.getvalue()
 
 
-def with_a_style_of_its_tile(image: bytes, **options: Any) -> bytes:
-    """Return a JPEG 2000 codestream of one tile, which is coded as `options` say and not as the main header says."""
+def with_comment(jpeg: bytes, number: int) -> bytes:
+    """Return a JPEG of the same pixels with another digest: with a comment behind its first segment."""
+    behind = 4 + int.from_bytes(jpeg[4:6], "big")
+    return jpeg[:behind] + b"\xff\xfe\x00\x0a" + number.to_bytes(8, "big") + jpeg[behind:]
+
+
+def with_tile_style(image: bytes, **options: Any) -> bytes:
+    """Return a JPEG 2000 codestream of one tile with coding options that differ from those of the main header."""
     with Image.open(io.BytesIO(image)) as opened:
         other = encoded(opened, "JPEG2000", no_jp2=True, **options)
     begin = other.index(b"\xff\x52")
     style = other[begin : begin + 2 + int.from_bytes(other[begin + 2 : begin + 4])]
     tile, data = other.index(b"\xff\x90"), other.index(b"\xff\x93")
-    to_the_end = other[tile : tile + 6] + bytes(4) + other[tile + 10 : data]  # a length of 0
-    return image[: image.index(b"\xff\x90")] + to_the_end + style + other[data:]
+    tile_header = other[tile : tile + 6] + bytes(4) + other[tile + 10 : data]  # a length of 0
+    return image[: image.index(b"\xff\x90")] + tile_header + style + other[data:]
 
 
 _KINDS = (
@@ -105,10 +111,10 @@ def _sound(kind: int, size: int, orientation: int) -> bytes:
 
 
 def damaged(seed: int) -> bytes:
-    """Return a small image file of one of the formats with a few seeded faults in it.
+    """Return a small image file of one of the formats with a few seeded faults.
 
-    Cut short, bytes changed, spans lost, doubled, zeroed or filled with noise, two files spliced; most faults
-    fall into the first bytes, where the structure is. Some files stay readable.
+    Files are cut or spliced, bytes are changed, and spans are removed, doubled, zeroed or filled with noise. Most
+    faults are in the first bytes, where the structure is. Some files stay readable.
     """
     draw = random.Random(seed)
     image = bytearray(_sound(seed % len(_KINDS), draw.randrange(3), draw.choice((1, 6))))
@@ -161,5 +167,5 @@ def _splice(draw: random.Random, image: bytearray) -> None:
 
 
 def data_url(image: bytes) -> str:
-    """Return a JPEG as a URL that holds it."""
+    """Return a JPEG as a data URL."""
     return "data:image/jpeg;base64," + base64.b64encode(image).decode()

@@ -1,4 +1,4 @@
-"""`encoder-service serve` as a process of its own: started on free ports, ended by pid."""
+"""Starts `encoder-service serve` as a process on free ports, and stops it by pid."""
 
 import os
 import re
@@ -14,25 +14,26 @@ from typing import Any
 from encoder_contract.settings import flag
 from encoder_service.metrics import Scrape, scrape
 
-# One that ends by itself is noticed at once; a busy machine takes its time. A server gives running calls 30 s.
+# A server that exits while it starts is noticed at once; these limits are for busy machines. A draining server gives
+# running calls 30 s.
 START_S, DRAIN_S = 240.0, 40.0
 CLI = "encoder_service.cli"
 SETTING = r'(?:^ +(?=\w+ +\S+\n)|")(listening|metrics)(?:": "| +)([^\s"]+)'  # as text, or as JSON
-# Whoever else works while the server does gets the other half of the cores. Two on one core would spend it spinning.
+# The process beside the server gets the other half of the cores. Two that share a core spend its time on spinning.
 HALF_THE_CORES = max(1, (os.cpu_count() or 2) // 2)
 
 
 class ServerStartError(Exception):
-    """A server did not come up; the message is what it said."""
+    """A server did not start; the message holds its output."""
 
 
 class ServerProcess:
-    """A server, started. `settings` are fields of its `Config`; all it says is in `log`.
+    """A server process. `settings` are fields of its `Config`; `log` is the file of its output.
 
-    `endpoint` and `metrics_url` are where it listens, known once `wait_until_it_listens` has returned.
-    `executable` is the command of another environment than ours. `threads` are those of one torch operation; 0: torch's
-    own choice.
-    In a session of its own it does not see the Ctrl-C of our terminal; else what ends our session ends it too.
+    `endpoint` and `metrics_url` are set once `wait_until_it_listens` has returned.
+    `executable` is the command of another environment. `threads` is the number of threads of one torch operation;
+    0 leaves it to torch.
+    With `own_session` the server does not get the Ctrl-C of our terminal; without, it ends with our session.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class ServerProcess:
         **settings: Any,
     ) -> None:
         if log is None:
-            self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - gone with this object
+            self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - deleted with this object
             log = Path(self._file.name)
         self.log = log
         ours = Path(sys.executable).with_name("encoder-service")
         command: list[str | Path] = [executable or ours, "serve"]
-        if executable is None and not ours.exists():  # where nothing is installed, PYTHONPATH has our sources
+        if executable is None and not ours.exists():  # nothing is installed: PYTHONPATH has our sources
             command = [sys.executable, "-c", f"import sys; from {CLI} import main; sys.exit(main())", "serve"]
         free = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         for name, value in {"model": model, **free, **settings}.items():
@@ -70,20 +71,25 @@ class ServerProcess:
         self.endpoint = self.metrics_url = ""
 
     def wait_until_it_listens(self, within_s: float = START_S) -> None:
-        """Return when it listens; one that does not come up is killed, and raises `ServerStartError`."""
+        """Wait until it listens. A server that does not start is killed, and `ServerStartError` is raised."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and self.process.poll() is None:
-            said = dict(re.findall(SETTING, self.log.read_text(), re.MULTILINE))
-            if "listening" in said:  # the last of the settings
-                self.endpoint, self.metrics_url = said["listening"], said["metrics"]
+            printed = dict(re.findall(SETTING, self.log.read_text(), re.MULTILINE))
+            if "listening" in printed:  # the last setting that the server prints
+                self.endpoint, self.metrics_url = printed["listening"], printed["metrics"]
                 return
             time.sleep(0.02)
         self.kill()
         raise ServerStartError(f"the server did not start:\n{self.log.read_text()}")
 
     @property
+    def http_endpoint(self) -> str:
+        """The host and port of its metrics."""
+        return self.metrics_url.removeprefix("http://").partition("/")[0]
+
+    @property
     def lines(self) -> list[str]:
-        """What it has said so far: its settings, then its log."""
+        """Its output so far: settings, then log lines."""
         return self.log.read_text().splitlines()
 
     def metrics(self) -> Scrape:
@@ -91,11 +97,11 @@ class ServerProcess:
         return scrape(self.metrics_url, timeout_s=20)
 
     def encodes(self) -> int:
-        """Images it has encoded and kept."""
+        """Return how many images it has encoded and kept."""
         return int(self.metrics().total("encoded_images_total", outcome="kept"))
 
     def terminate(self, timeout_s: float = DRAIN_S) -> int:
-        """Let it drain, kill it when it does not heed, and return its exit code."""
+        """Let it drain, kill it if it does not end in time, and return its exit code."""
         self.process.terminate()
         try:
             return self.process.wait(timeout_s)
@@ -103,7 +109,7 @@ class ServerProcess:
             return self.kill()
 
     def kill(self) -> int:
-        """End it as kill -9 does, if it still runs, and return its exit code."""
+        """Send SIGKILL and return the exit code."""
         self.process.kill()
         return self.process.wait()
 
@@ -117,7 +123,7 @@ def running(
     within_s: float = START_S,
     **settings: Any,
 ) -> Iterator[ServerProcess]:
-    """Run a server for the length of a `with` block; it drains on leaving."""
+    """Run a server for the length of a `with` block; it drains at the end."""
     server = ServerProcess(model, log=log, own_session=own_session, **settings)
     try:
         server.wait_until_it_listens(within_s)

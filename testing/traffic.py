@@ -1,4 +1,4 @@
-"""Traffic: clients that submit and fetch prompts of images for as long as it lasts, and what became of every image."""
+"""Traffic: clients that submit and fetch prompts of images until they are stopped, and the outcome of every image."""
 
 import asyncio
 import itertools
@@ -13,21 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefill_client import EncoderClient, FetchedRows, RowRequest
-from testing.photos import photo
+from testing.photos import photo, with_comment
 
-BASES = 6  # photos that differ; every image is one of them under a name of its own
-TOLERANCE = 1e-3  # of float32 rows of one image that went through different batches
-
-
-def marked(file: bytes, number: int) -> bytes:
-    """Return a JPEG of the same pixels as `file` under another digest: with a comment behind its first segment."""
-    behind = 4 + int.from_bytes(file[4:6], "big")
-    return file[:behind] + b"\xff\xfe\x00\x0a" + number.to_bytes(8, "big") + file[behind:]
+BASES = 6  # distinct photos; every image is one of them with another digest
+TOLERANCE = 1e-3  # between float32 rows of one image from different batches
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The end of one image of one prompt: seconds from its Submit to its rows, or to its error."""
+    """The outcome of one image of one prompt, and the seconds from its Submit to its rows or its error."""
 
     digest: bytes
     began_s: float
@@ -38,13 +32,14 @@ class Served:
 
 @dataclass
 class Supply:
-    """Images without end, each new or, with `shared`, one that was sent before; the same for the same seed."""
+    """An endless supply of images: a share of each prompt was sent before, the rest is new. Seeded."""
 
     width: int = 300
     height: int = 280
     shared: float = 0.5
     seed: int = 0
-    hot: int = 64  # the latest images among which the shared ones are drawn
+    hot: int = 64
+    """How many of the latest images the shared ones are drawn from."""
     sent: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -64,14 +59,14 @@ class Supply:
 
     def file(self, number: int) -> bytes:
         """Return the file of an image."""
-        return marked(self.bases[number % BASES], number)
+        return with_comment(self.bases[number % BASES], number)
 
 
 class Traffic:
-    """`workers` prompts at a time, each submitted and then fetched by one of `clients` clients; `async with` runs it.
+    """Prompts from `workers` tasks, which share `clients` clients and submit and fetch one prompt at a time.
 
-    Every image must end in its rows or one error; anything else (a missing outcome, the rows of another image, a call
-    that outlasts its deadline) is raised at the end of the block.
+    Traffic flows for the length of an `async with` block. Every image must end in its rows or one error: the end of
+    the block raises for anything else (a missing outcome, rows of another image, a call that outlasts its deadline).
     """
 
     def __init__(
@@ -112,7 +107,7 @@ class Traffic:
     async def __aexit__(self, *_: object) -> None:
         self._stopping = True
         try:
-            # What is under way has its own deadlines: one for its Submit, one for its Fetch.
+            # A prompt under way has two deadlines: its Submit's and its Fetch's.
             async with asyncio.timeout(2 * self._timeout_s + 10):
                 await asyncio.gather(*self._tasks)
         finally:
@@ -122,14 +117,14 @@ class Traffic:
             await self._stack.aclose()
 
     async def more(self, prompts: int, within_s: float = 90.0) -> None:
-        """Return when so many more prompts have ended."""
+        """Wait until `prompts` more prompts have ended."""
         target = self.prompts + prompts
         async with asyncio.timeout(within_s):
             while self.prompts < target:
                 await asyncio.sleep(0.02)
                 for task in self._tasks:
                     if task.done():
-                        await task  # to raise what ended it
+                        await task  # raises its error
 
     @property
     def errors(self) -> list[str]:
@@ -138,11 +133,11 @@ class Traffic:
 
     @property
     def distinct(self) -> int:
-        """Images that differ among those that ended."""
+        """The number of distinct images among those that ended."""
         return len({served.digest for served in self.served})
 
     def since(self, moment_s: float) -> Iterator[Served]:
-        """Yield what was begun or under way after a moment of the monotonic clock."""
+        """Yield the outcomes that came after a moment of the monotonic clock."""
         return (served for served in self.served if served.began_s + served.seconds > moment_s)
 
     async def _work(self, client: EncoderClient) -> None:
@@ -155,8 +150,8 @@ class Traffic:
         began = monotonic()
 
         def end(digest: bytes, source: str, error: Exception | None) -> None:
-            said = "" if error is None else f"{type(error).__name__}: {error}"
-            self.served.append(Served(digest, began, monotonic() - began, source, said))
+            text = "" if error is None else f"{type(error).__name__}: {error}"
+            self.served.append(Served(digest, began, monotonic() - began, source, text))
 
         submitted = await client.submit(
             [self._supply.file(number) for number in numbers], timeout_s=self._timeout_s

@@ -13,9 +13,8 @@ from bench.harness.towers import full_checkpoint
 from encoder_service.metrics import STAGES, Window
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
-from testing.photos import photo
+from testing.photos import photo, with_comment
 from testing.server_process import ServerProcess, running
-from testing.traffic import marked
 
 # Name → (sizes of the photos, clients that each ask for one image after the other).
 CASES = {
@@ -87,7 +86,7 @@ async def _load(
             while time.monotonic() < ends:
                 number = next(numbers)
                 began = time.perf_counter()
-                [image] = await client.submit([marked(files[number % len(files)], number)])
+                [image] = await client.submit([with_comment(files[number % len(files)], number)])
                 async with client.fetch([RowRequest(image.digest)]) as stream:
                     async for outcome in stream:
                         if outcome.error is not None:

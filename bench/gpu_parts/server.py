@@ -16,9 +16,8 @@ from bench.gpu_parts.probe import Probe
 from bench.harness.towers import full_checkpoint
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.checkpoints import write_checkpoint
-from testing.photos import photo
+from testing.photos import photo, with_comment
 from testing.server_process import running
-from testing.traffic import marked
 
 # Name → (width, height, images of a request).
 CASES = {
@@ -78,7 +77,7 @@ async def _requests(probe: Probe, endpoint: str, width: int, height: int, count:
     misses, hits, tokens = [], [], 0
     async with await EncoderClient.connect(endpoint, timeout_s=CONNECT_S) as client:
         for repeat in range(2 if probe.dry else 8):
-            files = [marked(base[n % len(base)], 1000 * repeat + n) for n in range(count)]
+            files = [with_comment(base[n % len(base)], 1000 * repeat + n) for n in range(count)]
             misses.append(await _ms(client, files))
             hits.append(await _ms(client, files))
             tokens = sum(each.shape[0] for each in await _rows(client, files))

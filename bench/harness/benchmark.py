@@ -67,7 +67,7 @@ def command_line(what: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def tell(figures: Mapping[str, Any], given: argparse.Namespace) -> None:
+def print_figures(figures: Mapping[str, Any], given: argparse.Namespace) -> None:
     """Print the numbers among the figures, and with `--json` all figures as the last line."""
     numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
     width = max(map(len, numbers), default=0)

@@ -47,8 +47,7 @@ async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
             before = await rows_of(client, photo(64, 64, 1))
             most = process.num_fds() + SPARE
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
-            http = server.metrics_url.removeprefix("http://").partition("/")[0]
-            with crowding(server.endpoint, 4 * SPARE), crowding(http, 4 * SPARE):
+            with crowding(server.endpoint, 4 * SPARE), crowding(server.http_endpoint, 4 * SPARE):
                 await soon(lambda: bool(process.num_fds() >= most))
                 assert await rows_of(client, photo(64, 64, 1)) == before
                 assert len(await rows_of(client, photo(96, 64, 2))) > 0

@@ -13,8 +13,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
-from testing.photos import photo
-from testing.traffic import marked
+from testing.photos import photo, with_comment
 from tests.calls import naming
 from tests.gate import Gate
 from tests.tcp_proxy import TcpProxy
@@ -72,11 +71,11 @@ async def test_a_host_with_many_invented_names_leaves_room_for_others(
     try:
         with gate.closed():
             taken = [
-                await submitted(server.endpoint, f"invented {n}", marked(picture, n))
+                await submitted(server.endpoint, f"invented {n}", with_comment(picture, n))
                 for n in range(2 * PLACES)
             ]
             assert PLACES / 2 < sum(taken) < PLACES
-            assert await submitted(f"127.0.0.1:{proxy.port}", "newcomer", marked(picture, 2 * PLACES))
+            assert await submitted(f"127.0.0.1:{proxy.port}", "newcomer", with_comment(picture, 2 * PLACES))
     finally:
         await proxy.stop()
         await server.drain()

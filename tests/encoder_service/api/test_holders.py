@@ -20,8 +20,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.limits import Caller
 from prefill_client import Credentials, EncoderClient, RowRequest
-from testing.photos import photo
-from testing.traffic import marked
+from testing.photos import photo, with_comment
 from tests.calls import collect, named, raw_submit
 from tests.gate import Gate
 from tests.put_calls import PRODUCER, new_image, rows_for
@@ -131,7 +130,7 @@ async def test_requests_of_one_tenant_do_not_delay_another_tenant(
     done: list[str] = []
 
     async def want(client: EncoderClient, name: str, number: int, **said: Any) -> None:
-        (submitted,) = await client.submit([marked(PICTURE, number)], **said)
+        (submitted,) = await client.submit([with_comment(PICTURE, number)], **said)
         assert submitted.error is None
         asked.append(name)
         rows = await collect(client, [RowRequest(submitted.digest)], **said)
@@ -163,10 +162,10 @@ async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
         with gated.jobs._turn:  # measured as if an image of this size took 16 s of the 160
             gated.jobs._scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
         with gate.closed():
-            taken = await chat.submit([marked(PICTURE, n) for n in range(24)], timeout_s=2)
+            taken = await chat.submit([with_comment(PICTURE, n) for n in range(24)], timeout_s=2)
             assert 5 <= sum(each.error is None for each in taken) <= 8
             assert {type(each.error) for each in taken if each.error} == {OverloadedError}
-            (other,) = await search.submit([marked(PICTURE, 100)], timeout_s=2)
+            (other,) = await search.submit([with_comment(PICTURE, 100)], timeout_s=2)
             assert other.error is None
 
 
@@ -197,7 +196,7 @@ async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: 
         await EncoderClient.connect(server.endpoint) as client,
     ):
         with gate.closed():
-            states = await raw_submit(client, [named(n, marked(PICTURE, n)) for n in range(12)])
+            states = await raw_submit(client, [named(n, with_comment(PICTURE, n)) for n in range(12)])
             last = [each[-1].state for each in states.values()]
             assert {pb.STATE_QUEUED, pb.STATE_FAILED} == {*last}
             assert len(server._sources) == last.count(pb.STATE_QUEUED)

@@ -17,11 +17,11 @@ from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
 from testing.checkpoints import write_checkpoint
-from testing.photos import photo
+from testing.photos import photo, with_comment
 from testing.redis_servers import RedisServer, redis_server
 from testing.replicas import ReplicaProcess, fleet_of, start_all
 from testing.server_process import ServerStartError
-from testing.traffic import Supply, Traffic, marked
+from testing.traffic import Supply, Traffic
 from tests.cluster_load import alone, encodes, joined, seeds, steady, traffic
 from tests.waiting import soon
 
@@ -83,7 +83,7 @@ async def test_a_replica_killed_while_it_streams_is_gone_on_from_elsewhere(
     fleet: Sequence[ReplicaProcess],
 ) -> None:
     base, seed = photo(1280, 720, 1), next(seeds) << 32
-    files = [marked(base, seed + n) for n in range(24)]  # 1.8 MB of rows each
+    files = [with_comment(base, seed + n) for n in range(24)]  # 1.8 MB of rows each
     before = await encodes(fleet[1:])
     async with await EncoderClient.connect([r.endpoint for r in fleet], timeout_s=30) as client:
         images = await client.submit(files)
@@ -107,7 +107,7 @@ async def test_a_replica_killed_while_it_holds_leases_gives_them_up_by_dying(
 ) -> None:
     victim, *others = fleet
     base, seed = photo(200, 200, 1), next(seeds) << 32
-    files = [marked(base, seed + n) for n in range(8)]
+    files = [with_comment(base, seed + n) for n in range(8)]
     connection = await Connection.open(victim.endpoint, Channels(NO_CREDENTIALS))
     named = read_images(files, connection.description.geometry)
     call: Any = EncoderServiceStub(connection.channel).Submit()
@@ -132,7 +132,7 @@ async def test_images_of_a_dead_replica_are_found_by_digest(
 ) -> None:
     victim, *others = fleet
     base, seed = photo(1280, 720, 2), next(seeds) << 32
-    files = [marked(base, seed + n) for n in range(6)]
+    files = [with_comment(base, seed + n) for n in range(6)]
     async with await EncoderClient.connect(victim.endpoint, timeout_s=30) as sender:
         shared = await _shared(victim)
         images = await sender.submit(files)

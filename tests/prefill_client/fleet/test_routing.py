@@ -17,8 +17,7 @@ from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet.routing import FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
 from prefill_client.transport.connection import Connection
-from testing.photos import photo
-from testing.traffic import marked
+from testing.photos import photo, with_comment
 from tests.calls import collect
 from tests.waiting import soon
 
@@ -219,7 +218,7 @@ async def test_one_submit_and_one_fetch_keep_every_server_within_its_bound(
 ) -> None:
     client, names = three_names
     router = client._pool.router
-    files = (marked(photo(64, 64, 1), number) for number in itertools.count())
+    files = (with_comment(photo(64, 64, 1), number) for number in itertools.count())
     hot = list(itertools.islice((f for f in files if first(router, content_digest(f)) == names[0]), 60))
     calls: dict[str, Counter[str]] = {"submit": Counter(), "fetch": Counter()}
     for method, count in calls.items():

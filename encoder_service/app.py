@@ -204,7 +204,7 @@ class Server:
     async def _refuse_new_calls(self) -> None:
         log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
         self.service.draining = True
-        self.images.waiters.end_keeping(UnavailableError("the server is draining: use another server"))
+        self.images.waiters.end_retaining(UnavailableError("the server is draining: use another server"))
 
     async def _stop_engine(self) -> None:
         """Let the workers finish what they are at, and fail what is still queued."""

@@ -26,15 +26,15 @@ from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 
 
-class Keeper:
+class Retainer:
     """A caller that has the files of images for as long as its call is open."""
 
     def __init__(self) -> None:
-        self.turned = asyncio.Event()
+        self.changed = asyncio.Event()
         """Set when one of the two below has changed."""
-        self.asked: dict[bytes, None] = {}
+        self.requested: dict[bytes, None] = {}
         """Addresses of images that a Fetch waits for, in the order of the Fetches."""
-        self.end: EncoderError | None = None
+        self.error: EncoderError | None = None
         """Why they are to be submitted elsewhere."""
 
 
@@ -45,9 +45,9 @@ class Waiters:
         self._cluster = cluster
         self._budget = awaited_images
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
-        self._keepers: dict[bytes, dict[Keeper, None]] = {}
-        self._end: EncoderError | None = None
-        self._keeping_end: EncoderError | None = None
+        self._retainers: dict[bytes, dict[Retainer, None]] = {}
+        self._error: EncoderError | None = None
+        self._retaining_error: EncoderError | None = None
 
     async def wait(self, key: ImageKey, caller: Caller, until: float) -> Locations:
         """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
@@ -55,8 +55,8 @@ class Waiters:
         A caller that keeps the image is asked for it. Raises `UnknownImageError` at `until`, on the clock of the loop,
         or when `give_up` says so, `OverloadedError` when too many wait, and what `end` was told.
         """
-        if self._end is not None:
-            raise self._end
+        if self._error is not None:
+            raise self._error
         unknown = UnknownImageError(key.unknown)
         if asyncio.get_running_loop().time() >= until:
             raise unknown
@@ -73,34 +73,34 @@ class Waiters:
             finally:
                 self._leave(key.address, waiter)
 
-    def keep(self, address: bytes, keeper: Keeper) -> None:
-        """Note that `keeper` has the file of an image."""
-        self._keepers.setdefault(address, {})[keeper] = None
-        keeper.end = self._keeping_end
+    def retain(self, address: bytes, retainer: Retainer) -> None:
+        """Note that `retainer` has the file of an image."""
+        self._retainers.setdefault(address, {})[retainer] = None
+        retainer.error = self._retaining_error
 
-    def keep_no_more(self, address: bytes, keeper: Keeper) -> None:
-        """Undo `keep`. If someone waits for the image, another keeper is asked."""
-        if keepers := self._keepers.get(address):
-            keepers.pop(keeper, None)
-            if not keepers:
-                del self._keepers[address]
+    def release(self, address: bytes, retainer: Retainer) -> None:
+        """Undo `retain`. If someone waits for the image, another retainer is asked."""
+        if retainers := self._retainers.get(address):
+            retainers.pop(retainer, None)
+            if not retainers:
+                del self._retainers[address]
             elif address in self._waiters:
                 self._ask(address)
 
     def end(self, error: EncoderError) -> None:
-        """End all waiters and keepers with `error`, and those that come later: nothing is submitted here any more."""
-        self._end = error
-        self.end_keeping(error)
+        """End all waiters and retainers with `error`, and those that come later: nothing is submitted here any more."""
+        self._error = error
+        self.end_retaining(error)
         for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
             if not waiter.done():
                 waiter.set_exception(error)
 
-    def end_keeping(self, error: EncoderError) -> None:
+    def end_retaining(self, error: EncoderError) -> None:
         """Say to all who keep images, now or later, with `error`, that they are to submit them elsewhere."""
-        self._keeping_end = error
-        for keeper in {keeper for keepers in self._keepers.values() for keeper in keepers}:
-            keeper.end = error
-            keeper.turned.set()
+        self._retaining_error = error
+        for retainer in {retainer for retainers in self._retainers.values() for retainer in retainers}:
+            retainer.error = error
+            retainer.changed.set()
 
     def wake(self, address: bytes, locations: Locations = ()) -> None:
         """Say that `address` is here, or at these locations."""
@@ -117,10 +117,10 @@ class Waiters:
                 waiter.set_exception(UnknownImageError(key.unknown))
 
     def _ask(self, address: bytes) -> None:
-        if keepers := self._keepers.get(address):
-            keeper = next(reversed(keepers))
-            keeper.asked[address] = None
-            keeper.turned.set()
+        if retainers := self._retainers.get(address):
+            retainer = next(reversed(retainers))
+            retainer.requested[address] = None
+            retainer.changed.set()
 
     def _leave(self, address: bytes, waiter: "asyncio.Future[Locations]") -> None:
         waiting = self._waiters.get(address)
@@ -310,8 +310,8 @@ class Images:
             if live and self._begun_as_cheaper(key, claim):
                 continue
             if live:
-                keeper = await self._cluster.fetch_from_peer(key, live, claim.holder)
-                if keeper is not None and (pin := self._store.pin(key.address)) is not None:
+                peer = await self._cluster.fetch_from_peer(key, live, claim.holder)
+                if peer is not None and (pin := self._store.pin(key.address)) is not None:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
                 elsewhere = (await self._cluster.find([key])).get(key.address)

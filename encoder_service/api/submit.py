@@ -16,7 +16,7 @@ from encoder_service.api.describe import ServerInfo
 from encoder_service.api.exchange import Exchange
 from encoder_service.api.inbound import Requests
 from encoder_service.image.source import VideoFile
-from encoder_service.images import Images, Keeper, LookupResult, SubmittedImage
+from encoder_service.images import Images, LookupResult, Retainer, SubmittedImage
 from encoder_service.limits import Caller, Hold, Turns
 from encoder_service.scheduler import Claim
 
@@ -141,7 +141,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         self._uploads = uploads
         self._call = call
         self._claims: dict[int, Claim] = {}  # by index
-        self._keeper = Keeper()
+        self._retainer = Retainer()
         self._keeps_names = False  # those that are being answered
         self._kept: dict[bytes, SubmittedImage] = {}  # by address
         self._behind: dict[bytes, list[SubmittedImage]] = {}  # by the key of a video that is wanted
@@ -159,7 +159,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         keeps = bool(self._kept) and not self._wanted
         super().close()
         for address in self._kept:
-            self._images.waiters.keep_no_more(address, self._keeper)
+            self._images.waiters.release(address, self._retainer)
         if not self._call.complete:
             for claim in self._claims.values():
                 self._images.withdraw(claim)
@@ -171,10 +171,10 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
 
     def _wanted_again(self) -> list[pb.SubmitResponse]:
         """Ask for the bytes of kept images that are needed again; raises the error with which the server ends."""
-        self._keeper.turned.clear()
-        if self._keeper.end is not None:
-            raise self._keeper.end
-        asked, self._keeper.asked = self._keeper.asked, {}
+        self._retainer.changed.clear()
+        if self._retainer.error is not None:
+            raise self._retainer.error
+        asked, self._retainer.requested = self._retainer.requested, {}
         answers = []
         for address in asked:
             image = self._kept[address]
@@ -196,7 +196,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         ]
 
     async def _next(self) -> pb.SubmitRequest:
-        turned = self._keeper.turned if self._kept else None
+        turned = self._retainer.changed if self._kept else None
         if not self._wanted:
             return await self._requests.within(None, turned)
         began = monotonic()
@@ -249,7 +249,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
             answers += self._answer(image, known)
             if self._keeps_names and not image.is_video:
                 self._kept[image.key.address] = image
-                self._images.waiters.keep(image.key.address, self._keeper)
+                self._images.waiters.retain(image.key.address, self._retainer)
         return answers
 
     def _answer(self, image: SubmittedImage, known: LookupResult) -> list[pb.SubmitResponse]:

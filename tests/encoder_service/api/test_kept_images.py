@@ -13,7 +13,7 @@ from encoder_service.app import Server
 from encoder_service.cluster.cluster import Cluster
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.images import Keeper, Waiters
+from encoder_service.images import Retainer, Waiters
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget
 from encoder_service.scheduler import Claim
@@ -150,19 +150,19 @@ async def test_calls_that_keep_images_leave_room_for_fetches(config: Config, mod
 
 async def test_when_the_keeper_that_was_asked_leaves_another_is_asked() -> None:
     waiters, key = Waiters(Cluster(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
-    first, second, other = Keeper(), Keeper(), Keeper()
-    waiters.keep(key.address, first)
-    waiters.keep(key.address, second)
-    waiters.keep(bytes([1] * 32), other)
+    first, second, other = Retainer(), Retainer(), Retainer()
+    waiters.retain(key.address, first)
+    waiters.retain(key.address, second)
+    waiters.retain(bytes([1] * 32), other)
     until = asyncio.get_running_loop().time() + PATIENCE_S
     waiting = asyncio.create_task(waiters.wait(key, caller("client"), until))
     await asyncio.sleep(0)
-    assert (len(first.asked), len(second.asked), len(other.asked)) == (0, 1, 0)
-    waiters.keep_no_more(key.address, second)
-    assert first.asked == {key.address: None}
-    assert first.turned.is_set()
+    assert (len(first.requested), len(second.requested), len(other.requested)) == (0, 1, 0)
+    waiters.release(key.address, second)
+    assert first.requested == {key.address: None}
+    assert first.changed.is_set()
     waiters.wake(key.address)
     await waiting
     waiters.end(UnavailableError("over"))
-    assert isinstance(first.end, UnavailableError)
-    assert second.end is None
+    assert isinstance(first.error, UnavailableError)
+    assert second.error is None

@@ -82,10 +82,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A device's part in an image that all encode together: the number of their group, and who has the patches."""
+class GroupEncode:
+    """One image that all devices encode as a group: the group's number, and the device that has the patches."""
 
-    group: int
+    number: int
     leader: int
     devices: int
     grid: Grid
@@ -140,26 +140,26 @@ class Work(ABC):
         """Report that the patches of these jobs are ready, on CUDA once `ready` passes."""
 
     @abstractmethod
-    def take_batch(self, budget_patches: int) -> tuple[list[Job] | Part, float]:
+    def take_batch(self, budget_patches: int) -> tuple[list[Job] | GroupEncode, float]:
         """Wait for the next batch; return it, and for how many seconds the device waited while images were queued.
 
-        The batch is empty when the queue is closed. It is a part where another device wants this one's help.
+        The batch is empty when the queue is closed. Instead of a batch, the device may have to join a group encode.
         """
 
     @abstractmethod
     def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
-        """Return, at once, an image to encode in the middle of `batch`, or nothing; see the scheduler.
+        """Return an image to encode in the middle of `batch`, or nothing. Does not wait. See the scheduler.
 
-        An empty batch is the part that the device has.
+        With an empty batch, in the middle of the group encode that the device has joined.
         """
 
     @abstractmethod
-    def share(self, job: Job) -> Part | None:
-        """Hand out the parts of a job, the only one of its batch, if all other devices wait for a batch."""
+    def form_group(self, job: Job) -> GroupEncode | None:
+        """Have all other devices join the encode of a job, the only one of its batch, if all wait for a batch."""
 
     @abstractmethod
-    def parted(self) -> None:
-        """Report that an image was not encoded together: the devices are to form another group."""
+    def group_failed(self) -> None:
+        """Report that a group encode failed: the next one forms another group."""
 
     @abstractmethod
     def put_back(self, jobs: Sequence[Job]) -> None:
@@ -212,15 +212,15 @@ class _DeviceState:
     is_open: bool = True
     waits: bool = False  # for a batch
     idle_since: float | None = None  # since when it has waited while images were queued
-    helps: tuple[Job, Part] | None = None  # instead of a batch
+    group: tuple[Job, GroupEncode] | None = None  # to join instead of taking a batch
     # Being decoded by themselves; they count even after their last claim was withdrawn.
     single_pixels: int = 0
     has_large_single: bool = False
 
     @property
     def is_free(self) -> bool:
-        """Whether it waits for a batch and has no part of an image."""
-        return self.is_open and self.waits and self.helps is None
+        """Whether it waits for a batch and has joined no group."""
+        return self.is_open and self.waits and self.group is None
 
 
 class JobQueue(Work):
@@ -261,7 +261,7 @@ class JobQueue(Work):
         self._of_pixels: LRUCache[bytes, bytes] = LRUCache(KNOWN_FRAMES)  # the newest address
         self._closed = False
         self._devices = [_DeviceState() for _ in range(devices)]
-        self._group = 0  # the number of that of all devices
+        self._group_number = 0
 
     def __len__(self) -> int:
         """Images under way, in any stage."""
@@ -434,43 +434,43 @@ class JobQueue(Work):
                 job.is_copied = True
                 self._end(job, copy)
 
-    def take_batch(self, budget_patches: int, device: int = 0) -> tuple[list[Job] | Part, float]:
+    def take_batch(self, budget_patches: int, device: int = 0) -> tuple[list[Job] | GroupEncode, float]:
         """See `Work`."""
         state = self._devices[device]
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task] | None:
-            return scheduler.next_batch(now, budget_patches, device) if state.helps is None else None
+            return scheduler.next_batch(now, budget_patches, device) if state.group is None else None
 
         with self._turn:
-            state.waits, state.helps = True, None
+            state.waits, state.group = True, None
             state.idle_since = monotonic() if self._scheduler.waiting_images else None
             jobs = self._take(pick, device)
             state.waits = False
             starved_s = monotonic() - state.idle_since if state.idle_since is not None else 0.0
-            return jobs if state.helps is None else state.helps[1], starved_s
+            return jobs if state.group is None else state.group[1], starved_s
 
-    def share(self, job: Job, device: int = 0) -> Part | None:
+    def form_group(self, job: Job, device: int = 0) -> GroupEncode | None:
         """See `Work`; an image whose encoding was interrupted is not shared."""
         with self._turn:
             others = [each for number, each in enumerate(self._devices) if number != device]
             if not others or job.task.interruptions or not all(each.is_free for each in others):
                 return None
-            part = Part(self._group, device, len(self._devices), job.grid)
+            group = GroupEncode(self._group_number, device, len(self._devices), job.grid)
             for each in others:
-                each.helps = job, part
+                each.group = job, group
             self._turn.notify_all()
-            return part
+            return group
 
-    def parted(self) -> None:
+    def group_failed(self) -> None:
         """See `Work`."""
         with self._turn:
-            self._group += 1
+            self._group_number += 1
 
     def take_overtaking(self, batch: Sequence[Job], most_patches: int, device: int = 0) -> list[Job]:
         """See `Work`."""
         with self._turn:
-            helps = self._devices[device].helps
-            tasks = [job.task for job in batch] or ([helps[0].task] if helps else [])
+            group = self._devices[device].group
+            tasks = [job.task for job in batch] or ([group[0].task] if group else [])
             found = (
                 ()
                 if self._closed
@@ -516,7 +516,7 @@ class JobQueue(Work):
         """Hand out no more jobs to a device, whose process has ended: its takers get an empty list."""
         with self._turn:
             self._devices[device].is_open = False
-            self._group += 1
+            self._group_number += 1
             self._turn.notify_all()
 
     def interrupted(self, device: int) -> None:

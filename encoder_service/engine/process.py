@@ -32,10 +32,10 @@ from encoder_service.config import Config
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.engine.job_queue import LOST as LOST_DEVICE
-from encoder_service.engine.job_queue import Job, Part, Work
+from encoder_service.engine.job_queue import GroupEncode, Job, Work
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads, load_model
 from encoder_service.engine.watchdog import LOST, STUCK, HungDeviceError
-from encoder_service.engine.workers import Engine, Together
+from encoder_service.engine.workers import Engine, GroupEncoder
 from encoder_service.families.model import CountedRows, Inputs, VisionModel
 from encoder_service.image.decoder_process import end_with_parent
 from encoder_service.image.source import Source, VideoFile
@@ -250,11 +250,11 @@ class RemoteWork(Work):
         self._waiting.update(numbers)
         self._wire.tell("prepared", numbers, [job.pixels for job, _ in jobs])
 
-    def take_batch(self, budget_patches: int) -> tuple[list[Job] | Part, float]:
+    def take_batch(self, budget_patches: int) -> tuple[list[Job] | GroupEncode, float]:
         """See `Work`."""
         numbers, starved_s, self._patch_s, gone = self._wire.ask("take_batch", budget_patches)
         self._drop_gone(gone)
-        if isinstance(numbers, Part):
+        if isinstance(numbers, GroupEncode):
             return numbers, starved_s
         self._waiting.difference_update(numbers)
         return [self._jobs[number] for number in numbers], starved_s
@@ -268,14 +268,14 @@ class RemoteWork(Work):
         self._waiting.difference_update(numbers)
         return [self._jobs[number] for number in numbers]
 
-    def share(self, job: Job) -> Part | None:
+    def form_group(self, job: Job) -> GroupEncode | None:
         """See `Work`."""
-        part: Part | None = self._wire.ask("share", job.number)
-        return part
+        group: GroupEncode | None = self._wire.ask("form_group", job.number)
+        return group
 
-    def parted(self) -> None:
+    def group_failed(self) -> None:
         """See `Work`."""
-        self._wire.tell("parted")
+        self._wire.tell("group_failed")
 
     def put_back(self, jobs: Sequence[Job]) -> None:
         """See `Work`."""
@@ -415,7 +415,7 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
         cast(Metrics, RemoteMetrics(wire)),
         batch_patches=model.tower.batch_patches,
         decode_threads=decode_threads(config, model.device),
-        together=_together(model.tower, port, number, processes),
+        group_encoder=_group_encoder(model.tower, port, number, processes),
     )
     for work, connection in ((_report, control), (_count_rows, counting)):
         threading.Thread(target=work, args=(model, connection), daemon=True).start()
@@ -435,7 +435,7 @@ def _load(config: Config, processes: int) -> Model | ConfigError:
         return ConfigError(f"{flag('model')} {config.model}: {type(error).__name__}: {error}")
 
 
-def _together(tower: VisionModel, port: int, number: int, processes: int) -> Together | None:
+def _group_encoder(tower: VisionModel, port: int, number: int, processes: int) -> GroupEncoder | None:
     """Return what encodes an image together with the other processes, if there are any and the tower can."""
     if processes == 1 or not isinstance(tower, Tower) or not tower.divides_among(processes):
         return None

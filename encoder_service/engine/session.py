@@ -22,7 +22,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.job_queue import Job, JobQueue, Part
+from encoder_service.engine.job_queue import GroupEncode, Job, JobQueue
 from encoder_service.engine.model import Model, files_decoder
 from encoder_service.engine.process import TOWER_COUNTS, Loaded, SharedStore, TakenJob
 from encoder_service.families.model import CountedRows, VisionModel
@@ -233,19 +233,19 @@ class Session:
         self._waiting.update(numbers)  # before another thread can take them
         self._queue.prepared([(job, {}) for job in jobs], None)
 
-    def take_batch(self, budget_patches: int) -> tuple[list[int] | Part, float, float, list[int]]:
+    def take_batch(self, budget_patches: int) -> tuple[list[int] | GroupEncode, float, float, list[int]]:
         jobs, starved_s = self._queue.take_batch(budget_patches, self._device)
-        taken = jobs if isinstance(jobs, Part) else self._numbered(jobs)
+        taken = jobs if isinstance(jobs, GroupEncode) else self._numbered(jobs)
         return taken, starved_s, self._queue.encode_s(1), self._gone()
 
     def take_overtaking(self, batch: Sequence[int], most_patches: int) -> list[int]:
         return self._numbered(self._queue.take_overtaking(self._named(batch), most_patches, self._device))
 
-    def share(self, number: int) -> Part | None:
-        return self._queue.share(self._jobs[number], self._device)
+    def form_group(self, number: int) -> GroupEncode | None:
+        return self._queue.form_group(self._jobs[number], self._device)
 
-    def parted(self) -> None:
-        self._queue.parted()
+    def group_failed(self) -> None:
+        self._queue.group_failed()
 
     def put_back(self, numbers: Sequence[int]) -> None:
         self._queue.put_back(self._named(numbers))

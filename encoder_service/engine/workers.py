@@ -20,7 +20,7 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_service.engine.device import CudaStream
-from encoder_service.engine.job_queue import LOST, Job, Part, Work
+from encoder_service.engine.job_queue import LOST, GroupEncode, Job, Work
 from encoder_service.engine.model import Model
 from encoder_service.engine.watchdog import DECODE_S, FRAME_S, Watchdog
 from encoder_service.families.model import tensors_of
@@ -34,8 +34,8 @@ from encoder_service.vision.ulysses import MIN_PATCHES
 log = logging.getLogger(__name__)
 
 
-Together = Callable[[int, int, Grid, Any, Callable[[], None]], list[Tensor]]
-"""See `Tower.encode_together`, of whose group the number comes first."""
+GroupEncoder = Callable[[int, int, Grid, Any, Callable[[], None]], list[Tensor]]
+"""`Tower.encode_together` with its `Group`; the first argument is the number of the group."""
 
 
 class RowStore(Protocol):
@@ -62,18 +62,18 @@ class Engine:
         batch_patches: int,
         decode_threads: int = 2,
         decode_pixels: int = DECODE_PIXELS,
-        together: Together | None = None,
+        group_encoder: GroupEncoder | None = None,
     ) -> None:
         """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one.
 
-        The scheduler is to call an image of more than that large: one at a time is decoded beside them. `together`
+        The scheduler is to call an image of more than that large: one at a time is decoded beside them. `group_encoder`
         encodes a large image with the processes of the other devices.
         """
         self._watchdog = Watchdog(partial(jobs.abort, LOST))
         prepare = Prepare(jobs, model, metrics, self._watchdog, max_pixels=decode_pixels)
         copy_out = CopyOut(jobs, model, store, metrics, self._watchdog)
         vit = Vit(
-            jobs, model, store, metrics, copy_out, self._watchdog, together, batch_patches=batch_patches
+            jobs, model, store, metrics, copy_out, self._watchdog, group_encoder, batch_patches=batch_patches
         )
         self._jobs = jobs
         # Not waited for by `stop`: the one ends when the store is closed, the other when it is told to.
@@ -379,11 +379,11 @@ class Vit:
         metrics: Metrics,
         copy_out: CopyOut,
         watchdog: Watchdog,
-        together: Together | None,
+        group_encoder: GroupEncoder | None,
         *,
         batch_patches: int,
     ) -> None:
-        self._together = together
+        self._group_encoder = group_encoder
         self._jobs = jobs
         self._watchdog = watchdog
         self._tower = model.tower
@@ -401,8 +401,8 @@ class Vit:
             while (taken := self._jobs.take_batch(self._batch_patches))[0]:
                 self._metrics.starved(taken[1])
                 with stream.use():
-                    if isinstance(taken[0], Part):
-                        self._help(taken[0], stream)
+                    if isinstance(taken[0], GroupEncode):
+                        self._join_group(taken[0], stream)
                     else:
                         self._encode_all(taken[0], stream)
                 del taken  # a thread that sleeps holds no image
@@ -443,39 +443,39 @@ class Vit:
 
         return Overtaking(jobs, patches, self._jobs, encode)
 
-    def _help(self, part: Part, stream: CudaStream) -> None:
-        """Encode the part that this device has of another one's image."""
-        assert self._together is not None
-        overtaking = self._overtaking([], part.grid.patches // part.devices, stream)
+    def _join_group(self, group: GroupEncode, stream: CudaStream) -> None:
+        """Encode this device's share of another device's image."""
+        assert self._group_encoder is not None
+        overtaking = self._overtaking([], group.grid.patches // group.devices, stream)
         try:
-            with self._watchdog.watching("a part of an image", self._jobs.encode_s(part.grid.patches)):
-                self._together(part.group, part.leader, part.grid, None, overtaking)
+            with self._watchdog.watching("a group encode", self._jobs.encode_s(group.grid.patches)):
+                self._group_encoder(group.number, group.leader, group.grid, None, overtaking)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
-            self._parted(error)
+            self._group_failed(error)
 
-    def _with_others(self, jobs: list[Job], overtaking: Overtaking) -> tuple[list[Tensor], int]:
-        """Encode a large image with the other devices; return its rows, and the number of devices.
+    def _encode_in_group(self, jobs: list[Job], overtaking: Overtaking) -> tuple[list[Tensor], int]:
+        """Encode a large image with all devices; return its rows, and the number of devices.
 
-        There are no rows if the image is not large, another device is busy, or it came to nothing.
+        Return no rows if the image is not large, another device is busy, or the group fails.
         """
         [job, *others] = jobs
-        if self._together is None or others or job.key.frames or job.grid.patches < MIN_PATCHES:
+        if self._group_encoder is None or others or job.key.frames or job.grid.patches < MIN_PATCHES:
             return [], 1
-        if (part := self._jobs.share(job)) is None:
+        if (group := self._jobs.form_group(job)) is None:
             return [], 1
         began = monotonic()
         try:
-            rows = self._together(part.group, part.leader, part.grid, job.patches, overtaking)
-            return rows, part.devices
+            rows = self._group_encoder(group.number, group.leader, group.grid, job.patches, overtaking)
+            return rows, group.devices
         except Exception as error:  # noqa: BLE001 - likewise
-            self._parted(error)
+            self._group_failed(error)
             overtaking.seconds = monotonic() - began
             return [], 1
 
-    def _parted(self, error: Exception) -> None:
+    def _group_failed(self, error: Exception) -> None:
         self._jobs.lost_device(error)
-        log.warning("the devices did not encode an image together; one of them does", exc_info=error)
-        self._jobs.parted()
+        log.warning("the devices did not encode an image together; one device encodes it", exc_info=error)
+        self._jobs.group_failed()
 
     def _encode(self, jobs: list[Job], stream: CudaStream, overtaking: Overtaking) -> None:
         patches = [job.patches for job in jobs if job.patches is not None]
@@ -486,7 +486,7 @@ class Vit:
         grids = [job.grid for job in jobs]
         try:
             with self._watchdog.watching("a batch", self._jobs.encode_s(sum(grid.patches for grid in grids))):
-                rows, devices = self._with_others(jobs, overtaking)
+                rows, devices = self._encode_in_group(jobs, overtaking)
                 rows = rows or self._tower.encode(patches, grids, overtaking)
                 finite = are_finite(rows)
         except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library

@@ -20,7 +20,7 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.engine import job_queue
-from encoder_service.engine.job_queue import Job, JobQueue, Part
+from encoder_service.engine.job_queue import GroupEncode, Job, JobQueue
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
@@ -300,9 +300,9 @@ def test_time_with_an_empty_queue_does_not_count_as_starved(
     assert 0 < starved_s < 3000
 
 
-def wait_for_batch(queue: JobQueue, device: int) -> list[list[Job] | Part]:
+def wait_for_batch(queue: JobQueue, device: int) -> list[list[Job] | GroupEncode]:
     """Let a device wait for a batch; return where what it gets will be."""
-    taken: list[list[Job] | Part] = []
+    taken: list[list[Job] | GroupEncode] = []
     threading.Thread(target=lambda: taken.append(queue.take_batch(10**6, device)[0]), daemon=True).start()
     until(lambda: queue._devices[device].waits)
     return taken
@@ -328,15 +328,15 @@ def test_an_image_is_shared_if_all_others_wait_and_by_one_device_at_a_time() -> 
     queue = new_queue(Posts(), devices=3)
     job, other = batch_of(queue, b"a" * 32), batch_of(queue, b"b" * 32, 1)
     taken = wait_for_batch(queue, 2)
-    assert queue.share(job) is None, "device 1 is busy"
+    assert queue.form_group(job) is None, "device 1 is busy"
     assert not taken, "device 2 waits on"
     queue.encoded([other], [OUTCOME], 1.0)
     more = wait_for_batch(queue, 1)
-    part = queue.share(job)
-    assert part == Part(0, 0, 3, GRID)
-    until(lambda: taken == more == [part])
+    group = queue.form_group(job)
+    assert group == GroupEncode(0, 0, 3, GRID)
+    until(lambda: taken == more == [group])
     second = wait_for_batch(queue, 2)
-    assert queue.share(job) is None, "device 1 has its part still"
+    assert queue.form_group(job) is None, "device 1 has not joined yet"
     queue.close()
     until(lambda: second == [[]])
 
@@ -344,7 +344,7 @@ def test_an_image_is_shared_if_all_others_wait_and_by_one_device_at_a_time() -> 
 def test_a_device_that_helps_encodes_what_it_has_later_or_in_between() -> None:
     queue = new_queue(Posts(), devices=2)
     job, taken = batch_of(queue, b"a" * 32), wait_for_batch(queue, 1)
-    assert queue.share(job)
+    assert queue.form_group(job)
     until(lambda: taken)
     submit(queue, b"b" * 32, Claim("b", "b", demanded=True))
     [small] = queue.take_to_prepare(1, 10**9, 1)
@@ -356,19 +356,19 @@ def test_a_device_that_helps_encodes_what_it_has_later_or_in_between() -> None:
 def test_an_image_that_was_interrupted_is_not_shared_again_and_the_next_group_is_another() -> None:
     queue = new_queue(Posts(), devices=2)
     job, taken = batch_of(queue, b"a" * 32, 1), wait_for_batch(queue, 0)
-    assert queue.share(job, 1) == Part(0, 1, 2, GRID)
+    assert queue.form_group(job, 1) == GroupEncode(0, 1, 2, GRID)
     until(lambda: taken)
     queue.leave(1)
-    assert queue.share(job, 0) is None, "a device that has left does not wait"
+    assert queue.form_group(job, 0) is None, "a device that has left does not wait"
     queue.interrupted(1)
     [again] = queue.take_to_prepare(1, 10**9, 0)
     queue.prepared([(again, PATCHES)], None)
     assert queue.take_batch(10**6, 0)[0] == [job]
     taken = wait_for_batch(queue, 1)
-    assert queue.share(job, 0) is None
+    assert queue.form_group(job, 0) is None
     queue.encoded([job], [OUTCOME], 1.0)
-    queue.parted()
-    assert queue.share(batch_of(queue, b"b" * 32)) == Part(2, 0, 2, GRID)
+    queue.group_failed()
+    assert queue.form_group(batch_of(queue, b"b" * 32)) == GroupEncode(2, 0, 2, GRID)
     until(lambda: taken)
 
 

@@ -26,11 +26,11 @@ async def all_free(server):
 
 
 async def taken(server):
-    """Wait until devices encode an image together; return the part of one that helps."""
+    """Wait for a group encode; return the number of a device that joins, and its group."""
     parts = server.jobs._devices
-    await soon(lambda: any(each.helps for each in parts), START_S)
-    [(number, (_, part))] = [(number, each.helps) for number, each in enumerate(parts) if each.helps]
-    return number, part
+    await soon(lambda: any(each.group for each in parts), START_S)
+    [(number, (_, group))] = [(number, each.group) for number, each in enumerate(parts) if each.group]
+    return number, group
 
 
 async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_beside_it_by_one(config, model):
@@ -57,8 +57,8 @@ async def test_an_image_outlives_the_processes_that_encode_it(config, who):
         assert shared(server) == 1
         await all_free(server)
         large = asyncio.create_task(fetched(client, [photo(LARGE, LARGE, 1)]))
-        number, part = await taken(server)
-        killed = devices[number if who == "helper" else part.leader]
+        number, group = await taken(server)
+        killed = devices[number if who == "helper" else group.leader]
         os.kill(killed.process.pid, signal.SIGKILL)
         await large
         assert shared(server) == 1, "one device encoded it"

@@ -34,3 +34,8 @@ def read(pin, begin=0, end=None):
 
 def put(store, name, pages=1.0):
     store.put(name, embedding(name[0], pages), (1, 2, 2)).release()
+
+
+def tier_of(store, address):
+    """Return the tier that `pin` would find, without taking a pin; None if the address is not held."""
+    return next((tier.name for tier in store._tiers if address in tier.entries), None)

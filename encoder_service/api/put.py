@@ -186,7 +186,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
             wanted.working = asyncio.get_running_loop().run_in_executor(_checks, incoming.check_finite)
             await asyncio.shield(wanted.working)
             _require_open(wanted.lease)
-            incoming.complete(end.checksum).release()
+            incoming.commit(end.checksum).release()
         return self._complete(wanted)
 
     def _begun(self, wanted: _Wanted) -> Incoming | None:
@@ -251,9 +251,9 @@ def _require_open(lease: Lease) -> None:
 def _drop_unused(incoming: Incoming, working: "asyncio.Future[None] | None") -> None:
     """Drop rows, but not before the thread that works on them has ended: afterwards their pages may be reused."""
     if working is None or working.done():
-        incoming.drop()
+        incoming.abandon()
     else:
-        working.add_done_callback(lambda _: incoming.drop())
+        working.add_done_callback(lambda _: incoming.abandon())
 
 
 def _read_and_close(incoming: Incoming, file: int, offset: int, length: int) -> None:

@@ -566,10 +566,10 @@ class JobQueue(Work):
                     return self._store.pin(job.key.address)
                 for piece in held.rows():
                     copy.add(piece)
-                return copy.complete(held.checksum())
+                return copy.commit(held.checksum())
             except EncoderError:  # there is no room, or the copy is damaged: they are encoded
                 if copy is not None:
-                    copy.drop()
+                    copy.abandon()
                 return None
 
     # Inside, with the lock held

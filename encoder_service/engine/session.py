@@ -279,7 +279,7 @@ class Session:
         self, address: bytes, tokens: int, grid: arena.Grid, holder: str, is_reserved: bool
     ) -> tuple[str, list[tuple[int, int]]] | None:
         """Return where to write the rows, tier and extents, before `commit` or `abandon`; None if they are held."""
-        entry, is_new = self._store.begin(
+        entry, is_new = self._store.begin_put(
             address, tokens, grid, holder, is_reserved=is_reserved, is_shared=True
         )
         if not is_new:

@@ -1,7 +1,7 @@
-"""The space of one tier: its pages, the embeddings in them, whose they are, and which of them is evicted next.
+"""One tier of the store: its pages, the embeddings in them, the share of each holder, and the eviction order.
 
-That is the least recently used one of the holder with the most pages, and never one that is pinned. Nothing here locks:
-the store calls every method with its lock held.
+Eviction takes the least recently used embedding of the holder with the most pages. Pinned embeddings are never evicted.
+Not thread-safe: the store calls every method with its lock held.
 """
 
 import time
@@ -14,12 +14,13 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 SPARE = 0.06
-"""Share of an arena given up for contiguity: an embedding is split only if that much more than it needs is free.
+"""Share of an arena that is left unused to keep embeddings contiguous: an embedding is split into several runs only if
+this share would still be free afterwards.
 
-With random sizes, 80 % of the embeddings are then in one run, which a client can view in place, instead of 49 %.
+With random sizes, 80 % of the embeddings then lie in one run, which a client can view in place, instead of 49 %.
 """
 MAX_RUNS = 4
-"""Most runs of an embedding that is split although other entries could be evicted."""
+"""Most runs of an embedding, as long as evicting others could make room for a single run."""
 
 TierName = Literal["device", "host"]
 Grid = tuple[int, int, int]
@@ -29,21 +30,20 @@ Run = tuple[int, int]
 _START_BITS = 32
 
 MAX_HOLDERS = 64
-"""Holders that are told apart. The rows of all others count against one share: an eviction looks at every share."""
+"""Most holders with a share of their own. All further holders count against one common share, because each eviction
+walks all shares."""
 UNUSED_S = 600.0
-"""An entry that has been unused for this long is evicted before others: a holder that left does not keep its share."""
+"""Entries unused for this long are evicted first, so that a holder that has left does not keep its share."""
 
 
 class Arena:
-    """Allocates pages by number; does not touch their contents.
+    """Allocates page numbers by best fit, and never touches the pages' contents.
 
-    Adjacent free runs are merged when they are freed. Free runs are kept as one sorted list of integers (length in
-    the high bits, start in the low bits), so best fit is a bisection and a free run needs no object beyond two
-    dictionary entries.
+    `free` merges adjacent free runs. The free runs are one sorted list of integers (length in the high bits, start in
+    the low bits), so best fit is a bisection, and a free run costs no object beyond two dictionary entries.
     """
 
     def __init__(self, pages: int) -> None:
-        """Start with all `pages` pages free."""
         assert 0 < pages < 1 << _START_BITS
         self.pages = pages
         self.free_pages = 0
@@ -63,14 +63,17 @@ class Arena:
         return self._by_length[-1] >> _START_BITS if self._by_length else 0
 
     def allocate(self, pages: int, max_runs: int) -> tuple[Run, ...] | None:
-        """Allocate `pages` pages: the shortest run that holds them, else up to `max_runs` of the longest; else None."""
+        """Allocate `pages` pages; return their runs, or None if they do not fit.
+
+        Takes the shortest run that is long enough. If there is none, takes up to `max_runs` of the longest runs.
+        """
         assert pages > 0
         if pages > self.free_pages:
             return None
         longest = self._by_length[-max_runs:]
         if sum(run >> _START_BITS for run in longest) < pages:
             return None
-        taken: list[Run] = []
+        allocated: list[Run] = []
         while pages:
             place = bisect_left(self._by_length, pages << _START_BITS)
             run = self._by_length[min(place, len(self._by_length) - 1)]
@@ -79,9 +82,9 @@ class Arena:
             self._remove(start, length)
             if count < length:
                 self._add(start + count, length - count)
-            taken.append((start, count))
+            allocated.append((start, count))
             pages -= count
-        return tuple(taken)
+        return tuple(allocated)
 
     def free(self, runs: tuple[Run, ...]) -> None:
         """Free runs that `allocate` returned."""
@@ -111,7 +114,7 @@ class Arena:
 
 
 class Layout(NamedTuple):
-    """How rows are laid out in pages. A page is a whole number of rows, so an embedding wastes less than one page."""
+    """How rows are laid out in pages. A page holds a whole number of rows; an embedding wastes less than one page."""
 
     row_bytes: int
     page_rows: int
@@ -122,23 +125,23 @@ class Layout(NamedTuple):
         return self.row_bytes * self.page_rows
 
     def pages(self, tokens: int) -> int:
-        """Return the pages that an embedding of `tokens` rows takes."""
+        """Return how many pages an embedding of `tokens` rows takes."""
         return -(-tokens // self.page_rows)
 
 
 class Share:
-    """What one holder has in a tier."""
+    """The pages and the evictable entries of one holder in a tier."""
 
     __slots__ = ("name", "pages", "unpinned")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.pages = 0
-        self.unpinned: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
+        self.unpinned: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
 
 
 class Entry:
-    """One embedding in one tier. `pins` counts its readers, and its writer until it is complete."""
+    """One embedding in one tier. `pins` counts its readers, and, until it is complete, its writer."""
 
     __slots__ = (
         "address",
@@ -166,7 +169,7 @@ class Entry:
         self.grid = grid
         self.runs = runs
         self.share = share
-        self.used_s = 0.0  # when its last pin was released, monotonic
+        self.used_s = 0.0  # monotonic time at which its last pin was released
         self.pins = 1
         self.hits = 0
         self.device_readers = 0
@@ -175,7 +178,7 @@ class Entry:
 
     @property
     def holder(self) -> str:
-        """The name that its pages count under."""
+        """The holder whose share its pages count against."""
         return self.share.name
 
     @property
@@ -184,45 +187,35 @@ class Entry:
         return self.tokens * self.tier.layout.row_bytes
 
     def extents(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (offset in the arena, length), bytes, of the rows [begin, end), in order."""
+        """Yield (offset in the arena, length), in bytes, of the rows [begin, end), in order."""
         layout = self.tier.layout
-        first, last = begin * layout.row_bytes, end * layout.row_bytes  # of the window, in the embedding
-        reached = 0
+        first, last = begin * layout.row_bytes, end * layout.row_bytes  # byte range within the embedding
+        run_begin = 0
         for page, pages in self.runs:
             length = pages * layout.page_bytes
-            low, high = max(first - reached, 0), min(last - reached, length)
+            low, high = max(first - run_begin, 0), min(last - run_begin, length)
             if low < high:
                 yield page * layout.page_bytes + low, high - low
-            reached += length
+            run_begin += length
 
 
 class EvictionOrder:
-    """The pages of each holder, and the order of the entries that may be evicted.
+    """Each holder's share of a tier's pages, and the order in which entries are evicted.
 
-    While pages are free, a holder may take all of them. Then the holder with the most makes room, so that holders that
-    always want more have equal shares. An entry leaves the order while it is pinned, and returns as the most recently
-    used of its holder when its last pin is released, so finding a victim takes the same time however much is pinned.
+    While pages are free, one holder may take them all. Once none are free, the holder with the most pages makes room,
+    so holders that keep writing end up with equal shares. A pinned entry is not in the order. Releasing its last pin
+    adds it as its holder's most recently used entry, so finding a victim takes equally long however much is pinned.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
-        self._shares: dict[str, Share] = {}
-
-    def __len__(self) -> int:
-        """Return the number of shares."""
-        return len(self._shares)
-
-    def pages(self, holder: str) -> int:
-        """Return how many pages count against `holder`."""
-        share = self._shares.get(self._name(holder))
-        return 0 if share is None else share.pages
+        self.shares: dict[str, Share] = {}  # by name; "" is the common one
 
     def reserve(self, holder: str, pages: int) -> Share:
-        """Count `pages` more against `holder`; return the share they count in: its own, or that of all others."""
+        """Add `pages` to the share of `holder`, or to the common share; return that share."""
         name = self._name(holder)
-        share = self._shares.get(name)
+        share = self.shares.get(name)
         if share is None:
-            share = self._shares[name] = Share(name)
+            share = self.shares[name] = Share(name)
         share.pages += pages
         return share
 
@@ -230,24 +223,24 @@ class EvictionOrder:
         """Undo a `reserve` that returned `share`."""
         share.pages -= pages
         if not share.pages:
-            del self._shares[share.name]
+            del self.shares[share.name]
 
     def add(self, entry: Entry, now: float) -> None:
-        """Make an entry evictable, as the one of its holder that was used most recently: `now`."""
+        """Make an entry evictable, as its holder's most recently used one."""
         entry.used_s = now
         entry.share.unpinned[entry.address] = entry
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry from the order: it is pinned or dropped."""
+        """Remove an entry that is pinned or dropped."""
         del entry.share.unpinned[entry.address]
 
     def victim(self, now: float, holder: str = "", pages: int = 0) -> Entry | None:
-        """Return the entry to evict next for `pages` more of `holder`, or None if there is none."""
+        """Return the entry to evict so that `holder` can have `pages` more; None if every entry is pinned."""
         writer = self._name(holder)
         oldest: Entry | None = None
         largest: Entry | None = None
         most = 0
-        for name, share in self._shares.items():
+        for name, share in self.shares.items():
             entry = next(iter(share.unpinned.values()), None)
             if entry is None:
                 continue
@@ -259,13 +252,13 @@ class EvictionOrder:
         return oldest if oldest is not None and now - oldest.used_s > UNUSED_S else largest
 
     def _name(self, holder: str) -> str:
-        return holder if holder in self._shares or len(self._shares) < MAX_HOLDERS else ""
+        return holder if holder in self.shares or len(self.shares) < MAX_HOLDERS else ""
 
 
 class Tier:
-    """Arena, memory and entries of one tier; device and host differ only in their memory.
+    """The arena, memory and entries of one tier. The device tier and the host tier differ only in their memory.
 
-    `pieces` alone may be called without the store's lock: a pin keeps their bytes in place.
+    Only `pieces` may be called without the store's lock: a pin keeps the bytes in place.
     """
 
     def __init__(
@@ -276,9 +269,9 @@ class Tier:
         generations: "memoryview[int] | None" = None,
         shared_as: bytes = b"",
     ) -> None:
-        """Divide `memory` (flat uint8) into pages; `generations` has one item per page, see `Segment`.
+        """Divide `memory` (flat uint8) into pages. `generations` has one item per page: see `Segment`.
 
-        `shared_as` is the name by which others open the memory, if it is not the segment's.
+        `shared_as` is the name by which other processes open the memory; empty for the segment's own memory.
         """
         pages = memory.numel() // layout.page_bytes
         self.name = name
@@ -297,24 +290,26 @@ class Tier:
         self._last_generation = 0
 
     def reserve(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Entry | None:
-        """Reserve free pages for an embedding of `holder`, invisible until `commit`.
+        """Reserve free pages for an embedding of `holder`, which no reader sees until `commit`.
 
-        None if another must be evicted first.
+        Return None if another embedding must be evicted first.
         """
         pages, arena = self.layout.pages(tokens), self.arena
         runs = arena.allocate(pages, max_runs=1)
         if runs is None and arena.free_pages >= pages + self._spare_pages:
             runs = arena.allocate(pages, MAX_RUNS)
         if runs is None and not self.evictable_pages:
-            runs = arena.allocate(pages, arena.free_runs)  # nothing can be evicted: accept any number of runs
+            runs = arena.allocate(
+                pages, arena.free_runs
+            )  # evicting is no alternative: accept any number of runs
         if runs is None:
             return None
         return Entry(self, address, tokens, grid, runs, self.order.reserve(holder, pages))
 
     def make_room(self, tokens: int, holder: str = "") -> Iterator[Entry]:
-        """Drop embeddings in the eviction order for one of `holder`, one after the other, and yield them.
+        """Drop embeddings one by one, in the eviction order, for a new one of `holder`; yield each.
 
-        Ends at once if dropping everything that is not pinned would not free enough pages.
+        Drops nothing if even dropping everything unpinned would not free enough pages.
         """
         pages, now = self.layout.pages(tokens), time.monotonic()
         while self.arena.free_pages + self.evictable_pages >= pages:
@@ -325,18 +320,18 @@ class Tier:
             yield victim
 
     def touch(self, entry: Entry) -> None:
-        """Make an embedding the most recently used one."""
+        """Make an embedding its holder's most recently used one."""
         if not entry.pins:
             self.order.remove(entry)
             self.order.add(entry, time.monotonic())
 
     def release(self, entry: Entry) -> None:
-        """Free the pages of an embedding: one that was reserved and not committed, or one that is dropped."""
+        """Free the pages of an embedding that was dropped, or reserved and not committed."""
         self.arena.free(entry.runs)
         self.order.release(entry.share, entry.pages)
 
     def commit(self, entry: Entry) -> None:
-        """Make a completely written embedding visible; its writer's pin becomes the first reader's."""
+        """Make a completely written embedding visible. The writer's pin becomes the first reader's pin."""
         assert entry.address not in self.entries
         self._last_generation += 1
         entry.generation = self._last_generation
@@ -352,7 +347,7 @@ class Tier:
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
-        """Undo one `pin`; the last one makes the embedding the most recently used."""
+        """Undo one `pin`. The last one makes the embedding evictable, as its holder's most recently used."""
         entry.pins -= 1
         assert entry.pins >= 0
         if not entry.pins:
@@ -360,7 +355,7 @@ class Tier:
             self.evictable_pages += entry.pages
 
     def drop(self, entry: Entry) -> None:
-        """Drop an unpinned embedding. Its generation is cleared first, so that readers of stale handles notice."""
+        """Drop an unpinned embedding. Clear its generation first, so that readers with a stale handle notice."""
         assert not entry.pins
         self.order.remove(entry)
         self.evictable_pages -= entry.pages
@@ -370,5 +365,5 @@ class Tier:
         self.evictions += 1
 
     def pieces(self, entry: Entry) -> list[Tensor]:
-        """Return the entry's bytes as flat uint8 tensors, in order, viewed in place."""
+        """Return the entry's bytes as flat uint8 tensors, in order, without a copy."""
         return [self.memory[offset : offset + length] for offset, length in entry.extents(0, entry.tokens)]

@@ -1,7 +1,7 @@
 """Pins: a reader's hold on an embedding (`Pin`) and a writer's (`Incoming`).
 
-Until a `Pin` is released, the bytes stay in place. Rows that are `Incoming` arrive piece by piece in reserved pages; no
-reader sees them until they are complete.
+A `Pin` keeps an embedding's bytes in place until it is released. `Incoming` writes rows that arrive in pieces into
+reserved pages, which no reader sees until all rows are there.
 """
 
 import math
@@ -20,7 +20,7 @@ from encoder_service.store.segment import Segment
 
 
 class EntryStore(Protocol):
-    """What pins need of the store that made them."""
+    """What pins need from the store that created them. `Store` implements it."""
 
     segment: Segment
 
@@ -28,67 +28,73 @@ class EntryStore(Protocol):
         """Undo one pin."""
 
     def unpin_later(self, entry: Entry) -> None:
-        """Undo one pin at the next call. For the garbage collector, which may run while the lock is held."""
+        """Undo one pin at the store's next call. For the garbage collector, which may run while the lock is held."""
 
     def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
-        """Return a pinned copy of a pinned entry in the host tier, made now if there is none."""
+        """Return the pinned host copy of a pinned entry. If there is none, make one."""
 
     def commit(self, entry: Entry) -> None:
-        """Make a reserved entry visible whose bytes are written; it stays pinned once."""
+        """Make a reserved entry visible, once its bytes are written. It stays pinned once."""
 
     def abandon(self, entry: Entry) -> None:
-        """Free the pages of a reserved entry whose bytes will not be complete."""
+        """Free the pages of a reserved entry whose bytes will never be complete."""
 
 
 class Pin:
-    """A hold on one embedding; release it, or leave its `with` block. One owner: not thread-safe.
+    """A hold on one embedding, until `release` or the end of a `with` block. It has one owner and is not thread-safe.
 
-    A pin on the host tier gives rows and handles at once. One on the device tier gives handles; for rows it needs
-    `to_host` first, which copies: call it from a worker thread.
+    A pin on the host tier gives rows and handles at once. A pin on the device tier gives handles; for rows it needs
+    `to_host` first, which copies, so call it from a worker thread.
     """
 
     __slots__ = ("_entry", "_store")
 
     def __init__(self, store: EntryStore, entry: Entry) -> None:
-        """Own one pin of `entry` that `store` has already counted."""
+        """Take over one pin of `entry` that `store` has already counted."""
         self._store = store
         self._entry: Entry | None = entry
 
     @property
+    def entry(self) -> Entry:
+        """The pinned copy."""
+        assert self._entry is not None, "the pin was released"
+        return self._entry
+
+    @property
     def address(self) -> bytes:
         """Store address of the embedding."""
-        return self._held.address
+        return self.entry.address
 
     @property
     def tokens(self) -> int:
         """Number of rows."""
-        return self._held.tokens
+        return self.entry.tokens
 
     @property
     def grid(self) -> Grid:
         """(t, h, w), in patches, as given to `put`."""
-        return self._held.grid
+        return self.entry.grid
 
     @property
     def tier(self) -> TierName:
         """The tier of the pinned copy: "device" or "host"."""
-        return self._held.tier.name
+        return self.entry.tier.name
 
     def to_host(self, wait_s: float = 2.0) -> None:
-        """Move this pin to a copy in the host tier, made now if there is none: takes milliseconds.
+        """Move this pin to the copy in the host tier. If there is none, make one, which takes milliseconds.
 
-        Raises `OverloadedError` if the host tier stays full of pins for `wait_s`; the pin is then unchanged.
+        Raises `OverloadedError` if the host tier stays full of pins for `wait_s`. The pin is then unchanged.
         """
         if self.tier != "host":
-            self.move_to(self._store.copy_to_host(self._held, wait_s))
+            self.move_to(self._store.copy_to_host(self.entry, wait_s))
 
     def move_to(self, copy: Entry) -> None:
-        """Own a pin of a copy in another tier, which the store has already counted, instead."""
-        held, self._entry = self._held, copy
-        self._store.unpin(held)
+        """Hold `copy`, in another tier, instead. The store has already counted the pin on it."""
+        previous, self._entry = self.entry, copy
+        self._store.unpin(previous)
 
     def rows(self, begin: int = 0, end: int | None = None) -> list[memoryview]:
-        """Return the bytes of rows [begin, end), in order, viewed in place: valid until the pin is released.
+        """Return the bytes of rows [begin, end), in order, without a copy. Valid until the pin is released.
 
         Raises `InvalidRequestError` for a window outside the embedding.
         """
@@ -97,8 +103,8 @@ class Pin:
         return [view[offset : offset + length] for offset, length in self._extents(begin, end)]
 
     def checksum(self, begin: int = 0, end: int | None = None) -> int:
-        """Return XXH3-64 over the bytes of rows [begin, end): 0.1 ms per MB; that of all rows is cached."""
-        entry = self._held
+        """Return XXH3-64 over the bytes of rows [begin, end). Takes 0.1 ms per MB; that of all rows is cached."""
+        entry = self.entry
         if (begin, end or entry.tokens) != (0, entry.tokens):
             return checksum(self.rows(begin, end))
         if entry.checksum is None:
@@ -108,16 +114,16 @@ class Pin:
     @property
     def checksum_known(self) -> bool:
         """Whether `checksum` of all rows is cached."""
-        return self._held.checksum is not None
+        return self.entry.checksum is not None
 
     def handle(self, begin: int = 0, end: int | None = None) -> Handle:
-        """Return a handle to rows [begin, end) where they are pinned: valid until the pin is released.
+        """Return a handle to rows [begin, end) of the pinned copy. Valid until the pin is released.
 
         Raises `InvalidRequestError` for a window outside the embedding.
         """
-        segment, entry = self._store.segment, self._held
+        segment, entry = self._store.segment, self.entry
         on_device = entry.tier.name == "device"
-        assert entry.tier.shared_as or not on_device, "nobody else can open this memory"
+        assert entry.tier.shared_as or not on_device, "other processes cannot open this memory"
         return Handle(
             segment=str(segment.path),
             segment_bytes=segment.size_bytes,
@@ -130,7 +136,7 @@ class Pin:
         )
 
     def release(self) -> None:
-        """Release the pin; idempotent."""
+        """Release the pin. Idempotent."""
         entry, self._entry = self._entry, None
         if entry is not None:
             self._store.unpin(entry)
@@ -147,19 +153,9 @@ class Pin:
         if self._entry is not None:
             self._store.unpin_later(self._entry)
 
-    @property
-    def entry(self) -> Entry:
-        """The pinned copy."""
-        return self._held
-
-    @property
-    def _held(self) -> Entry:
-        assert self._entry is not None, "the pin was released"
-        return self._entry
-
     def _extents(self, begin: int, end: int | None) -> list[tuple[int, int]]:
-        """Return the (offset, length) pairs, in bytes, of the window in the segment, or in the device's memory."""
-        entry = self._held
+        """Return the window's (offset, length) pairs, in bytes, in the segment or in the device's memory."""
+        entry = self.entry
         end = entry.tokens if end is None else end
         if not 0 <= begin < end <= entry.tokens:
             raise InvalidRequestError(
@@ -169,17 +165,17 @@ class Pin:
         return [(base + offset, length) for offset, length in entry.extents(begin, end)]
 
 
-# What is read at a time: it is still in the processor's cache when its checksum is taken.
+# Size of one read: the bytes are still in the processor's cache when they are added to the checksum.
 _READ_BYTES = 512 << 10
-# Likewise, when its elements are compared.
+# Size of one comparison, for the same reason.
 _CHECKED_BYTES = 256 << 10
 
 
 class Incoming:
-    """One embedding on its way into the store; `complete` or `drop` it. Not thread-safe: one writer at a time."""
+    """An embedding whose rows arrive in pieces; `commit` or `abandon` it. Not thread-safe: one writer at a time."""
 
     def __init__(self, store: EntryStore, entry: Entry, dtype: torch.dtype) -> None:
-        """Own a reserved entry of rows of `dtype`, in the host tier."""
+        """Take over a reserved entry of the host tier, for rows of `dtype`."""
         self._dtype = dtype
         self._store = store
         self._entry: Entry | None = entry
@@ -187,97 +183,98 @@ class Incoming:
         self._rows = [
             view[base + offset : base + offset + length] for offset, length in entry.extents(0, entry.tokens)
         ]
-        self._room = list(self._rows)
-        self._left = entry.row_bytes
+        self._unwritten = list(self._rows)
+        self._missing_bytes = entry.row_bytes
         self._checksum = Checksum()
 
     def add(self, data: memoryview) -> None:
-        """Append bytes. Raises `InvalidRequestError` if there are more than the rows have."""
-        if len(data) > self._left:
-            raise InvalidRequestError("more bytes arrived than the rows of this grid have")
+        """Append bytes. Raises `InvalidRequestError` if the rows have fewer."""
+        self._check_length(len(data))
         self._checksum.add(data)
-        self._left -= len(data)
         while data:
-            room = self._room[0]
-            count = min(len(room), len(data))
-            room[:count] = data[:count]
+            target = self._unwritten[0]
+            count = min(len(target), len(data))
+            target[:count] = data[:count]
             data = data[count:]
-            self._use(count)
+            self._written(count)
 
     def read(self, file: int, offset: int, length: int) -> None:
-        """Append `length` bytes from `offset` on of a file: for worker threads.
+        """Append `length` bytes of a file, from `offset` on. Call it from a worker thread.
 
-        The bytes that were read are the ones checked and kept, even if the file changes during the read. Raises
-        `InvalidRequestError` if the file is too short, or the bytes are more than the rows have.
+        The bytes that are checked are the bytes that are kept, even if the file changes during the read. Raises
+        `InvalidRequestError` if the file is too short, or the rows have fewer bytes.
         """
-        if length > self._left:
-            raise InvalidRequestError("more bytes arrived than the rows of this grid have")
+        self._check_length(length)
         end = offset + length
         while offset < end:
-            room = self._room[0][: min(_READ_BYTES, end - offset)]
-            count = os.preadv(file, [room], offset)
+            target = self._unwritten[0][: min(_READ_BYTES, end - offset)]
+            count = os.preadv(file, [target], offset)
             if count <= 0:
                 raise InvalidRequestError("the caller's segment ends before the end of the rows")
-            self._checksum.add(room[:count])
-            self._left -= count
+            self._checksum.add(target[:count])
             offset += count
-            self._use(count)
+            self._written(count)
 
     def check(self, checksum: int) -> None:
-        """Raise `InvalidRequestError` if bytes are missing, `InternalError` if they are not those of the checksum."""
-        if self._left:
-            raise InvalidRequestError(f"{self._left} bytes of the rows are missing")
+        """Raise `InvalidRequestError` if bytes are missing, and `InternalError` if the checksum does not match."""
+        if self._missing_bytes:
+            raise InvalidRequestError(f"{self._missing_bytes} bytes of the rows are missing")
         if self._checksum.value != checksum:
             raise InternalError("the rows arrived damaged: their checksum does not match")
 
     def check_finite(self) -> None:
-        """Raise `InvalidRequestError` for a NaN or an infinity in the rows, all of which have arrived.
+        """Raise `InvalidRequestError` for a NaN or an infinity in the rows. All rows must have arrived.
 
-        For worker threads: it takes a tenth of a millisecond a megabyte.
+        Takes a tenth of a millisecond per megabyte: call it from a worker thread.
         """
         entry = self._entry
-        assert entry is not None, "the rows are complete, or were dropped"
+        assert entry is not None, "the rows were committed or abandoned"
         size = self._dtype.itemsize
-        seen = 0
+        checked_bytes = 0
         for rows in self._rows:
             signed = np.frombuffer(rows, f"i{size}")
             unsigned = signed.view(f"u{size}")
             infinite = _infinity(self._dtype)
             negative = infinite | 1 << 8 * size - 1
             for begin in range(0, len(signed), _CHECKED_BYTES // size):
-                these = slice(begin, begin + _CHECKED_BYTES // size)
-                # What is not finite has an infinity's exponent: as integers, the largest of either sign.
-                if signed[these].max() >= infinite or unsigned[these].max() >= negative:
-                    found = np.flatnonzero((signed[these] & infinite) == infinite)[0]
-                    row = (seen + (begin + int(found)) * size) // (entry.row_bytes // entry.tokens)
+                block = slice(begin, begin + _CHECKED_BYTES // size)
+                # NaNs and infinities have an infinity's exponent, which makes them the largest integers of either sign.
+                if signed[block].max() >= infinite or unsigned[block].max() >= negative:
+                    found = np.flatnonzero((signed[block] & infinite) == infinite)[0]
+                    row = (checked_bytes + (begin + int(found)) * size) // (entry.row_bytes // entry.tokens)
                     raise InvalidRequestError(
                         f"row {row} of {entry.tokens} contains a NaN or an infinity: rows must be finite"
                     )
-            seen += len(rows)
+            checked_bytes += len(rows)
 
-    def complete(self, checksum: int) -> Pin:
-        """Make the rows visible and return a pin on them. Raises what `check` does."""
+    def commit(self, checksum: int) -> Pin:
+        """Make the rows visible and return a pin on them. Raises what `check` raises."""
         self.check(checksum)
         entry = self._entry
-        assert entry is not None, "the rows are complete, or were dropped"
+        assert entry is not None, "the rows were committed or abandoned"
         self._entry, self._rows = None, []
         entry.checksum = checksum
         self._store.commit(entry)
         return Pin(self._store, entry)
 
-    def drop(self) -> None:
-        """Discard rows that are not complete; afterwards, or once they are, this does nothing."""
+    def abandon(self) -> None:
+        """Discard the rows, unless they were committed. Idempotent."""
         entry, self._entry, self._rows = self._entry, None, []
         if entry is not None:
             self._store.abandon(entry)
 
-    def _use(self, count: int) -> None:
-        self._room[0] = self._room[0][count:]
-        if not self._room[0]:
-            del self._room[0]
+    def _check_length(self, length: int) -> None:
+        if length > self._missing_bytes:
+            raise InvalidRequestError("more bytes arrived than the rows of this grid have")
+
+    def _written(self, count: int) -> None:
+        self._missing_bytes -= count
+        self._unwritten[0] = self._unwritten[0][count:]
+        if not self._unwritten[0]:
+            del self._unwritten[0]
 
 
 def _infinity(dtype: torch.dtype) -> int:
-    """Return the bits of infinity."""
+    """Return the bits of infinity as an integer."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return int(torch.tensor(math.inf, dtype=dtype).view(bits).item())

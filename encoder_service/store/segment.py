@@ -1,16 +1,15 @@
-"""The shared-memory file of the host arena, mapped by the server and, read-only, by its clients.
+"""The shared-memory file of the host tier. The server maps it for writing, and its clients map it read-only.
 
-Layout, in bytes; a client needs only the first field and a handle:
+Layout, in bytes. A client needs only the first field and a handle:
 
     0      16  random id of this segment
     16      8  b"ENCROWS1"
-    4096    8n generation of the entry that begins at this page, 0 for none: uint64, little-endian, per page
-    then    8m the same of the device tier's pages, which lie elsewhere
+    4096    8n for each host page, the generation of the entry that begins there, or 0: uint64, little-endian
+    then    8m the same for each page of the device tier, whose memory is not in this file
     then       n pages of rows, from a multiple of 4096
 
-It belongs to the server while that runs; the next one that starts removes those whose owners have ended. Its size is
-checked at start: an error says which setting to change. Its memory is registered with CUDA, so that copies run at full
-speed.
+The running server owns the file. A server that starts removes files whose owners have ended. It checks the size first:
+an error names the setting to change. With a GPU, the memory is registered with CUDA, so that copies run at full speed.
 """
 
 import ctypes
@@ -35,14 +34,14 @@ _PREFIX = "encoder-service-"
 _HEADER_BYTES = 4096
 _PAGE_TABLE_BYTES = 4096
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_PREFAULT_BYTES = 32 << 20  # a slice takes ~0.1 s at worst; closing waits for one
+_PREFAULT_BYTES = 32 << 20  # one call takes 0.1 s at worst, and ends before `close` takes effect
 
 
 class Segment:
-    """A file of `pages` pages, from construction to `close`; if the process dies before, the next server removes it."""
+    """A file of `pages` pages, which `close` removes. If the process dies first, the next server removes it."""
 
     def __init__(self, folder: Path, pages: int, page_bytes: int, device_pages: int = 0) -> None:
-        """Create, reserve and map the file. Raises `StoreSizeError` if the folder or memory cannot hold it."""
+        """Create, reserve and map the file. Raises `StoreSizeError` if the folder or the memory is too small."""
         slots = pages + device_pages
         self.data_offset = _round_up(_HEADER_BYTES + slots * GENERATION_BYTES)
         self.size_bytes = self.data_offset + pages * page_bytes
@@ -51,7 +50,7 @@ class Segment:
         try:
             self._reserve()
             self._map = mmap.mmap(self._file, self.size_bytes)
-        except BaseException:  # Ctrl-C too: its file would outlive the process
+        except BaseException:  # Ctrl-C too: the file would outlive the process
             self.close()
             raise
         self.segment_id = secrets.token_bytes(SEGMENT_ID_BYTES)
@@ -62,12 +61,12 @@ class Segment:
         self._closed = threading.Event()
 
     def generation_offset(self, page: int, *, on_device: bool = False) -> int:
-        """Return the file offset of the generation of the entry that begins at `page` of a tier."""
+        """Return the file offset of the generation of the entry that begins at page `page` of a tier."""
         slot = page + len(self.generations) if on_device else page
         return _HEADER_BYTES + slot * GENERATION_BYTES
 
     def prefault(self) -> None:
-        """Touch every page, so that later copies cause no page faults: takes seconds per GiB; run it in a thread."""
+        """Touch every page, so that later copies cause no page faults. Takes seconds per GiB: run it in a thread."""
         libc = ctypes.CDLL(None, use_errno=True)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         began = reported = time.monotonic()
@@ -77,7 +76,8 @@ class Segment:
             length = min(_PREFAULT_BYTES, self.size_bytes - offset)
             if libc.madvise(ctypes.c_void_p(base + offset), ctypes.c_size_t(length), _POPULATE_WRITE):
                 log.info(
-                    "store: no prefault (%s); first writes will be slower", os.strerror(ctypes.get_errno())
+                    "store: no prefault (%s); the first writes will be slower",
+                    os.strerror(ctypes.get_errno()),
                 )
                 return
             if time.monotonic() - reported > 10:
@@ -95,12 +95,12 @@ class Segment:
             self._file = -1
 
     def _reserve(self) -> None:
-        """Allocate memory for the whole file: a hole could raise SIGBUS at a later write."""
+        """Allocate memory for the whole file. A later write into a hole could raise SIGBUS."""
         try:
             os.posix_fallocate(self._file, 0, self.size_bytes)
         except OSError as error:
             raise StoreSizeError(
-                f"the {self.size_bytes / GIB:.2f} GiB of the host store cannot be reserved in {self.path.parent} "
+                f"cannot reserve {self.size_bytes / GIB:.2f} GiB for the host store in {self.path.parent} "
                 f"({error.strerror}): lower --store-host-gib, or enlarge that folder (shm_size; emptyDir with medium "
                 "Memory)"
             ) from error
@@ -116,17 +116,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class StoreSizeError(ValueError):
-    """The store cannot start at the requested size; the message says which setting to change."""
+    """The store cannot start at the requested size. The message names the setting to change."""
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
     """Raise `StoreSizeError` if `folder` or this process's memory limit has no space for `size_bytes` more.
 
-    First remove what dead servers left there, and callers that were killed while they opened a Put call.
+    First remove the files of servers that died, and of clients that were killed while they opened a Put call.
     """
     for prefix in (_PREFIX, CALLERS_PREFIX):
         for path in remove_ownerless(folder, prefix):
-            log.warning("store: removed %s, which a dead process left behind", path)
+            log.warning("store: removed %s, left behind by a dead process", path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StoreSizeError(f"--store-segment-dir {folder} does not exist or cannot be written to")
     files = os.statvfs(folder)
@@ -136,30 +136,30 @@ def require_room(folder: Path, size_bytes: int) -> None:
     memory_bytes = unused_memory_bytes()
     if size_bytes > memory_bytes:
         raise StoreSizeError(
-            f"a host store of {_gib(size_bytes)} does not fit the {_gib(memory_bytes)} of memory that this "
-            "process may still take (shared memory counts against the container's memory limit): lower "
+            f"a host store of {_gib(size_bytes)} does not fit into the {_gib(memory_bytes)} of memory that this "
+            "process may still allocate (shared memory counts against the container's memory limit): lower "
             "--store-host-gib or raise the limit"
         )
 
 
 def device_error(device: str, size_bytes: int, reason: str) -> StoreSizeError:
-    """Return the error for a device that cannot hold its arena."""
+    """Return the error for a device without the memory for its tier."""
     return StoreSizeError(
-        f"a device store of {_gib(size_bytes)} does not fit {device}: lower --store-device-gib "
+        f"a device store of {_gib(size_bytes)} does not fit on {device}: lower --store-device-gib "
         f"(0 turns it off). The device says: {reason}"
     )
 
 
 def _too_small(folder: Path, size_bytes: int, free_bytes: int, total_bytes: int) -> str:
     return (
-        f"a host store of {_gib(size_bytes)} does not fit {folder}, which has {_gib(free_bytes)} free of "
+        f"a host store of {_gib(size_bytes)} does not fit into {folder}, which has {_gib(free_bytes)} free of "
         f"{_gib(total_bytes)}: lower --store-host-gib, or enlarge {folder} (Docker and Compose: shm_size; "
         "Kubernetes: an emptyDir with medium Memory mounted there)"
     )
 
 
 def unused_memory_bytes() -> int:
-    """Return the memory available on the machine or below the control group's limit, whichever is less."""
+    """Return the memory available on the machine, or what is left of the control group's limit if that is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     unused = int(meminfo["MemAvailable"].split()[0]) * 1024
     for limit, usage in (
@@ -177,7 +177,7 @@ def unused_memory_bytes() -> int:
 
 
 def _unreclaimable_bytes(memory_stat: str) -> int:
-    """Return anonymous and shared memory of a control group; its page cache is reclaimable and does not count."""
+    """Return the anonymous and shared memory of a control group. The page cache does not count: it is reclaimable."""
     fields = dict(line.split() for line in memory_stat.splitlines())
     if "anon" in fields:
         return int(fields["anon"]) + int(fields["shmem"])
@@ -189,22 +189,22 @@ def _gib(size_bytes: int) -> str:
 
 
 def register_memory(memory: Tensor, device: str) -> bool:
-    """Register all of `memory` with CUDA. Return False, with a warning, if CUDA refuses: copies are slower then.
+    """Register all of `memory` with CUDA. If CUDA refuses, log a warning and return False: copies are then slower.
 
-    CUDA makes a context on whichever device is current, hundreds of megabytes of it: let that be `device`.
+    The call makes `device` current, because CUDA creates a context of hundreds of megabytes on the current device.
     """
     with torch.cuda.device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
     if error:
         log.warning(
-            "store: CUDA does not register the host arena (cudaError %d); copies to it will be slower. A "
-            "locked-memory limit is the usual reason: see `ulimit -l`",
+            "store: CUDA did not register the host tier (cudaError %d); copies to it will be slower. The usual "
+            "reason is a limit on locked memory: see `ulimit -l`",
             error,
         )
     return not error
 
 
 def unregister_memory(memory: Tensor, device: str) -> None:
-    """Undo `register_memory`; no copy may be in progress."""
+    """Undo `register_memory`. No copy may be in progress."""
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """The embedding store: embeddings by address, in a host tier and an optional device tier, each bounded in bytes.
 
-One short lock guards all bookkeeping. Bytes are copied outside the lock, into pages that no reader can see yet.
+One lock, held for microseconds, guards all bookkeeping. Bytes are copied outside the lock, into pages that no reader
+sees yet.
 """
 
 import logging
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Statistics of one tier. Bytes count whole pages; counters only grow."""
+    """Statistics of one tier. Bytes are counted in whole pages. Counters only grow."""
 
     name: TierName
     size_bytes: int
@@ -55,7 +56,7 @@ class EntryStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """The whole store; `tiers` fastest first, `largest` by bytes."""
+    """Statistics of the whole store. `tiers` lists the fastest first, `largest` the largest embeddings."""
 
     tiers: tuple[TierStats, ...]
     misses: int
@@ -68,25 +69,26 @@ class StoreStats:
 
 
 PAGE_BYTES = 64 << 10
-"""A page is as many rows as fit this, at least one: an embedding wastes half a page on average."""
+"""A page holds as many rows as fit into this size, at least one. An embedding wastes half a page on average."""
 _LARGEST = 10
-_NAP_S = 0.05
-"""Longest sleep of a waiter: pins released by the garbage collector do not notify waiters."""
+_MAX_SLEEP_S = 0.05
+"""Longest sleep of a waiting thread: a pin that the garbage collector releases does not wake it."""
 LOW_WATER = 0.1
-"""Share of the device tier kept free: a new embedding that does not fit there goes to the host tier."""
+"""Share of the device tier that the migrator keeps free. New embeddings go to the host while the device has no room."""
 PROMOTE_READERS = 3
-"""An embedding is copied to the device tier for every third reader who would read it there and found it on the host."""
-_SUGGESTIONS = 64
-"""Pending promotions kept; those that overflow are suggested again by later readers."""
+"""Of an embedding's readers that prefer the device tier and find it on the host, every third has it copied there."""
+_MAX_PROMOTIONS = 64
+"""Most pending promotions. When more arrive, the oldest are dropped, and later readers suggest them again."""
 _IDLE_S = 0.02
-"""Pause of the migrator when nothing is due: far shorter than the time in which encoding fills the share kept free."""
+"""Pause of the migrator when there is nothing to move: far shorter than encoding takes to fill the free share."""
 
 
 class Store:
-    """Thread-safe. `pin`, `contains`, `tier_of` and `Pin.release` take microseconds: call them from an event loop.
+    """Embeddings by address. Thread-safe.
 
-    `put` and `Pin.to_host` copy megabytes and may wait for other threads: call them from worker threads. An address is
-    written by one thread at a time: other writers wait for it and then find the embedding held.
+    `pin`, `contains` and `Pin.release` take microseconds: an event loop may call them. `put` and `Pin.to_host` copy
+    megabytes and may wait for other threads: call them from worker threads. One thread at a time writes an address.
+    Other writers wait for that thread, and then find the embedding held.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class Store:
         on_evict: Callable[[bytes, TierName], None] | None = None,
         prefault: bool = False,
     ) -> None:
-        """Allocate all memory now. Raises `StoreSizeError`, which names the setting to change, if that fails.
+        """Allocate all memory. Raises `StoreSizeError`, which names the setting to change, if that fails.
 
-        A row is `width` elements of `dtype`. A writer waits up to `wait_s` while everything is pinned. `on_evict`
-        is called with each (address, tier) that was dropped, without the lock, on the thread that dropped it;
-        the address may still be in the other tier, or be held again: ask `contains`. `prefault` touches the host
-        tier's pages in the background.
+        A row has `width` elements of `dtype`. A writer waits for up to `wait_s` while everything is pinned. The thread
+        that drops an embedding from a tier calls `on_evict(address, tier)`, without the lock. By then the other tier
+        may hold the address, or the same tier may hold it again: ask `contains`. `prefault` touches the host tier's
+        pages in the background.
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
@@ -125,9 +127,9 @@ class Store:
         memory = torch.frombuffer(self.segment.view[self.segment.data_offset :], dtype=torch.uint8)
         self._host = Tier("host", memory, self.layout, self.segment.generations)
         self.device_probe: DeviceMemory | None = None
-        """Memory without rows, for others to try to open; None if there is no device tier that they can read."""
+        """Memory without rows, which other processes try to open; None without a device tier that they can read."""
         self._device = None if on_device is None else self._device_tier(on_device, device)
-        # In the order in which readers prefer them.
+        # In the order in which `pin` looks.
         self._tiers = (self._host,) if self._device is None else (self._host, self._device)
         on_gpu = on_device is not None and device.startswith("cuda")
         self._registered_with = device if on_gpu and segment.register_memory(memory, device) else ""
@@ -137,22 +139,22 @@ class Store:
         self._freed = threading.Condition(self._lock)
         self._waiting = 0  # threads that wait for `_freed`
         self._writing: set[bytes] = set()
-        self._forgotten: deque[Entry] = deque()
+        self._collected: deque[Entry] = deque()  # one per pin that was garbage-collected and is still counted
         self._reserved_pages = 0
-        self._wanting_since: float | None = None  # since when there has been no space for `_wanting_pages`
-        self._wanting_pages = 0
+        self._lacking_since: float | None = None  # when space for `_lacking_pages` was first missing
+        self._lacking_pages = 0
         self._low_pages = 0 if self._device is None else max(1, int(self._device.arena.pages * LOW_WATER))
-        self._suggested: deque[bytes] = deque(maxlen=_SUGGESTIONS)
+        self._promotions_due: deque[bytes] = deque(maxlen=_MAX_PROMOTIONS)
         self._misses = self._waits = self._refusals = self._demotions = self._promotions = 0
 
     def pin(self, address: bytes) -> Pin | None:
-        """Return a pin on the embedding, on its host copy if there is one; None if it is not held.
+        """Pin the embedding, its host copy if there is one; return None if no tier holds it.
 
-        It counts as a hit; a copy in another tier counts as used.
+        Counts a hit or a miss. A second copy, in another tier, counts as used.
         """
         found = None
         with self._lock:
-            self._settle()
+            self._unpin_collected()
             for tier in self._tiers:
                 entry = tier.entries.get(address)
                 if entry is None:
@@ -170,10 +172,10 @@ class Store:
         return Pin(self, found)
 
     def to_device(self, pin: Pin) -> None:
-        """Move a pin to the device tier's copy, for a reader on the device; if there is none, it stays as it is.
+        """Move a pin to the copy in the device tier, for a reader on the device; without one, leave the pin unchanged.
 
-        An embedding that such readers find on the host repeatedly is copied to the device. Takes microseconds; for one
-        thread.
+        If such readers keep finding an embedding only on the host, the migrator copies it to the device. Takes
+        microseconds. Call it from one thread.
         """
         entry = pin.entry
         if self._device is None or entry.tier is self._device:
@@ -183,27 +185,29 @@ class Store:
             return
         entry.device_readers += 1
         if entry.device_readers % PROMOTE_READERS == 0:
-            self._suggested.append(entry.address)
+            self._promotions_due.append(entry.address)
 
     def put(
         self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False
     ) -> Pin:
         """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
 
-        First writer wins: if the address is held, or another thread is writing it, `rows` are discarded.
-        With a device tier, rows go there while it has space. The rows count against `holder`, whose least recently used
-        go first while it has the most. `is_reserved`: into space that the caller reserved with `reserve`.
-        Raises `OverloadedError` if everything stays pinned, or reserved by others, for `wait_s`, and
+        The first writer wins: `rows` are discarded if the address is held or another thread is writing it. With a
+        device tier, rows go there while it has space. The rows count against `holder`; the holder with the most pages
+        loses its least recently used embeddings first. `is_reserved`: use space that the caller got from `reserve`.
+        Raises `OverloadedError` if everything stays pinned, or reserved by others, for `wait_s`. Raises
         `ImageLimitError` for an embedding larger than the host tier.
         """
         assert rows.ndim == 2, rows.shape
         assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
-        entry, is_new = self.begin(address, len(rows), grid, holder, is_reserved=is_reserved)
+        entry, is_new = self.begin_put(address, len(rows), grid, holder, is_reserved=is_reserved)
         if is_new:
-            self._fill(entry, map(flat, [rows]))  # rows that are discarded are not even made contiguous
+            self._fill(
+                entry, map(flat, [rows])
+            )  # lazily: rows that are discarded are not even made contiguous
         return Pin(self, entry)
 
-    def begin(
+    def begin_put(
         self,
         address: bytes,
         tokens: int,
@@ -213,16 +217,17 @@ class Store:
         is_reserved: bool = False,
         is_shared: bool = False,
     ) -> tuple[Entry, bool]:
-        """Begin what `put` does; return the pinned entry, and whether its bytes are to be written by the caller.
+        """Do what `put` does without copying; return a pinned entry, and whether the caller has to write its bytes.
 
-        It calls `commit` or `abandon` then. `is_shared`: into memory that other processes can open.
+        A caller that has to write them then calls `commit` or `abandon`. `is_shared`: reserve only memory that other
+        processes can open.
         """
         self._check_size(tokens)
         into = [
             tier for tier in reversed(self._tiers) if tier is self._host or tier.shared_as or not is_shared
         ]
         deadline = time.monotonic() + self._wait_s
-        return self._begin(
+        return self._pin_or_reserve(
             address, tokens, grid, holder, self._tiers, into, deadline, is_reserved=is_reserved
         )
 
@@ -234,14 +239,14 @@ class Store:
         return self._device.shared_as, self._device.memory.numel()
 
     def receive(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Incoming | None:
-        """Return where to write rows that arrive piece by piece, in the host tier; None if they are held.
+        """Reserve pages of the host tier for rows that arrive in pieces; return None if the address is held.
 
-        They count against `holder` from now on.
-        Takes microseconds: call it from an event loop. Raises `OverloadedError` at once if everything is pinned or
-        reserved, or another thread is writing the address, and `ImageLimitError` if the host tier is too small for it.
+        The pages count against `holder` at once. Takes microseconds: an event loop may call it. Raises
+        `OverloadedError` immediately if everything is pinned or reserved, or another thread is writing the address.
+        Raises `ImageLimitError` if the host tier is too small.
         """
         self._check_size(tokens)
-        entry, is_new = self._begin(
+        entry, is_new = self._pin_or_reserve(
             address, tokens, grid, holder, self._tiers, (self._host,), time.monotonic()
         )
         if is_new:
@@ -250,22 +255,22 @@ class Store:
         return None
 
     def reserve(self, tokens: Sequence[int], *, wait: bool = True) -> int:
-        """Reserve space for embeddings about to be computed; return how many of them, from the first on, fit.
+        """Reserve space for embeddings that are about to be computed; return how many fit, counted from the first.
 
-        No other writer takes the space. Call `release` once for each embedding reserved, after `put` or instead of it.
-        Raises what `put` would, before rows are computed that could not be stored: with `wait`, `OverloadedError` once
-        space for the first, or for less, has been lacking for `wait_s`, for any caller who waits; later callers get it
-        at once. Without `wait`, none may fit.
+        No other writer gets the space. Call `release` once for each reserved embedding, after its `put` or instead.
+        Fails before rows are computed that could not be stored: raises `ImageLimitError` as `put` does. With `wait`,
+        raises `OverloadedError` once space for the first embedding, or for a smaller one, has been missing for
+        `wait_s`. All callers share that time, so later ones get the error at once. Without `wait`, may return 0.
         """
         self._check_size(tokens[0])
         pages = [self.layout.pages(count) for count in tokens]
         with self._lock:
-            self._settle()
-            while not (count := self._room_for(pages)) and wait:
-                if self._wanting_since is None or pages[0] < self._wanting_pages:
-                    self._wanting_since, self._wanting_pages = time.monotonic(), pages[0]
-                self._wait(self._wanting_since + self._wait_s)
-                self._settle()
+            self._unpin_collected()
+            while not (count := self._count_that_fit(pages)) and wait:
+                if self._lacking_since is None or pages[0] < self._lacking_pages:
+                    self._lacking_since, self._lacking_pages = time.monotonic(), pages[0]
+                self._wait(self._lacking_since + self._wait_s)
+                self._unpin_collected()
             self._reserved_pages += sum(pages[:count])
             return count
 
@@ -276,71 +281,67 @@ class Store:
             self._wake()
 
     def contains(self, address: bytes) -> bool:
-        """Whether any tier holds the embedding now."""
-        return self.tier_of(address) is not None
-
-    def tier_of(self, address: bytes) -> TierName | None:
-        """Return the tier that `pin` would find, or None; takes no pin and counts no hit."""
+        """Whether any tier holds the embedding. Takes no pin and counts no hit."""
         with self._lock:
-            return next((tier.name for tier in self._tiers if address in tier.entries), None)
+            return any(address in tier.entries for tier in self._tiers)
 
     def grids(self) -> dict[bytes, Grid]:
-        """Return address and grid of every embedding held now."""
+        """Return the grid of every embedding held, by address."""
         with self._lock:
             return {address: entry.grid for tier in self._tiers for address, entry in tier.entries.items()}
 
     def evict(self, address: bytes) -> bool:
-        """Drop the embedding from all tiers; return False, and do nothing, if it is absent, pinned or being written."""
+        """Drop the embedding from all tiers. If it is absent, pinned or being written, do nothing and return False."""
         with self._lock:
-            self._settle()
+            self._unpin_collected()
             entries = [tier.entries[address] for tier in self._tiers if address in tier.entries]
             if not entries or any(entry.pins for entry in entries) or address in self._writing:
                 return False
             for entry in entries:
                 entry.tier.drop(entry)
             self._wake()
-        self._tell(entries)
+        self._report_dropped(entries)
         return True
 
     def flush(self) -> int:
         """Drop every embedding that is not pinned; return how many copies were dropped."""
         with self._lock:
-            self._settle()
+            self._unpin_collected()
             entries = [entry for tier in self._tiers for entry in tier.entries.values() if not entry.pins]
             for entry in entries:
                 entry.tier.drop(entry)
             self._wake()
-        self._tell(entries)
+        self._report_dropped(entries)
         return len(entries)
 
     def keep_moving(self) -> None:
-        """Demote and promote until the store is closed: a thread's target. Returns at once without a device tier."""
+        """Demote and promote until the store is closed (a thread's target). Without a device tier, return at once."""
         while self._device is not None and not self._closed.is_set():
             if not self.move_once():
                 self._closed.wait(_IDLE_S)
 
     def move_once(self) -> bool:
-        """Make one move between the tiers; return False if none is due or possible. Takes milliseconds: it copies.
+        """Demote or promote one embedding; return False if neither is due or possible. Copies, so takes milliseconds.
 
-        Demotion copies an embedding from the device to the host, then drops it from the device. Promotion copies one
-        that `to_device` found on the host to the device.
+        Demotion copies an embedding from the device to the host, then drops it from the device. Promotion copies an
+        embedding that `to_device` found on the host to the device.
         """
         if (device := self._device) is None:
             return False
         with self._lock:
-            self._settle()
+            self._unpin_collected()
             is_due = device.arena.free_pages < self._low_pages
             victim = device.order.victim(time.monotonic()) if is_due else None
             if victim is not None:
                 device.pin(victim)
         if victim is not None:
             return self._demote(victim)
-        return bool(self._suggested) and self._promote(self._suggested.popleft(), device)
+        return bool(self._promotions_due) and self._promote(self._promotions_due.popleft(), device)
 
     def stats(self) -> StoreStats:
-        """Return current statistics. Walks all entries: for scrapes and admin calls, not for every request."""
+        """Return statistics. Walks all entries, so call it for scrapes and admin calls, not for every request."""
         with self._lock:
-            self._settle()
+            self._unpin_collected()
             tiers = [(tier, list(tier.entries.values())) for tier in reversed(self._tiers)]
         entries = [entry for _, held in tiers for entry in held]
         return StoreStats(
@@ -355,7 +356,7 @@ class Store:
         )
 
     def close(self) -> None:
-        """Remove the segment's file and stop the migrator. Views of rows stay valid; `put` must not be called again."""
+        """Remove the segment's file and stop the migrator. Views of rows stay valid. Do not call `put` afterwards."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -363,22 +364,19 @@ class Store:
             segment.unregister_memory(self._host.memory, self._registered_with)
         self.segment.close()
 
-    # For pins: see `EntryStore`
+    # For pins: the contract is in `EntryStore`
 
     def unpin(self, entry: Entry) -> None:
-        """Undo one pin."""
         with self._lock:
             entry.tier.unpin(entry)
             self._wake()
 
     def unpin_later(self, entry: Entry) -> None:
-        """Undo one pin at the next call. For the garbage collector, which may run while the lock is held."""
-        self._forgotten.append(entry)
+        self._collected.append(entry)
 
     def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
-        """Return a pinned copy of a pinned entry in the host tier, made now if there is none."""
         host, deadline = (self._host,), time.monotonic() + wait_s
-        copy, is_new = self._begin(
+        copy, is_new = self._pin_or_reserve(
             entry.address, entry.tokens, entry.grid, entry.holder, host, host, deadline
         )
         if is_new:
@@ -386,26 +384,24 @@ class Store:
         return copy
 
     def commit(self, entry: Entry) -> None:
-        """Make a reserved entry visible whose bytes are written; it stays pinned once."""
         with self._lock:
             entry.tier.commit(entry)
             self._writing.discard(entry.address)
             self._wake()
 
     def abandon(self, entry: Entry) -> None:
-        """Free the pages of a reserved entry whose bytes will not be complete."""
         with self._lock:
             entry.tier.release(entry)
             self._writing.discard(entry.address)
             self._wake()
 
     def _device_tier(self, memory: DeviceMemory, device: str) -> Tier:
-        """Return the device tier over its memory, and set `device_probe` if other processes can open that."""
+        """Return the device tier over `memory`. Set `device_probe` if other processes can open that memory."""
         if memory.name:
             self.device_probe = _allocate(device, CUDA_SHARED_BYTES)
         else:
             log.warning(
-                "store: other processes cannot read the device tier, and get its rows by way of the host: %s",
+                "store: other processes cannot read the device tier, so they get its rows through the host tier: %s",
                 memory.private_because,
             )
         generations = self.segment.device_generations
@@ -413,7 +409,7 @@ class Store:
 
     # Writing and moving
 
-    def _begin(
+    def _pin_or_reserve(
         self,
         address: bytes,
         tokens: int,
@@ -425,16 +421,17 @@ class Store:
         *,
         is_reserved: bool = False,
     ) -> tuple[Entry, bool]:
-        """Return the embedding, pinned, if a tier in `held_in` has it, and False; else reserved pages, and True.
+        """Return a pinned entry, and whether its pages are newly reserved: no tier in `held_in` held the embedding.
 
-        The caller is then the address's only writer, until `commit` or `abandon`. Waits for another writer, and while
-        too much is pinned or reserved by others, until `deadline` (monotonic): then `OverloadedError`.
+        With reserved pages, the caller is the address's only writer until it calls `commit` or `abandon`. Waits for
+        another writer, and for space while too much is pinned or reserved. Raises `OverloadedError` at `deadline`
+        (monotonic).
         """
         dropped: list[Entry] = []
         try:
             with self._lock:
                 while True:
-                    self._settle()
+                    self._unpin_collected()
                     for tier in held_in:
                         if (held := tier.entries.get(address)) is not None:
                             tier.pin(held)
@@ -445,18 +442,18 @@ class Store:
                 self._writing.add(address)
                 try:
                     while True:
-                        if is_reserved or self._room_for([self.layout.pages(tokens)]):
+                        if is_reserved or self._count_that_fit([self.layout.pages(tokens)]):
                             entry = self._place(address, tokens, grid, holder, into, dropped)
                             if entry is not None:
                                 return entry, True
                         self._wait(deadline)
-                        self._settle()
-                except BaseException:  # any error: an address that stays in `_writing` can never be put
+                        self._unpin_collected()
+                except BaseException:  # any error: an address left in `_writing` could never be put again
                     self._writing.discard(address)
                     self._wake()
                     raise
         finally:
-            self._tell(dropped)
+            self._report_dropped(dropped)
 
     def _place(
         self,
@@ -467,7 +464,7 @@ class Store:
         into: Sequence[Tier],
         dropped: list[Entry],
     ) -> Entry | None:
-        """Reserve pages in the first tier that has them free; else evict others from the last, the host."""
+        """Reserve pages in the first tier that has enough free. If none has, evict from the last one, the host tier."""
         for tier in into:
             if (entry := tier.reserve(address, tokens, grid, holder)) is not None:
                 return entry
@@ -479,16 +476,16 @@ class Store:
         return None
 
     def _fill(self, entry: Entry, sources: Iterable[Tensor]) -> None:
-        """Copy the embedding's bytes into its reserved pages and make it visible; it stays pinned once."""
+        """Copy the embedding's bytes into its reserved pages and make it visible. It stays pinned once."""
         try:
             copy_bytes(entry.tier.pieces(entry), sources)
-        except BaseException:  # any error: pages that stay reserved are lost
+        except BaseException:  # any error: pages that stay reserved would be lost
             self.abandon(entry)
             raise
         self.commit(entry)
 
     def _demote(self, victim: Entry) -> bool:
-        """Copy a pinned entry to the host unless it is there, then drop it; not while the host is full."""
+        """Copy a pinned entry to the host unless the host holds it, then drop it. Do nothing while the host is full."""
         try:
             copy = self.copy_to_host(victim, wait_s=0.0)
         except OverloadedError:
@@ -497,17 +494,17 @@ class Store:
         self.unpin(copy)
         with self._lock:
             victim.tier.unpin(victim)
-            is_gone = not victim.pins  # no reader has pinned it since
-            if is_gone:
+            is_unused = not victim.pins  # no reader has pinned it in the meantime
+            if is_unused:
                 victim.tier.drop(victim)
                 self._demotions += 1
             self._wake()
-        if is_gone:
-            self._tell([victim])
-        return is_gone
+        if is_unused:
+            self._report_dropped([victim])
+        return is_unused
 
     def _promote(self, address: bytes, device: Tier) -> bool:
-        """Copy a host entry into free pages of the device; demotion keeps some free."""
+        """Copy a host entry into free pages of the device. Demotion keeps some pages free."""
         if (source := self._pin_in(self._host, address)) is None:
             return False
         try:
@@ -526,7 +523,7 @@ class Store:
         return True
 
     def _pin_in(self, tier: Tier, address: bytes) -> Entry | None:
-        """Return the copy in `tier`, pinned, or None; not counted as a hit."""
+        """Pin and return the copy in `tier`, or return None. Counts no hit."""
         with self._lock:
             entry = tier.entries.get(address)
             if entry is not None:
@@ -535,43 +532,44 @@ class Store:
 
     # With the lock held
 
-    def _room_for(self, pages: Sequence[int]) -> int:
-        """Return how many of these embeddings, from the first on, fit beside what is pinned, written or reserved."""
+    def _count_that_fit(self, pages: Sequence[int]) -> int:
+        """Return how many of these embeddings, counted from the first, fit beside all that is pinned or reserved."""
         free = sum(tier.arena.free_pages for tier in self._tiers)
         room = free + self._host.evictable_pages - self._reserved_pages
         return sum(needed <= room for needed in accumulate(pages))
 
     def _wait(self, deadline: float) -> None:
-        """Wait until something is freed; raises `OverloadedError` at the deadline."""
+        """Wait until a thread frees pages or finishes an address. Raises `OverloadedError` at the deadline."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             self._refusals += 1
             raise OverloadedError(
-                "the store is full of embeddings that are in use: retry", retry_after_ms=1000
+                "the store is full, and all its embeddings are in use: retry", retry_after_ms=1000
             )
         self._waits += 1
         self._waiting += 1
         try:
-            self._freed.wait(min(left_s, _NAP_S))
+            self._freed.wait(min(left_s, _MAX_SLEEP_S))
         finally:
             self._waiting -= 1
 
     def _wake(self) -> None:
-        """Wake the threads that wait: pages, or an address, may be free now."""
-        if self._wanting_since is not None and self._room_for([self._wanting_pages]):
-            self._wanting_since = None
+        """Wake the waiting threads: there may be free pages, or an address without a writer."""
+        if self._lacking_since is not None and self._count_that_fit([self._lacking_pages]):
+            self._lacking_since = None
         if self._waiting:
             self._freed.notify_all()
 
-    def _settle(self) -> None:
-        """Undo pins whose holders were garbage-collected."""
-        while self._forgotten:
-            entry = self._forgotten.popleft()
+    def _unpin_collected(self) -> None:
+        """Undo the pins that were garbage-collected."""
+        while self._collected:
+            entry = self._collected.popleft()
             entry.tier.unpin(entry)
             self._wake()
 
-    def _tell(self, dropped: Iterable[Entry]) -> None:
-        """Report the entries dropped from a tier: without the lock."""
+    # Without the lock
+
+    def _report_dropped(self, dropped: Iterable[Entry]) -> None:
         if self._on_evict is not None:
             for entry in dropped:
                 self._on_evict(entry.address, entry.tier.name)
@@ -595,32 +593,32 @@ class Store:
 
 
 def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy flat uint8 tensors into others of the same total length but different boundaries, and wait for completion.
+    """Copy flat uint8 tensors into others of equal total length, possibly split elsewhere, and wait for completion.
 
-    Between a GPU and registered host memory, pieces are copied asynchronously and synchronised once. The sources
-    must be ready on the calling thread's current stream.
+    Between a GPU and registered host memory, all pieces are copied asynchronously, with one wait at the end. The
+    sources must be ready on the calling thread's current stream.
     """
-    streams = set()
-    rest = iter(sources)
-    source = next(rest)
+    devices = set()
+    remaining = iter(sources)
+    source = next(remaining)
     for target in targets:
         filled = 0
         while filled < target.numel():
             if not source.numel():
-                source = next(rest)
+                source = next(remaining)
             count = min(target.numel() - filled, source.numel())
             target[filled : filled + count].copy_(source[:count], non_blocking=True)
-            streams |= {piece.device for piece in (source, target) if piece.is_cuda}
+            devices |= {piece.device for piece in (source, target) if piece.is_cuda}
             source = source[count:]
             filled += count
-    for device in streams:
+    for device in devices:
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(device))
-        copied.synchronize()  # uses no core while it waits, unlike waiting for the stream
+        copied.synchronize()  # a blocking event uses no core while it waits; waiting for the stream would
 
 
 def flat(rows: Tensor) -> Tensor:
-    """Return the bytes of rows, uint8 [bytes]."""
+    """Return the bytes of rows as uint8 [bytes]."""
     return rows.contiguous().view(torch.uint8).view(-1)
 
 
@@ -632,13 +630,13 @@ def _allocate(device: str, size_bytes: int) -> DeviceMemory:
 
 
 def tensor_over(memory: DeviceMemory, device: str) -> Tensor:
-    """Return memory as a tensor, uint8 [bytes], without copying it."""
+    """Return device memory as a tensor, uint8 [bytes], without a copy."""
     content = memory.content
     if isinstance(content, memoryview):
         return torch.frombuffer(content, dtype=torch.uint8)
     tensor = torch.as_tensor(content, device=device)
     assert tensor.data_ptr() == content.address, (
-        "the tier is a copy of its memory, which nobody else would see"
+        "torch copied the memory: other processes would not see the rows"
     )
     return tensor
 

@@ -26,7 +26,7 @@ def test_a_full_segment_folder_names_the_flag_to_change(checkpoint: Path, tmp_pa
     )
     assert result.returncode == 2, result.stderr
     assert (
-        f"does not fit {tmp_path}, which has 0.01 GiB free of 0.03 GiB: lower --store-host-gib"
+        f"does not fit into {tmp_path}, which has 0.01 GiB free of 0.03 GiB: lower --store-host-gib"
         in result.stderr
     )
     assert "Traceback" not in result.stderr

@@ -11,7 +11,7 @@ import xxhash
 
 from encoder_contract.errors import ImageLimitError, InvalidRequestError, OverloadedError
 from encoder_service.store import StoreSizeError, segment
-from tests.small_store import PAGE_BYTES, WIDTH, embedding, make_store, put, read
+from tests.small_store import PAGE_BYTES, WIDTH, embedding, make_store, put, read, tier_of
 from tests.waiting import PATIENCE_S
 
 
@@ -76,7 +76,7 @@ def test_the_least_recently_used_is_evicted_first(tmp_path):
     put(store, b"e")
     put(store, b"f")
     assert gone == [(b"b", "host"), (b"c", "host")]
-    assert store.tier_of(b"a") == "host"
+    assert tier_of(store, b"a") == "host"
     store.close()
 
 

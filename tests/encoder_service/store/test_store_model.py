@@ -97,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
     def every_pin_reads_the_bytes_that_its_address_had_when_it_was_first_put(self):
         for pin in self.live:
             assert self.store.contains(pin.address)
-            slot = pin._held
+            slot = pin.entry
             found = b"".join(piece.numpy().tobytes() for piece in slot.tier.pieces(slot))
             assert found == self.versions[pin.address]
             if pin.tier == "host":
@@ -117,8 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
             pages = Counter()
             for entry in tier.entries.values():
                 pages[entry.holder] += tier.layout.pages(entry.tokens)
-            assert {holder: tier.order.pages(holder) for holder in pages} == pages
-            assert len(tier.order) == len(pages)
+            assert {name: share.pages for name, share in tier.order.shares.items()} == pages
 
     @invariant()
     def the_numbers_add_up(self):

@@ -27,7 +27,7 @@ def test_no_other_writer_takes_what_was_reserved(tmp_path: Path) -> None:
     assert incoming is not None
     store.put(b"computed", embedding(2, 6), GRID, is_reserved=True).release()
     store.release(SIX)
-    incoming.drop()
+    incoming.abandon()
     store.put(b"from a peer", embedding(1, 5), GRID).release()
     store.close()
 
@@ -77,7 +77,7 @@ def taken(store: Store, how: str) -> Callable[[], None]:
     if how == "rows that never came":
         incoming = store.receive(b"rows", FIVE, GRID)
         assert incoming is not None
-        return incoming.drop
+        return incoming.abandon
     pins = [store.put(b"pinned", embedding(1, 5), GRID)]
     return pins.clear
 

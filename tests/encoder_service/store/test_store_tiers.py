@@ -4,7 +4,7 @@ import threading
 import time
 
 from encoder_service.store.store import PROMOTE_READERS
-from tests.small_store import embedding, make_store, put, read
+from tests.small_store import embedding, make_store, put, read, tier_of
 from tests.waiting import PATIENCE_S
 
 
@@ -29,10 +29,10 @@ def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(tmp_pa
     store = make_store(tmp_path, device_pages=4, on_evict=lambda *dropped: gone.append(dropped))
     for name in b"abcde":
         put(store, bytes([name]))
-    assert [store.tier_of(bytes([name])) for name in b"abcde"] == ["device"] * 4 + ["host"]
+    assert [tier_of(store, bytes([name])) for name in b"abcde"] == ["device"] * 4 + ["host"]
     assert store.move_once()
     assert not store.move_once()
-    assert store.tier_of(b"a") == "host"
+    assert tier_of(store, b"a") == "host"
     assert gone == [(b"a", "device")]
     with store.pin(b"a") as pin:
         assert read(pin) == embedding(ord("a")).numpy().tobytes()
@@ -47,7 +47,7 @@ def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
     pin = store.put(b"p", embedding(1, 4), (1, 1, 1))
     assert pin.tier == "host"
     assert not store.move_once()
-    assert all(store.tier_of(bytes([name])) == "device" for name in b"abcd")
+    assert all(tier_of(store, bytes([name])) == "device" for name in b"abcd")
     pin.release()
     assert store.move_once()
     assert not store.contains(b"p")
@@ -86,7 +86,7 @@ def test_readers_of_the_host_bring_nothing_to_the_device_however_many(tmp_path):
         store.pin(b"e").release()
         assert not store.move_once()
     assert store.stats().promotions == 0
-    assert store.tier_of(b"e") == "host"
+    assert tier_of(store, b"e") == "host"
     store.close()
 
 

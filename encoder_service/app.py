@@ -364,7 +364,7 @@ class Server:
 
     def _interrupt(self) -> None:
         if self._stop.is_set() and self.endpoint:
-            self._listener.cut()
+            self._listener.abort_calls()
         self._stop.set()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

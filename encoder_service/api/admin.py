@@ -1,4 +1,4 @@
-"""Admin calls: inspect the store, drop entries. Only for the same user on the same host."""
+"""Admin calls: inspect the store and drop entries. Only for the server's user on the server's host."""
 
 from functools import partial
 from hmac import compare_digest
@@ -7,7 +7,7 @@ from encoder_contract.errors import ForbiddenError
 from encoder_contract.v1 import admin_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.caller import Identity
-from encoder_service.api.inbound import Entrance, Methods
+from encoder_service.api.inbound import CallGate, Methods
 from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.sources import SourceCache
 from encoder_service.limits import Caller
@@ -39,7 +39,7 @@ class AdminService:
         return pb.EvictResponse(evicted=self._store.evict(request.address))
 
     async def flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushResponse:
-        """Drop every embedding that is not pinned, and all files."""
+        """Drop every embedding that is not pinned, and all image and video files."""
         self._guard(request.proof, caller)
         self._sources.clear()
         self._videos.clear()
@@ -48,7 +48,9 @@ class AdminService:
     def _guard(self, proof: bytes, caller: Caller) -> None:
         self._identity.require("operate", caller)
         if not (caller.is_local and compare_digest(proof, self._store.segment.segment_id)):
-            raise ForbiddenError("operator calls are allowed only on the server's host, as the server's user")
+            raise ForbiddenError(
+                "operator calls are allowed only on the server's host, as the server's user: run the command there"
+            )
 
     def _stats(self) -> pb.StatsResponse:
         stats = self._store.stats()
@@ -84,10 +86,9 @@ class AdminService:
         )
 
 
-def methods(operator: AdminService, entrance: Entrance) -> Methods:
-    """Return the methods of the service."""
+def methods(operator: AdminService, gate: CallGate) -> Methods:
     return {
-        "Stats": entrance.unary(operator.stats, partial(messages.parse, pb.StatsRequest)),
-        "Evict": entrance.unary(operator.evict, partial(messages.parse, pb.EvictRequest)),
-        "Flush": entrance.unary(operator.flush, partial(messages.parse, pb.FlushRequest)),
+        "Stats": gate.unary(operator.stats, partial(messages.parse, pb.StatsRequest)),
+        "Evict": gate.unary(operator.evict, partial(messages.parse, pb.EvictRequest)),
+        "Flush": gate.unary(operator.flush, partial(messages.parse, pb.FlushRequest)),
     }

@@ -1,7 +1,7 @@
-"""A share of the connections for each host, so that one host cannot keep new clients out.
+"""Limits on the connections of each host, so that one host cannot keep new clients out.
 
-gRPC for Python reports calls, not connections, and accepts no more than `max_allowed_incoming_connections` of them. The
-sockets of this process are therefore counted, and those that are too many are shut down.
+gRPC accepts at most `max_allowed_incoming_connections`, but its Python API does not expose connections. So this module
+finds them among the sockets of the process, and shuts down those that exceed a host's share.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ from encoder_service.api.caller import host_of
 
 log = logging.getLogger(__name__)
 
-# Up to this part of the limit, hosts may open as many connections as they like. The rest is for newcomers.
-FREE_PART = 0.75
+# Up to this part of the limit, hosts may open as many connections as they like. The rest is reserved for new clients.
+UNRESTRICTED_PART = 0.75
 CHECK_EVERY_S = 1.0
 
 
-async def keep_room(port: int, limit: int) -> None:
-    """Shut down the newest connections of the hosts with the most while over `FREE_PART` of `limit` are open.
+async def limit_connections(port: int, limit: int) -> None:
+    """Keep the TCP connections to `port` below `UNRESTRICTED_PART` of `limit`, until cancelled.
 
-    Runs until it is cancelled. Counts the TCP connections to `port`; Unix sockets do not count.
+    Shuts down the newest connections of the hosts that have the most. Unix sockets do not count.
     """
-    room = int(limit * FREE_PART)
+    room = int(limit * UNRESTRICTED_PART)
     while True:
         await asyncio.sleep(CHECK_EVERY_S)
         try:
             closed = await asyncio.to_thread(shut_down_excess, port, room)
         except OSError as error:  # no file descriptor is free to list the others
-            log.warning("gRPC connections could not be counted: %s", error)
+            log.warning("gRPC connections cannot be counted: %s", error)
             continue
         for host, count in closed.items():
             log.warning(
@@ -42,7 +42,7 @@ async def keep_room(port: int, limit: int) -> None:
 
 
 def shut_down_excess(port: int, room: int) -> dict[str, int]:
-    """Shut down connections to `port` until `room` are left; return how many of each host."""
+    """Shut down connections to `port` until `room` are left; return how many were shut down, by host."""
     descriptors = sorted(int(name) for name in os.listdir("/proc/self/fd"))
     if len(descriptors) <= room:
         return {}
@@ -55,16 +55,16 @@ def shut_down_excess(port: int, room: int) -> dict[str, int]:
                 with suppress(OSError, IndexError):  # not connected, or a Unix socket
                     if connection.getsockname()[1] == port:
                         hosts[_host(connection)].append(connection)
-        most = fair_most([len(connections) for connections in hosts.values()], room)
+        most = fair_share([len(connections) for connections in hosts.values()], room)
         for connections in hosts.values():
-            for connection in connections[most:]:  # high numbers are mostly new
-                with suppress(OSError):  # it was just reset
+            for connection in connections[most:]:  # high descriptors are mostly the newest
+                with suppress(OSError):  # the peer has just reset it
                     connection.shutdown(socket.SHUT_RDWR)
     return {host: len(connections) - most for host, connections in hosts.items() if len(connections) > most}
 
 
-def fair_most(counts: Sequence[int], room: int) -> int:
-    """Return the largest number such that `room` suffices if no host has more than that."""
+def fair_share(counts: Sequence[int], room: int) -> int:
+    """Return the largest limit per host with which hosts that have `counts` connections fit into `room`."""
     for nth, count in enumerate(sorted(counts)):
         sharing = len(counts) - nth
         if count * sharing > room:
@@ -74,9 +74,9 @@ def fair_most(counts: Sequence[int], room: int) -> int:
 
 
 def _socket_of(descriptor: int) -> socket.socket | None:
-    """Return a duplicate of a socket, None if the descriptor is another file or was closed.
+    """Return a duplicate of a socket; None if the descriptor is closed or not a socket.
 
-    A duplicate stays this connection, even if gRPC closes its own and another file takes the number.
+    The duplicate stays on this connection even if gRPC closes the descriptor and another file gets its number.
     """
     try:
         duplicate = os.dup(descriptor)

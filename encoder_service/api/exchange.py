@@ -1,11 +1,11 @@
-"""The conversation of Submit and of Put: names are answered in turn, and what is wanted of them arrives in pieces.
+"""The message exchange that Submit and Put share: the caller names images, then sends pieces of those that are wanted.
 
-The caller names images, and each name is answered at once: held, wanted, under way elsewhere, or failed. Pieces follow
-for images that are wanted; each of these has one more answer, when it is complete or has failed. An image fails alone;
-only a caller that breaks the contract, or may no longer call, fails its call.
+The server answers each name at once: held, wanted, in progress elsewhere, or failed. The caller then sends the pieces
+of the wanted images, and the server answers each of these once more, when it is complete or has failed. A failed image
+fails alone. The call fails only if the caller violates the contract or loses its rights.
 
-`Exchange` is this conversation. `SubmitCall` and `PutCall` say what a name means, where pieces go, and how much space
-and time the caller has for them.
+`Exchange` implements this sequence. `SubmitCall` and `PutCall` define what a name means, where the pieces go, and how
+much space and time the caller has for them.
 """
 
 import asyncio
@@ -29,34 +29,34 @@ Answer = TypeVar("Answer")
 
 
 class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
-    """The state of one call. Iterate over `answers` once; `close` it in any case."""
+    """The state of one call. Iterate over `answers` once; always `close` it."""
 
     right: ClassVar[Right]
-    """What the caller must still be allowed to do at each list of names."""
+    """The right that is checked again at each list of names, as the call may stay open for long."""
 
     def __init__(self, requests: Requests[Request], caller: Caller, info: ServerInfo, turns: Turns) -> None:
-        """`requests` are those after the first; `turns` keeps a call of hundreds of names from delaying others."""
+        """`requests` are those after the first; `turns` keeps a call with hundreds of names from delaying others."""
         self._requests = requests
         self._caller = caller
         self._info = info
         self._turns = turns
         self._wanted: dict[int, Wanted] = {}  # by the caller's index
-        # Indexes of which pieces are ignored unless they are wanted: they were on their way when the image failed.
-        self._over: set[int] = set()
-        self._has_refused = False  # an image, and its answer was not given yet
+        # Pieces of these indexes are ignored unless the image is wanted: they were in transit when the image failed.
+        self._finished: set[int] = set()
+        self._refused_any = False  # since the last `_pause`
 
     async def answers(self) -> AsyncIterator[Answer]:
         """Yield an answer for every name, and one more for every image that was wanted."""
         while True:
-            for answer in self._due():
+            for answer in self._unprompted_answers():
                 yield answer
             try:
-                request = await self._next()
+                request = await self._next_request()
             except TimeoutError:
                 continue
             except StopAsyncIteration:
                 break
-            async for answer in self._answers_to(request):
+            async for answer in self._handle(request):
                 yield answer
 
     def close(self) -> None:
@@ -64,102 +64,108 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
         for index in tuple(self._wanted):
             self._drop(index)
 
-    async def _names(self, names: Sequence[Name]) -> AsyncIterator[Answer]:
-        """Yield the answers to a list of names, of a few at a time."""
+    async def _handle_names(self, names: Sequence[Name]) -> AsyncIterator[Answer]:
+        """Yield the answers to a list of names, a few names at a time."""
         self._info.identity.check_again(self.right, self._caller)
         indexes: set[int] = set()
         for some, pieces in name_turns(names):
             await self._turns.take(self._caller.holder, pieces)
-            for answer in await self._some_names(some, indexes):
+            for answer in await self._answer_names(some, indexes):
                 yield answer
 
-    async def _some_names(self, names: Sequence[Name], indexes: set[int]) -> list[Answer]:
+    async def _answer_names(self, names: Sequence[Name], indexes: set[int]) -> list[Answer]:
+        """Return the answers to `names`; `indexes` are those used so far in the same message."""
         answers: list[Answer] = []
         images: list[Image] = []
         for name in names:
             if name.index in indexes:
-                raise InvalidRequestError(f"index {name.index} is used twice in one message")
-            self._take_index(name.index)
+                raise InvalidRequestError(
+                    f"index {name.index} is used twice in one message: give each image its own index"
+                )
+            self._reserve_index(name.index)
             indexes.add(name.index)
             try:
-                images.append(self._image(name))
+                images.append(self._parse_name(name))
             except InvalidRequestError as error:
-                answers.append(self._failure(name.index, error))
+                answers.append(self._refuse(name.index, error))
         answers += await self._look_up(images)
         await self._pause()
         return answers
 
-    async def _piece(self, index: int, take: Callable[[Wanted], Awaitable[Answer | None]]) -> list[Answer]:
-        """`take` a piece of an image; return the image's last answer, if that was the last piece or it failed."""
+    async def _handle_piece(
+        self, index: int, handle: Callable[[Wanted], Awaitable[Answer | None]]
+    ) -> list[Answer]:
+        """Pass a piece of an image to `handle`; return the image's last answer if it is complete or failed."""
         if (wanted := self._wanted.get(index)) is None:
-            if index in self._over:
+            if index in self._finished:
                 return []
-            raise InvalidRequestError(f"image {index}: the server did not ask for it in this call")
+            raise InvalidRequestError(
+                f"image {index}: the server did not ask for its bytes or rows in this call: send only what it asks for"
+            )
         try:
-            answer = await take(wanted)
-        except Exception as error:  # noqa: BLE001 - one image's failure is that image's answer
+            answer = await handle(wanted)
+        except Exception as error:  # noqa: BLE001 - only this image fails
             answer = self._fail(index, error)
         else:
             if answer is None:
                 return []
             del self._wanted[index]
-            self._over.add(index)
+            self._finished.add(index)
         await self._pause()
         return [answer]
 
     async def _pause(self) -> None:
-        """Let time pass before a refusal is answered; see `REFUSAL_S`."""
-        if self._has_refused:
-            self._has_refused = False
+        """Delay the answers that contain a refusal; see `REFUSAL_S`."""
+        if self._refused_any:
+            self._refused_any = False
             await asyncio.sleep(REFUSAL_S)
 
     def _fail(self, index: int, error: Exception) -> Answer:
-        """Drop an image that was wanted; return its last answer."""
+        """Drop a wanted image; return its last answer."""
         self._drop(index)
-        return self._failure(index, known_error(error))
+        return self._refuse(index, known_error(error))
 
     def _drop(self, index: int) -> None:
-        self._over.add(index)
-        self._dropped(self._wanted.pop(index))
+        self._finished.add(index)
+        self._release(self._wanted.pop(index))
 
-    def _failure(self, index: int, error: EncoderError) -> Answer:
-        """Note that an image failed; return the answer."""
-        self._has_refused = True
-        return self._failed(index, error)
+    def _refuse(self, index: int, error: EncoderError) -> Answer:
+        self._refused_any = True
+        return self._failure_answer(index, error)
 
-    # What Submit and Put each say
+    # What Submit and Put each define
 
     @abstractmethod
-    def _due(self) -> list[Answer]:
-        """Return answers that no message asked for: to images out of time, or wanted again.
+    def _unprompted_answers(self) -> list[Answer]:
+        """Return the answers that no message asked for: an image timed out, or its bytes are wanted again.
 
         Raises the error with which the server ends the call.
         """
 
     @abstractmethod
-    async def _next(self) -> Request:
-        """Return the next message; raises `TimeoutError` once something may be `_due` before it."""
+    async def _next_request(self) -> Request:
+        """Return the next message; raises `TimeoutError` when it is time to call `_unprompted_answers` first."""
 
     @abstractmethod
-    def _answers_to(self, request: Request) -> AsyncIterator[Answer]:
-        """Yield the answers to a message, by `_names` and `_piece`."""
+    def _handle(self, request: Request) -> AsyncIterator[Answer]:
+        """Yield the answers to a message, by `_handle_names` and `_handle_piece`."""
 
     @abstractmethod
-    def _take_index(self, index: int) -> None:
-        """Note that a name has this index. Raises `InvalidRequestError`."""
+    def _reserve_index(self, index: int) -> None:
+        """Assign this index to a new name. Raises `InvalidRequestError` if the index is not allowed."""
 
     @abstractmethod
-    def _image(self, name: Name) -> Image:
-        """Return what a name means. Raises `InvalidRequestError`, which is the name's answer."""
+    def _parse_name(self, name: Name) -> Image:
+        """Return the image that is named. Raises `InvalidRequestError`, which becomes the answer to the name."""
 
     @abstractmethod
     async def _look_up(self, images: Sequence[Image]) -> list[Answer]:
-        """Return the answers to images, and note which are wanted."""
+        """Return the answers to images, and add those that are wanted to `_wanted`."""
 
     @abstractmethod
-    def _dropped(self, wanted: Wanted) -> None:
-        """Release what an image held that will not be complete."""
+    def _release(self, wanted: Wanted) -> None:
+        """Release what an incomplete image holds."""
 
     @abstractmethod
-    def _failed(self, index: int, error: EncoderError) -> Answer:
-        """Count an image that failed; return the answer."""
+    def _failure_answer(self, index: int, error: EncoderError) -> Answer:
+        """Count a failed image; return the answer."""

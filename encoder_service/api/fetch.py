@@ -1,6 +1,6 @@
-"""One Fetch call: rows of each image as soon as they are ready, each in exactly one outcome.
+"""One Fetch call: it sends the rows of each image as soon as they are ready. Each image has exactly one outcome.
 
-`Holds` is what one call keeps pinned.
+`PinnedRows` are the rows that one call keeps pinned.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from encoder_contract.geometry import Grid
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.call_log import Call
 from encoder_service.api.describe import ServerInfo
+from encoder_service.api.inbound import CallRecord
 from encoder_service.cluster.cluster import Locations
 from encoder_service.images import FetchResult, Images
 from encoder_service.keys import ImageKey
@@ -24,13 +24,13 @@ from encoder_service.limits import TURN_BYTES, Budget, Caller, Turns, name_turns
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 
-# How long an image waits for its caller's share of pinned bytes: longer than rows take to be sent, or to be read in a
+# How long an image waits for its caller's share of pinned bytes: longer than it takes to send rows or to read them in a
 # forward pass, and as long as a writer waits for space in the store.
-WAIT_S = 2.0
+PIN_WAIT_S = 2.0
 
 
-class Holds:
-    """The rows that one call keeps pinned: `places` images at a time, each within its caller's share of pinned bytes.
+class PinnedRows:
+    """The rows that one call keeps pinned: `places` images at a time, within its caller's share of pinned bytes.
 
     An image that a caller pins in several calls counts once.
     """
@@ -40,43 +40,43 @@ class Holds:
         self._caller = caller
         self._places = asyncio.Semaphore(places)
         self._row_bytes = row_bytes
-        self._held: set[ExitStack] = set()
+        self._holds: set[ExitStack] = set()
 
-    async def keep(self, pin: Pin, again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
+    async def add(self, pin: Pin, pin_again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
         """Take over `pin`; return a pin on its rows, and the hold to pass to `release`.
 
-        Rows that wait for a place are not pinned in the meantime: `again` finds or makes them once more.
+        Rows that must wait for a place are unpinned while they wait. `pin_again` then finds or encodes them once more.
         """
         address, size = pin.address, pin.tokens * self._row_bytes
-        with ExitStack() as hold:
-            at_once = False
+        with ExitStack() as stack:
+            fits_now = False
             if not self._places.locked():
                 with suppress(OverloadedError):
-                    hold.push(self._budget.hold(self._caller, size, once=address))
-                    at_once = True
-            if not at_once:
+                    stack.push(self._budget.hold(self._caller, size, once=address))
+                    fits_now = True
+            if not fits_now:
                 pin.release()
             await self._places.acquire()
-            hold.callback(self._places.release)
-            if not at_once:
-                hold.push(await self._budget.hold_within(self._caller, size, WAIT_S, once=address))
-                pin = await again()
-            hold.push(pin)
-            kept = hold.pop_all()
-        self._held.add(kept)
-        return pin, kept
+            stack.callback(self._places.release)
+            if not fits_now:
+                stack.push(await self._budget.hold_within(self._caller, size, PIN_WAIT_S, once=address))
+                pin = await pin_again()
+            stack.push(pin)
+            hold = stack.pop_all()
+        self._holds.add(hold)
+        return pin, hold
 
     def release(self, hold: ExitStack) -> None:
         """Release the rows of one image."""
         hold.close()
-        self._held.discard(hold)
+        self._holds.discard(hold)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._holds)
 
     def close(self) -> None:
         """Release all."""
-        for hold in self._held:
+        for hold in self._holds:
             hold.close()
 
 
@@ -86,13 +86,13 @@ SOURCES = {
     "peer": pb.SOURCE_PEER,
     "encoded": pb.SOURCE_ENCODED,
 }
-# Images that are pinned at a time by a call that sends them: the one being sent, and one that is ready after it.
+# Images that a call which sends rows pins at a time: the one being sent, and the next one that is ready.
 PINNED_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """One image of the call, with its claim for the scheduler, and a window of its rows for each time that it is named.
+    """One image of the call, with its claim for the scheduler. It has one window of rows for each time it is named.
 
     The rows of an image are found, awaited and pinned once, even if the call names it several times.
     """
@@ -105,27 +105,29 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The outcome of one image: its rows, pinned until `hold` is closed, or its error; and how long it took."""
+    """The outcome of one image: its rows, pinned until `hold` is closed, or its error; and how long that took."""
 
-    wanted: RowRequest
+    request: RowRequest
     result: FetchResult | EncoderError
     wait_s: float
     hold: ExitStack = field(default_factory=ExitStack)
 
-    def of(self, window: pb.FetchImage) -> FetchResult | EncoderError:
+    def of_window(self, window: pb.FetchImage) -> FetchResult | EncoderError:
         """Return the outcome of one window of the image."""
         if isinstance(self.result, EncoderError):
             return self.result
         begin, end, tokens = window.row_begin, window.row_end, self.result.pin.tokens
         if begin < (end or tokens) <= tokens:
             return self.result
-        return InvalidRequestError(f"row window [{begin}, {end}) is outside the image's {tokens} rows")
+        return InvalidRequestError(
+            f"the row window [{begin}, {end}) must lie within the image's {tokens} rows and not be empty"
+        )
 
 
 async def row_requests(
     request: pb.FetchRequest, caller: Caller, info: ServerInfo, turns: Turns
 ) -> list[RowRequest]:
-    """Return what a call asks for, by image, with the windows and the first need of each.
+    """Return the requests of a call, one for each image. A claim has the earliest time and chunk of its windows.
 
     Raises `InvalidRequestError` for an invalid name, an index that is used twice, and too few or too many images.
     """
@@ -133,11 +135,11 @@ async def row_requests(
     if not 0 < len(images) <= info.max_images:
         raise InvalidRequestError(f"a Fetch call must name 1 to {info.max_images} images, got {len(images)}")
     if len({image.index for image in images}) < len(images):
-        raise InvalidRequestError("two images of this call have the same index")
+        raise InvalidRequestError("two images of this call have the same index: give each name its own index")
     producer = Producer.from_message(request.producer) if request.HasField("producer") else None
     now = monotonic()
     named: dict[tuple[object, ...], list[pb.FetchImage]] = {}
-    for image in images:  # by name, as a name is cheaper to compare than an address is to make
+    for image in images:  # grouped by name: comparing names is cheaper than computing addresses
         engine_key = image.engine_key.SerializeToString() if image.HasField("engine_key") else None
         frames = None
         if image.HasField("frames"):
@@ -145,120 +147,125 @@ async def row_requests(
             frames = image.frames.SerializeToString(deterministic=True), grid.t, grid.h, grid.w
         name = image.digest, image.variant.min_pixels, image.variant.max_pixels, engine_key, frames
         named.setdefault(name, []).append(image)
-    wanted: list[RowRequest] = []
+    requests: list[RowRequest] = []
     for some, pieces in name_turns(list(named.values())):
         await turns.take(caller.holder, pieces)
-        for same in some:
+        for windows in some:
             if producer is not None:
-                key = messages.put_image_key(producer, same[0], caller.salt)
+                key = messages.put_image_key(producer, windows[0], caller.salt)
             else:
-                key = messages.image_key(info.recipe, same[0], caller.salt)
-            needed_at = now + min(image.needed_in_ms for image in same) / 1000
-            claim = caller.claim(min(image.chunk for image in same), needed_at)
-            wanted.append(RowRequest(key, claim, same))
-    return wanted
+                key = messages.image_key(info.recipe, windows[0], caller.salt)
+            needed_at = now + min(window.needed_in_ms for window in windows) / 1000
+            claim = caller.claim(min(window.chunk for window in windows), needed_at)
+            requests.append(RowRequest(key, claim, windows))
+    return requests
 
 
 class FetchCall:
-    """The state of one Fetch call: what it waits for, and the rows that it keeps pinned."""
+    """The state of one Fetch call: the images that it waits for, and the rows that it keeps pinned."""
 
     def __init__(
         self,
-        request: pb.FetchRequest,
-        wanted: Sequence[RowRequest],
+        message: pb.FetchRequest,
+        requests: Sequence[RowRequest],
         images: Images,
-        call: Call,
+        record: CallRecord,
         caller: Caller,
         info: ServerInfo,
         turns: Turns,
         pinned_bytes: Budget,
     ) -> None:
-        """`wanted` is what `request` asks for; `turns` keeps a call of hundreds of images from delaying others.
+        """`requests` are the `row_requests` of `message`; `turns` keeps a large call from delaying others.
 
         Rows for a peer are signed with the fleet's key, if there is one.
         """
-        self._wanted = wanted
+        self._requests = requests
         self._images = images
-        self._call = call
+        self._record = record
         self._caller = caller
         self._info = info
         self._turns = turns
         self._fleet_key = info.fleet_key if caller.is_peer else None
-        self._grace_s = min(request.grace_ms, info.description.limits.max_grace_ms) / 1000
-        self._local_only = request.local_only
+        self._grace_s = min(message.grace_ms, info.description.limits.max_grace_ms) / 1000
+        self._local_only = message.local_only
         self._located: Mapping[bytes, Locations] = {}
-        self._sender = info.transports.choose(request, is_local=caller.is_local)
-        places = len(wanted) if self._sender.holds else PINNED_AHEAD
-        self._holds = Holds(pinned_bytes, caller, places, info.row_bytes)
+        self._sender = info.transports.choose(message, is_local=caller.is_local)
+        places = len(requests) if self._sender.holds else PINNED_AHEAD
+        self._pinned = PinnedRows(pinned_bytes, caller, places, info.row_bytes)
 
     async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the messages of the call; rows are already framed, as bytes.
 
-        With a sender that holds rows, the call stays open, holding them, until the caller ends it. With any other, only
-        what is about to be sent is pinned, however slowly the caller reads. When the call ends, every pin is released
-        and withdraws every claim.
+        With a sender that holds rows, the call stays open and keeps them pinned until the caller ends it. With any
+        other sender, only the rows that are sent next are pinned, however slowly the caller reads. When the call ends,
+        it releases every pin and withdraws every claim.
         """
         if not self._local_only:
-            self._located = await self._images.locate([wanted.key for wanted in self._wanted])
+            self._located = await self._images.locate([request.key for request in self._requests])
         tasks: set[asyncio.Task[_Outcome]] = set()
         try:
-            for some, pieces in name_turns(self._wanted):
+            for some, pieces in name_turns(self._requests):
                 await self._turns.take(self._caller.holder, pieces)
-                tasks |= {asyncio.create_task(self._resolve(wanted)) for wanted in some}
+                tasks |= {asyncio.create_task(self._resolve(request)) for request in some}
             for resolved in asyncio.as_completed(tasks):
                 outcome = await resolved
-                is_read = False
-                for window in outcome.wanted.windows:
-                    result = outcome.of(window)
-                    is_read |= self._sender.holds and not isinstance(result, EncoderError)
+                is_held = False
+                for window in outcome.request.windows:
+                    result = outcome.of_window(window)
+                    is_held |= self._sender.holds and not isinstance(result, EncoderError)
                     async with aclosing(self._messages(window, result, outcome.wait_s)) as answers:
                         async for message in answers:
                             yield message
-                if not is_read:
-                    self._holds.release(outcome.hold)
-            self._call.complete = True
-            if self._holds:
-                await asyncio.Event().wait()  # until the caller cancels: it is reading
+                if not is_held:
+                    self._pinned.release(outcome.hold)
+            self._record.complete = True
+            if self._pinned:
+                await (
+                    asyncio.Event().wait()
+                )  # the caller reads the rows in place, and cancels when it is done
         finally:
             await self._end(tasks)
 
-    async def _rows_in_reach(self, wanted: RowRequest) -> FetchResult:
+    async def _readable_rows(self, request: RowRequest) -> FetchResult:
+        """Return the rows of an image, in a tier that the sender reads."""
         await self._turns.take(self._caller.holder)
-        found = await self._rows(wanted.key, wanted.claim)
+        found = await self._rows(request.key, request.claim)
         await self._sender.reach(found.pin)
         return found
 
     async def _rows(self, key: ImageKey, claim: Claim) -> FetchResult:
-        """Return the rows of an image; with `local_only`, of one that is held or being encoded here, and no other."""
+        """Return the rows of an image; with `local_only`, only if they are held or being encoded here."""
         if not self._local_only:
             return await self._images.rows(key, claim, self._caller, self._grace_s, self._located)
         if (found := await self._images.rows_here(key, claim)) is None:
-            raise UnknownImageError(f"this replica does not hold {key.named}")
+            raise UnknownImageError(
+                f"this replica neither holds nor encodes {key.named}, and the call is local_only: ask another replica"
+            )
         return found
 
-    async def _resolve(self, wanted: RowRequest) -> _Outcome:
-        async def again() -> Pin:
-            return (await self._rows_in_reach(wanted)).pin
+    async def _resolve(self, request: RowRequest) -> _Outcome:
+        async def pin_again() -> Pin:
+            return (await self._readable_rows(request)).pin
 
         began = monotonic()
         try:
-            found = await self._rows_in_reach(wanted)
+            found = await self._readable_rows(request)
             wait_s = monotonic() - began
-            pin, hold = await self._holds.keep(found.pin, again)
-        except Exception as error:  # noqa: BLE001 - one image's failure is that image's outcome
-            return _Outcome(wanted, self._images.known_error(error), monotonic() - began)
-        return _Outcome(wanted, replace(found, pin=pin), wait_s, hold)
+            pin, hold = await self._pinned.add(found.pin, pin_again)
+        except Exception as error:  # noqa: BLE001 - only this image fails
+            return _Outcome(request, self._images.known_error(error), monotonic() - began)
+        return _Outcome(request, replace(found, pin=pin), wait_s, hold)
 
     async def _messages(
         self, window: pb.FetchImage, result: FetchResult | EncoderError, wait_s: float
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        """Yield the outcome of one name: its error, or its rows."""
+        """Yield the outcome of one window: its error, or its rows."""
         if isinstance(result, EncoderError):
-            self._call.fetched("failed", wait_s, {}, result)
+            self._record.fetched("failed", wait_s, {}, result)
             await self._turns.take(self._caller.holder)
             yield pb.FetchResponse(error=messages.error_message(window.index, result))
             return
-        self._call.fetched(result.source, wait_s, result.stage_ms)
+        self._record.fetched(result.source, wait_s, result.stage_ms)
         began = monotonic()
         ready = _ready(window, result, self._info)
         await self._sender.prepare(ready, result.pin)
@@ -266,12 +273,12 @@ class FetchCall:
             await _sign(ready, result.pin, self._fleet_key)
         message: pb.FetchResponse | bytes = pb.FetchResponse(ready=ready)
         for frame in self._sender.frames(ready, result.pin):
-            await self._turns.take(self._caller.holder, _pieces(message))
+            await self._turns.take(self._caller.holder, _turn_pieces(message))
             yield message
             message = frame
-        # Counted before the last message, as a caller that has it may end the call at once.
-        await self._turns.take(self._caller.holder, _pieces(message))
-        self._call.transferred(self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began)
+        # Recorded before the last message is sent: once the caller has it, it may end the call at once.
+        await self._turns.take(self._caller.holder, _turn_pieces(message))
+        self._record.transferred(self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began)
         yield message
 
     async def _end(self, tasks: "set[asyncio.Task[_Outcome]]") -> None:
@@ -282,20 +289,20 @@ class FetchCall:
                 for task in some:
                     task.cancel()
                 await asyncio.gather(*some, return_exceptions=True)
-        finally:  # being cancelled once more while they end leaves no rows pinned
+        finally:  # also if this call is cancelled again while its tasks end: no rows stay pinned
             for task in running:
                 task.cancel()
-            self._holds.close()
+            self._pinned.close()
 
 
 async def _sign(ready: pb.ImageReady, pin: Pin, fleet_key: FleetKey) -> None:
-    """Sign rows that a peer asked for, all of them; in a worker thread, as it takes milliseconds."""
+    """Sign the rows for a peer if the window has all of them. Runs in a worker thread, as it takes milliseconds."""
     if (ready.row_begin, ready.row_end) == (0, pin.tokens):
         grid = Grid(*pin.grid)
         ready.signature = await asyncio.to_thread(fleet_key.sign_rows, ready.address, grid, pin.rows())
 
 
-def _pieces(message: pb.FetchResponse | bytes) -> int:
+def _turn_pieces(message: pb.FetchResponse | bytes) -> int:
     return 1 + len(message) // TURN_BYTES if isinstance(message, bytes) else 1
 
 

@@ -1,22 +1,26 @@
-"""Inbound calls: counted, and bounded in size and time, before any message is parsed."""
+"""Inbound calls: admitted, bounded in size and time before any message is parsed, and logged when they end."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from time import monotonic
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, Status
+from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.caller import caller_of
-from encoder_service.api.messages import Context
+from encoder_service.api.messages import MAX_REQUEST_ID_BYTES, Context
 from encoder_service.limits import REFUSAL_S, Budget, Caller
 from encoder_service.logs import known_error
+from encoder_service.metrics import Metrics, reason
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ Read: TypeAlias = Callable[[], Awaitable[Any]]
 
 
 class Requests(Generic[Request]):
-    """The requests of one call, each parsed when it is read."""
+    """The requests of one call. Each is parsed when it is read."""
 
     def __init__(self, read: Read, parse: Parse[Request]) -> None:
         """`read` returns the next message, or `grpc.aio.EOF` after the last."""
@@ -44,48 +48,56 @@ class Requests(Generic[Request]):
         return self
 
     async def __anext__(self) -> Request:
-        return await self.within(None)
+        return await self.next_within(None)
 
-    async def within(self, seconds: float | None, unless: asyncio.Event | None = None) -> Request:
-        """Return the next request; raises `TimeoutError`, also once `unless` is set, or `StopAsyncIteration`."""
-        reading = self._begun()
-        other = asyncio.ensure_future(unless.wait()) if unless else None
+    async def next_within(self, timeout_s: float | None, interrupt: asyncio.Event | None = None) -> Request:
+        """Return the next request.
+
+        Raises `TimeoutError` after `timeout_s` or once `interrupt` is set, and `StopAsyncIteration` after the last.
+        """
+        reading = self._start_reading()
+        interrupted = asyncio.ensure_future(interrupt.wait()) if interrupt else None
         try:
             # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
-            awaited = (reading, other) if other else (reading,)
-            await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            awaited = (reading, interrupted) if interrupted else (reading,)
+            await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if other is not None:
-                other.cancel()
+            if interrupted is not None:
+                interrupted.cancel()
         if not reading.done():
             raise TimeoutError
         self._reading = None
         try:
             raw = reading.result()
         finally:
-            del reading, awaited  # its exception refers to this frame: a cycle would keep the call's messages
+            del (
+                reading,
+                awaited,
+            )  # an exception refers to this frame: the cycle would keep the call's messages
         if raw is None:
             raise StopAsyncIteration
         return self._parse(raw)
 
-    async def begin_next(self) -> None:
-        """Begin to read the next request: gRPC takes it off the wire while the one before is being served."""
-        self._begun()
-        await asyncio.sleep(0)  # a task that has not had its first turn has asked for nothing
+    async def read_ahead(self) -> None:
+        """Start to read the next request, so that gRPC receives it while the current one is served."""
+        self._start_reading()
+        await asyncio.sleep(0)  # let the task run up to its read
 
     async def first(self) -> Request:
         """Return the first request; raises `DeadlineError` if it is late, `InvalidRequestError` if there is none."""
         try:
-            return await self.within(REQUEST_S)
+            return await self.next_within(REQUEST_S)
         except TimeoutError as error:
-            raise DeadlineError(f"no request arrived within {REQUEST_S:g} s") from error
+            raise DeadlineError(
+                f"no request arrived within {REQUEST_S:g} s of the start of the call: send the first message at once"
+            ) from error
         except StopAsyncIteration as error:
-            raise InvalidRequestError("the call ended before its first message") from error
+            raise InvalidRequestError("the call ended before its first message: send a request") from error
 
-    def _begun(self) -> "asyncio.Task[bytes | None]":
+    def _start_reading(self) -> "asyncio.Task[bytes | None]":
         if self._reading is None:
             self._reading = asyncio.create_task(self._next())
-            self._reading.add_done_callback(_heard)
+            self._reading.add_done_callback(_retrieve_exception)
         return self._reading
 
     async def _next(self) -> bytes | None:
@@ -95,44 +107,46 @@ class Requests(Generic[Request]):
 
 @dataclass(eq=False, slots=True)
 class Inbound(Generic[Request]):
-    """A call that came in. However it ends, `on_error` hears why it failed, and then all in `held` is released."""
+    """An inbound call. When it ends, `on_error` gets the error, if any, and then `resources` are released."""
 
     caller: Caller
     requests: Requests[Request]
-    held: AsyncExitStack
+    resources: AsyncExitStack
     on_error: Callable[[EncoderError], None]
 
 
-class Entrance:
-    """Admits as many calls as its budget has places for, and from each host only its share of them."""
+class CallGate:
+    """Admits as many calls as its budget allows, each host only its share of them; makes gRPC handlers."""
 
-    def __init__(self, places: Budget, reader_idle_s: float) -> None:
+    def __init__(self, budget: Budget, reader_idle_s: float) -> None:
         """A call ends if its caller takes longer than `reader_idle_s` to read one answer, of at most 1 MiB."""
         self._reader_idle_s = reader_idle_s
-        self._places = places
-        self._served: set[Context] = set()
-        self._emptied = asyncio.Event()
-        self._emptied.set()
+        self._budget = budget
+        self._active: set[Context] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    async def emptied(self) -> None:
-        """Return when no call is being served: the last status was sent."""
-        await self._emptied.wait()
+    async def wait_idle(self) -> None:
+        """Wait until no call is active: the last status was sent."""
+        await self._idle.wait()
 
     def stream(self, serve: Callable[[Inbound[Request]], Answers], parse: Parse[Request]) -> Handler:
         """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`."""
 
-        # gRPC's own iterator of requests is a reference cycle that keeps the last message: `read` is none.
+        # gRPC's own iterator of requests is a reference cycle that keeps the last message; `context.read` is not.
         async def handle(_unread: AsyncIterator[bytes], context: Context) -> None:
             caller = caller_of(context)
-            async with AsyncExitStack() as held:
-                call = Inbound(caller, Requests(context.read, parse), held, partial(_refused, caller))
+            async with AsyncExitStack() as resources:
+                call = Inbound(
+                    caller, Requests(context.read, parse), resources, partial(_log_refusal, caller)
+                )
                 try:
-                    self._enter(caller, context)
-                    # When the caller disconnects, its call releases what it holds now, not at garbage collection.
+                    self._admit(caller, context)
+                    # When the caller disconnects, its call releases its resources now, not at garbage collection.
                     async with aclosing(serve(call)) as answers:
                         async for answer in answers:
                             await self._send(answer, context)
-                except Exception as error:  # noqa: BLE001 - an unexpected one is logged under the id that its caller is told
+                except Exception as error:  # noqa: BLE001 - logged with an id, which is sent to the caller
                     known = known_error(error)
                     call.on_error(known)
                     messages.end_with(context, known)
@@ -168,42 +182,144 @@ class Entrance:
             async with asyncio.timeout(self._reader_idle_s):
                 await context.write(answer)
         except TimeoutError as error:
-            self._serve_no_more(context)  # the status is queued behind the unread answer
-            raise DeadlineError(f"the caller read nothing for {self._reader_idle_s:g} s") from error
+            self._deactivate(context)  # the status is queued behind the unread answer
+            raise DeadlineError(
+                f"the caller read no answer for {self._reader_idle_s:g} s: read answers as they come, or cancel"
+            ) from error
         except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
             raise asyncio.CancelledError from error
 
-    def _enter(self, caller: Caller, context: Context) -> None:
-        place = self._places.hold(caller)
-        self._served.add(context)
-        self._emptied.clear()
+    def _admit(self, caller: Caller, context: Context) -> None:
+        hold = self._budget.hold(caller)
+        self._active.add(context)
+        self._idle.clear()
 
         def leave(_task: "asyncio.Task[Any]") -> None:
-            place.release()
-            self._serve_no_more(context)
+            hold.release()
+            self._deactivate(context)
 
-        # A call counts until its status is sent, also if its caller does not read and it is no longer served. gRPC
-        # serves a call, to its status, in one task. A callback of the context would be a reference cycle.
+        # A call counts against the budget until its status is sent, even if its caller stopped reading and the call is
+        # no longer active. gRPC runs a whole call in one task. A callback on the context would be a reference cycle.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(leave)
 
-    def _serve_no_more(self, context: Context) -> None:
-        self._served.discard(context)
-        if not self._served:
-            self._emptied.set()
+    def _deactivate(self, context: Context) -> None:
+        self._active.discard(context)
+        if not self._active:
+            self._idle.set()
 
 
-def _heard(reading: "asyncio.Task[bytes | None]") -> None:
-    """Ignore how the last read of an ended call failed: asyncio would log it with a traceback."""
+def _retrieve_exception(reading: "asyncio.Task[bytes | None]") -> None:
+    """Mark the exception of an ended call's last read as seen; asyncio would log it with a traceback."""
     if not reading.cancelled():
         reading.exception()
 
 
-def _refused(caller: Caller, error: EncoderError) -> None:
+def _log_refusal(caller: Caller, error: EncoderError) -> None:
     log.info("refused", extra={"fields": {"client": caller.host, "error": error.message}})
 
 
 def _serialize(message: Message | bytes) -> bytes:
     """Rows are already framed, as bytes: protobuf would copy every megabyte twice more."""
     return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+CallKind: TypeAlias = Literal["submit", "fetch", "put"]
+
+
+class CallRecord:
+    """The record of one Submit, Fetch or Put: metrics while it runs, and one log line when it ends.
+
+    Always `close` it.
+    """
+
+    def __init__(self, metrics: Metrics, kind: CallKind, caller: Caller) -> None:
+        """Begin the record of a call before its first message is read."""
+        self._metrics = metrics
+        self._kind = kind
+        self._began = monotonic()
+        self._outcomes: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._stage_ms: dict[str, float] = {}
+        self._bytes = 0
+        # Not the error: its traceback refers to the frames of the call, and they to this.
+        self._status, self._error_message = "", ""
+        self._proxy_request_id = caller.proxy_request_id
+        self._trace = {"trace": caller.trace_id} if caller.trace_id else {}
+        self.set_caller("", caller.host)
+        # Every image has its outcome: a caller that disconnects now ended its call normally.
+        self.complete = False
+        metrics.call_began(kind)
+
+    def set_caller(self, request_id: str, client_id: str) -> None:
+        """Set the caller's identifiers, truncated to fit a log line: they are not validated yet."""
+        request_id = request_id or self._proxy_request_id
+        self._caller = {
+            "request": request_id[:MAX_REQUEST_ID_BYTES],
+            "client": client_id[:MAX_REQUEST_ID_BYTES],
+        }
+
+    def submitted(
+        self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None
+    ) -> None:
+        """Record the answer to an image of a Submit."""
+        self._count(outcome, error)
+        self._metrics.submitted(outcome, error)
+
+    def uploaded(self, size: int, seconds: float) -> None:
+        """Record an image whose last byte arrived `seconds` after it was named."""
+        self._bytes += size
+        self._metrics.uploaded(size, seconds)
+
+    def fetched(
+        self,
+        outcome: Literal["device", "host", "peer", "encoded", "failed"],
+        wait_s: float,
+        stage_ms: Mapping[str, float],
+        error: EncoderError | None = None,
+    ) -> None:
+        """Record an image of a Fetch: where its rows came from, and how long the caller waited."""
+        self._count(outcome, error)
+        for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
+            self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
+        self._metrics.fetched(outcome, wait_s, error)
+
+    def put(
+        self,
+        outcome: Literal["held", "yours", "wait", "kept", "failed"],
+        size: int = 0,
+        error: EncoderError | None = None,
+    ) -> None:
+        """Record an answer of a Put, and the size of the rows that were stored."""
+        self._count(outcome, error)
+        self._bytes += size
+        self._metrics.put(outcome, size, error)
+
+    def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
+        """Record rows sent."""
+        self._bytes += size
+        self._metrics.transferred(transport, size, seconds)
+
+    def failed(self, error: EncoderError) -> None:
+        """Record that the call as a whole failed."""
+        self._status, self._error_message = error.status.name, error.message
+
+    def close(self) -> None:
+        """Count the call and write its log line. Stage times are those of its slowest image."""
+        name = self._status or ("OK" if self.complete else Status.CANCELLED.name)
+        self._metrics.call_ended(self._kind, name)
+        fields: dict[str, object] = {**self._caller, **self._trace, "status": name}
+        fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
+        if self._bytes:
+            fields["bytes"] = self._bytes
+        fields["ms"] = round((monotonic() - self._began) * 1000, 1)
+        fields |= {f"{stage}_ms": round(ms, 1) for stage, ms in self._stage_ms.items()}
+        if self._status:
+            fields["error"] = self._error_message
+        log.info(self._kind, extra={"fields": fields})
+
+    def _count(self, outcome: str, error: EncoderError | None) -> None:
+        self._outcomes[outcome] += 1
+        if error is not None:
+            self._reasons[reason(error)] += 1

@@ -1,4 +1,4 @@
-"""The images of one Put call: named, and stored when their rows have come, if this call holds their lease."""
+"""The images of one Put call: named, then stored when their rows have arrived, if the call holds their lease."""
 
 import asyncio
 import os
@@ -19,24 +19,22 @@ from encoder_contract.errors import (
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.call_log import Call
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.exchange import Exchange
-from encoder_service.api.inbound import Requests
+from encoder_service.api.inbound import CallRecord, Requests
 from encoder_service.images import Lease, PutImage, PutLeases
 from encoder_service.limits import TURN_BYTES, Caller, Hold, Turns
 from encoder_service.store import Incoming, Store
 
-# Separate threads: reading from a caller's file does not delay hashing or sending for others.
+# Separate threads, so that reading from a caller's file does not delay hashing or sending for others.
 _copies = ThreadPoolExecutor(4, "from-segment")
-# These read rows that have arrived, and never wait for a caller.
+# These check rows that have arrived; they never wait for a caller.
 _checks = ThreadPoolExecutor(2, "check-rows")
-# How often an idle call checks whether the server drains: engines keep theirs open, and a drain waits for them.
-LOOK_S = 0.5
+# How often an idle call checks for a drain: engines keep their Put call open, and a drain waits for open calls.
+DRAIN_CHECK_S = 0.5
 _HOLDINGS = {"held": pb.HOLDING_HELD, "yours": pb.HOLDING_YOURS, "wait": pb.HOLDING_WAIT}
 
-MAX_OFFSET = 1 << 48  # no file is as long
-LATE = "the lease ended before the rows had arrived"
+MAX_OFFSET = 1 << 48  # larger than any file
 
 PutMessage = pb.PutRequest | tuple[int, memoryview]
 
@@ -48,14 +46,14 @@ class _Wanted:
     lease: Lease
     tokens: int
     incoming: Incoming | None = None
-    working: "asyncio.Future[None] | None" = None  # a thread that reads or writes its rows
+    task: "asyncio.Future[None] | None" = None  # in a thread that reads or writes the rows
     held_bytes: int = 0
 
 
 class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse]):
-    """The images of one Put call: wanted while the call holds their lease, until their rows are in the store.
+    """The images of one Put call. An image is wanted while the call holds its lease, until its rows are in the store.
 
-    An index may be used again once its image has had its last answer.
+    An index may be used again after the last answer to its image.
     """
 
     right = "put"
@@ -64,28 +62,28 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
         self,
         leases: PutLeases,
         store: Store,
-        call: Call,
+        record: CallRecord,
         requests: Requests[PutMessage],
         caller: Caller,
         info: ServerInfo,
         turns: Turns,
         *,
         producer: Producer,
-        under_way: Hold,
+        hold: Hold,
         segment: int | None,
         is_draining: Callable[[], bool],
     ) -> None:
-        """`under_way` is what the call holds of the bytes of rows that are not complete, of all callers together.
+        """`hold` is the call's part of the bytes of incomplete rows that all callers share.
 
-        `segment` is the open file through which rows may come; the call closes it. For `requests`, `caller`, `info` and
+        `segment` is the open file from which rows may be read; the call closes it. For `requests`, `caller`, `info` and
         `turns` see `Exchange`.
         """
         super().__init__(requests, caller, info, turns)
         self._leases = leases
         self._store = store
-        self._call = call
+        self._record = record
         self._producer = producer
-        self._under_way = under_way
+        self._hold = hold
         self._segment = segment
         self._is_draining = is_draining
 
@@ -104,53 +102,58 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
         if self._segment is not None:
             os.close(self._segment)
 
-    def _due(self) -> list[pb.PutResponse]:
+    def _unprompted_answers(self) -> list[pb.PutResponse]:
         ended = [index for index, wanted in self._wanted.items() if not wanted.lease.open]
-        answers = [self._fail(index, DeadlineError(LATE)) for index in ended]
+        answers = [self._fail(index, self._lease_ended()) for index in ended]
         if self._is_draining() and not self._wanted and not answers:
             raise UnavailableError("the server is draining: use another server")
         return answers
 
-    async def _next(self) -> PutMessage:
-        """Wait until the next lease ends, or until it is time to look whether the server drains."""
+    async def _next_request(self) -> PutMessage:
         now = asyncio.get_running_loop().time()
         left_s = [max(wanted.lease.ends_at - now, 0) for wanted in self._wanted.values()]
-        return await self._requests.within(min(left_s, default=LOOK_S))
+        return await self._requests.next_within(min(left_s, default=DRAIN_CHECK_S))
 
-    async def _answers_to(self, request: PutMessage) -> AsyncIterator[pb.PutResponse]:
+    async def _handle(self, request: PutMessage) -> AsyncIterator[pb.PutResponse]:
         if isinstance(request, tuple):
             index, data = request
             await self._turns.take(self._caller.holder, 1 + len(data) // TURN_BYTES)
-            # Not before our turn: a call that waits for it has one message here.
-            await self._requests.begin_next()
-            answers = await self._piece(index, partial(self._rows, data))
+            # Only after our turn, so that a waiting call has at most one message in memory.
+            await self._requests.read_ahead()
+            answers = await self._handle_piece(index, partial(self._receive, data))
         elif (kind := request.WhichOneof("message")) == "names":
-            async for answer in self._names(request.names.names):
+            async for answer in self._handle_names(request.names.names):
                 yield answer
             return
         elif kind == "shared":
-            answers = await self._piece(request.shared.index, partial(self._rows, request.shared.extent))
+            answers = await self._handle_piece(
+                request.shared.index, partial(self._receive, request.shared.extent)
+            )
         elif kind == "end":
-            answers = await self._piece(request.end.index, partial(self._end, request.end))
+            answers = await self._handle_piece(request.end.index, partial(self._end, request.end))
         else:
             raise InvalidRequestError(
-                "after `open`, a Put call may send only `names`, `rows`, `shared` and `end`"
+                f"after `open`, a Put call may send only `names`, `rows`, `shared` and `end`, got "
+                f"{kind or 'an empty message'}"
             )
         for answer in answers:
             yield answer
 
-    def _take_index(self, index: int) -> None:
+    def _reserve_index(self, index: int) -> None:
         if index in self._wanted:
-            raise InvalidRequestError(f"index {index} is in use: wait for the last answer for its image")
+            raise InvalidRequestError(
+                f"index {index} is in use: wait for the last answer to its image, or use another"
+            )
         if index >= (most := self._info.max_images):
-            raise InvalidRequestError(f"index {index} must be below max_images_per_call = {most}")
-        self._over.discard(index)
+            raise InvalidRequestError(f"index {index} must be less than max_images_per_call = {most}")
+        self._finished.discard(index)
 
-    def _image(self, name: pb.PutName) -> PutImage:
+    def _parse_name(self, name: pb.PutName) -> PutImage:
         ours = self._info.description
         if (name.width, name.dtype) != (ours.width, ours.dtype):
             raise InvalidRequestError(
-                f"this server's row has {ours.width} {ours.dtype} elements, got {name.width} {name.dtype[:16]!r}"
+                f"this server's rows have {ours.width} elements of {ours.dtype}, got {name.width} of "
+                f"{name.dtype[:16]!r}: put rows of the model that this server serves"
             )
         return messages.put_image(self._producer, self._caller.salt, name)
 
@@ -158,18 +161,18 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
         answers = []
         for image, answer in zip(images, await self._leases.ask(images, self._caller), strict=True):
             if isinstance(answer, EncoderError):
-                answers.append(self._failure(image.index, answer))
+                answers.append(self._refuse(image.index, answer))
                 continue
             wait_s = answer.wait_s
             if answer.lease is not None:
                 self._wanted[image.index] = _Wanted(answer.lease, self._info.geometry.tokens(image.grid))
                 wait_s = self._leases.lease_s
-            self._call.put(answer.holding)
+            self._record.put(answer.holding)
             answers.append(self._state(image, answer.holding, round(wait_s * 1000)))
         return answers
 
-    async def _rows(self, piece: memoryview | pb.Extent, wanted: _Wanted) -> pb.PutResponse | None:
-        if (incoming := self._begun(wanted)) is None:
+    async def _receive(self, piece: memoryview | pb.Extent, wanted: _Wanted) -> pb.PutResponse | None:
+        if (incoming := self._reserve(wanted)) is None:
             return self._complete(wanted)
         if isinstance(piece, memoryview):
             incoming.add(piece)
@@ -179,58 +182,72 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
 
     async def _end(self, end: pb.PutEnd, wanted: _Wanted) -> pb.PutResponse:
         if end.abandoned:
-            raise AbandonedError("the caller abandoned the image")
-        if (incoming := self._begun(wanted)) is not None:
-            _require_open(wanted.lease)
+            raise AbandonedError("the caller abandoned the image: name it again to put it")
+        if (incoming := self._reserve(wanted)) is not None:
+            self._require_open(wanted.lease)
             incoming.check(end.checksum)
-            wanted.working = asyncio.get_running_loop().run_in_executor(_checks, incoming.check_finite)
-            await asyncio.shield(wanted.working)
-            _require_open(wanted.lease)
+            wanted.task = asyncio.get_running_loop().run_in_executor(_checks, incoming.check_finite)
+            await asyncio.shield(wanted.task)
+            self._require_open(wanted.lease)
             incoming.commit(end.checksum).release()
         return self._complete(wanted)
 
-    def _begun(self, wanted: _Wanted) -> Incoming | None:
-        """Return where the rows go, once space is reserved for them; None if the store has got them otherwise.
+    def _reserve(self, wanted: _Wanted) -> Incoming | None:
+        """Reserve space for the rows and return where they go; None if the store has the rows by now.
 
         Raises `OverloadedError`, and `ImageLimitError` for rows that can never fit.
         """
         if wanted.incoming is None:
             size = wanted.tokens * self._info.row_bytes
-            if size > self._under_way.most:
+            if size > self._hold.most:
                 raise ImageLimitError(
-                    f"its rows have {size} bytes, but at most {self._under_way.most} may be on their way "
-                    "into the store (half of --store-host-gib)"
+                    f"the image's rows have {size} bytes, but all incomplete rows together may have at most "
+                    f"{self._hold.most} (half of --store-host-gib): put smaller images, or enlarge the store"
                 )
-            self._under_way.resize(self._under_way.amount + size)
+            self._hold.resize(self._hold.amount + size)
             wanted.held_bytes = size
             key, grid = wanted.lease.image.key, wanted.lease.image.grid
             wanted.incoming = self._store.receive(key.address, wanted.tokens, grid, self._caller.holder)
         return wanted.incoming
 
     async def _read(self, wanted: _Wanted, incoming: Incoming, extent: pb.Extent) -> None:
-        """Copy a piece of rows out of the caller's file."""
-        if self._segment is None or extent.offset > MAX_OFFSET:
-            raise InvalidRequestError("the call opened no segment that holds rows at this offset")
-        wanted.working = asyncio.get_running_loop().run_in_executor(
+        """Copy a piece of rows from the caller's file."""
+        if self._segment is None:
+            raise InvalidRequestError(
+                "the server opened no segment for this call (`shm` is false): send rows inline"
+            )
+        if extent.offset > MAX_OFFSET:
+            raise InvalidRequestError(f"offset {extent.offset} of the extent is not inside the segment")
+        wanted.task = asyncio.get_running_loop().run_in_executor(
             _copies, _read_and_close, incoming, os.dup(self._segment), extent.offset, extent.length
         )
-        await asyncio.shield(wanted.working)
+        await asyncio.shield(wanted.task)
+
+    def _require_open(self, lease: Lease) -> None:
+        if not lease.open:
+            raise self._lease_ended()
+
+    def _lease_ended(self) -> DeadlineError:
+        lease_s = self._leases.lease_s
+        return DeadlineError(
+            f"the lease ended after {lease_s:g} s, before all rows had arrived: name the image again"
+        )
 
     def _complete(self, wanted: _Wanted) -> pb.PutResponse:
-        """Answer an image whose rows are in the store."""
-        self._under_way.resize(self._under_way.amount - wanted.held_bytes)
+        """Return the answer to an image whose rows are in the store."""
+        self._hold.resize(self._hold.amount - wanted.held_bytes)
         self._leases.kept(wanted.lease)
-        self._call.put("kept", wanted.held_bytes)
+        self._record.put("kept", wanted.held_bytes)
         return self._state(wanted.lease.image, "held")
 
-    def _dropped(self, wanted: _Wanted) -> None:
+    def _release(self, wanted: _Wanted) -> None:
         if wanted.incoming is not None:
-            _drop_unused(wanted.incoming, wanted.working)
-        self._under_way.resize(self._under_way.amount - wanted.held_bytes)
+            _abandon_after(wanted.task, wanted.incoming)
+        self._hold.resize(self._hold.amount - wanted.held_bytes)
         self._leases.give_up(wanted.lease)
 
-    def _failed(self, index: int, error: EncoderError) -> pb.PutResponse:
-        self._call.put("failed", error=error)
+    def _failure_answer(self, index: int, error: EncoderError) -> pb.PutResponse:
+        self._record.put("failed", error=error)
         message = messages.error_message(index, error)
         state = pb.PutState(index=index, holding=pb.HOLDING_FAILED, error=message)
         return pb.PutResponse(state=state)
@@ -243,17 +260,12 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
         return pb.PutResponse(state=state)
 
 
-def _require_open(lease: Lease) -> None:
-    if not lease.open:
-        raise DeadlineError(LATE)
-
-
-def _drop_unused(incoming: Incoming, working: "asyncio.Future[None] | None") -> None:
-    """Drop rows, but not before the thread that works on them has ended: afterwards their pages may be reused."""
-    if working is None or working.done():
+def _abandon_after(task: "asyncio.Future[None] | None", incoming: Incoming) -> None:
+    """Abandon rows after the thread that works on them has ended, as their pages may then be reused."""
+    if task is None or task.done():
         incoming.abandon()
     else:
-        working.add_done_callback(lambda _: incoming.abandon())
+        task.add_done_callback(lambda _: incoming.abandon())
 
 
 def _read_and_close(incoming: Incoming, file: int, offset: int, length: int) -> None:

@@ -1,6 +1,6 @@
-"""The gRPC port, with the service's calls, admin calls, reflection and health.
+"""The gRPC port: the service's calls, admin calls, reflection and health.
 
-Health (`grpc.health.v1`) has Check and Watch, which never queue behind work and end when the server drains.
+Health (`grpc.health.v1`) has Check and Watch. They never queue behind work, and watches end when the server drains.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from encoder_contract.certificates import Certificates, Pem
 from encoder_contract.errors import EncoderError, OverloadedError, Status
 from encoder_service.api import admin, messages, service
 from encoder_service.api.admin import AdminService
-from encoder_service.api.connections import keep_room
-from encoder_service.api.inbound import Answers, Entrance, Inbound, Methods
+from encoder_service.api.connections import limit_connections
+from encoder_service.api.inbound import Answers, CallGate, Inbound, Methods
 from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
 from encoder_service.limits import Budget, Budgets, Caller
@@ -28,30 +28,30 @@ OPTIONS = (
     # A few kilobytes of gzip can expand to gigabytes: a compressed message is refused without being expanded.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
-    # The unread data of a call, and the calls of a connection: with the size of a message and the number of open calls,
-    # they bound the memory that is not counted elsewhere. Otherwise the window would grow to megabytes.
+    # Bounds on the unread data of a call and on the calls of a connection. Together with the bounds on message size and
+    # open calls, they bound the memory that no budget counts. By default, the window would grow to megabytes.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 512),
-    # Each connection takes a file descriptor. One without a call is closed after a minute; clients connect again by
-    # themselves, and ours keep a call to health open.
+    # Each connection takes a file descriptor, so one without a call is closed after a minute. Clients reconnect by
+    # themselves, and ours keep a health watch open.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),
     # Allow the keepalive pings of clients that detect a silent server within two seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    # A caller whose machine disappears is detected within ten seconds, and the pins of its calls are released.
+    # Detect within ten seconds that a caller's machine has disappeared; the pins of its calls are then released.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),
     ("grpc.http2.ping_timeout_ms", 5000),  # a minute by default: see the client's connection
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.so_reuseport", 0),  # a taken port is an error: two servers must not share it
+    ("grpc.so_reuseport", 0),  # two servers must not share a port: binding a port in use is an error
 )
-# More than a cluster needs. Half of the file descriptors are left for all else.
+# More than a cluster needs. At most half of the file descriptors, so that the rest is left for other files.
 MAX_CONNECTIONS = 4096
-# After the last call, a client has this long to take its last rows and close the connection. Cut before, it would lose
-# them. One whose machine disappeared is detected by then.
-GOODBYE_S = 10.0
+# After the last call, clients have this long to read their last rows and close the connection; closing it earlier would
+# lose the rows. By then a client whose machine has disappeared is detected.
+LAST_READ_S = 10.0
 
 
 class Listener:
@@ -68,23 +68,23 @@ class Listener:
         max_images: int,
         piece_bytes: int,
     ) -> None:
-        """Bind the port, for TLS with `certificates`. Raises `ConfigError` if it is unavailable.
+        """Bind the port, for TLS if there are `certificates`. Raises `ConfigError` if the port is unavailable.
 
-        How many calls may be open is in `budgets`; those of Submit and of health have places of their own. Each names
-        at most `max_images` and sends pieces of at most `piece_bytes`.
+        `budgets` bounds the number of open calls, separately for Submit and for health. Each call names at most
+        `max_images` images and sends pieces of at most `piece_bytes`.
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_connections = min(MAX_CONNECTIONS, files // 2)
-        connections = ("grpc.max_allowed_incoming_connections", self._most_connections)
+        self._max_connections = min(MAX_CONNECTIONS, files // 2)
+        connections = ("grpc.max_allowed_incoming_connections", self._max_connections)
         self._server = grpc.aio.server(options=(*OPTIONS, largest, connections))
-        self._entrance = Entrance(budgets.calls, budgets.reader_idle_s)
-        self._submits = Entrance(budgets.submits, budgets.reader_idle_s)
+        self._gate = CallGate(budgets.calls, budgets.reader_idle_s)
+        self._submit_gate = CallGate(budgets.submits, budgets.reader_idle_s)
         self._health = Health(("", service.SERVICE), budgets.health_calls)
-        self._offer(service.SERVICE, service.methods(calls, self._entrance, self._submits, max_images))
-        self._offer(admin.SERVICE, admin.methods(operator, self._entrance))
-        self._offer(SERVICE, self._health.methods())
-        self._offer(reflection.SERVICE_NAME, _reflection(self._entrance))
+        self._register(service.SERVICE, service.methods(calls, self._gate, self._submit_gate, max_images))
+        self._register(admin.SERVICE, admin.methods(operator, self._gate))
+        self._register(SERVICE, self._health.methods())
+        self._register(reflection.SERVICE_NAME, _reflection(self._gate))
         try:
             if certificates is None:
                 port = self._server.add_insecure_port(address)
@@ -98,11 +98,12 @@ class Listener:
         host = address.rpartition(":")[0]
         self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
 
-    def _offer(self, name: str, methods: Methods) -> None:
+    def _register(self, name: str, methods: Methods) -> None:
         """Serve the methods of a service.
 
-        gRPC accepts one call after the other of each method that is registered, and of all others together: a burst of
-        Fetch calls must not keep Describe and health waiting. Releases that cannot register take the generic handler.
+        gRPC accepts calls one at a time for each registered method, and one at a time for all unregistered methods
+        together. So every method is registered: a burst of Fetch calls must not delay Describe or health. Versions of
+        gRPC that cannot register methods use the generic handler.
         """
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
         self._server.add_registered_method_handlers(name, methods)
@@ -110,38 +111,38 @@ class Listener:
     async def start(self) -> None:
         """Start to answer calls, and report health as serving."""
         await self._server.start()
-        self._keeping_room = asyncio.create_task(
-            keep_room(self._port, self._most_connections), name="connections"
+        self._limiting_connections = asyncio.create_task(
+            limit_connections(self._port, self._max_connections), name="connections"
         )
-        self._health.begin()
+        self._health.start()
 
-    def cut(self) -> None:
-        """End running calls now, regardless of the grace that `stop` was given."""
-        self._cutting = asyncio.create_task(self._server.stop(0), name="cut")
+    def abort_calls(self) -> None:
+        """End running calls now, regardless of the grace period passed to `stop`."""
+        self._aborting = asyncio.create_task(self._server.stop(0), name="abort-calls")
 
     async def stop(self, grace_s: float) -> None:
         """Report health as not serving, refuse new calls, and let running calls finish for at most `grace_s`.
 
-        Health watchers and callers that do not read are waited for `GOODBYE_S`.
+        Wait up to `LAST_READ_S` more for health watchers, and for callers that do not read.
         """
         try:
-            await self._health.end()
+            await self._health.stop()
             stopping = asyncio.create_task(self._server.stop(grace_s), name="stop")
-            emptied = asyncio.create_task(self._emptied(), name="emptied")
-            await asyncio.wait({stopping, emptied}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({stopping}, timeout=GOODBYE_S)
-            emptied.cancel()
+            idle = asyncio.create_task(self._wait_idle(), name="idle")
+            await asyncio.wait({stopping, idle}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping}, timeout=LAST_READ_S)
+            idle.cancel()
         finally:
-            self._keeping_room.cancel()
+            self._limiting_connections.cancel()
             await self._server.stop(0)
 
-    async def _emptied(self) -> None:
-        await self._submits.emptied()
-        await self._entrance.emptied()
+    async def _wait_idle(self) -> None:
+        await self._submit_gate.wait_idle()
+        await self._gate.wait_idle()
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Return credentials that follow the files: gRPC asks at every handshake whether there are newer ones."""
+    """Return credentials that are reloaded when their files change: gRPC asks for newer ones at every handshake."""
     in_use = certificates.pem
 
     def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
@@ -152,28 +153,30 @@ def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
         before, in_use = in_use, certificates.pem
         return configuration(in_use) if in_use.version != before.version else None
 
-    # gRPC takes None for "no newer ones"; its stubs do not say so.
+    # gRPC accepts None for "no newer ones", which its type stubs lack.
     fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], newer)
     return grpc.dynamic_ssl_server_credentials(
         configuration(in_use), fetcher, require_client_authentication=bool(in_use.ca)
     )
 
 
-def _reflection(entrance: Entrance) -> Methods:
+def _reflection(gate: CallGate) -> Methods:
     names = (service.SERVICE, admin.SERVICE, SERVICE, reflection.SERVICE_NAME)
     answers = cast(
         "Callable[[object, None], Answers]", reflection.aio.ReflectionServicer(names).ServerReflectionInfo
     )
     parse = partial(messages.parse, reflection_pb2.ServerReflectionRequest)
-    return {"ServerReflectionInfo": entrance.stream(lambda call: answers(call.requests, None), parse)}
+    return {"ServerReflectionInfo": gate.stream(lambda call: answers(call.requests, None), parse)}
 
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
 # A client has one watch per channel; all Unix-socket connections of the host count as one.
-MAX_WATCHES_OF_A_CONNECTION = 64
-# Watchers that read are notified within milliseconds that the server ends; others are not waited for.
-FAREWELL_S = 1.0
-READER_IDLE_S = 30.0  # an answer has two bytes: a caller that does not read it in this time reads nothing
+MAX_WATCHES_PER_CONNECTION = 64
+# How long `Health.stop` waits for watchers to be notified; a watcher that reads is notified within milliseconds.
+NOTIFY_S = 1.0
+READER_IDLE_S = (
+    30.0  # an answer has two bytes, so a caller that does not read it in this time has stopped reading
+)
 
 SERVING: int = pb.HealthCheckResponse.SERVING
 NOT_SERVING: int = pb.HealthCheckResponse.NOT_SERVING
@@ -187,52 +190,52 @@ class UnknownServiceError(EncoderError):
 
 
 class Health:
-    """The health of the server and its services `names`: not serving, then serving, then not serving for good."""
+    """The health of the server and its services `names`: not serving until `start`, and again from `stop` on."""
 
-    def __init__(self, names: Collection[str], places: Budget) -> None:
+    def __init__(self, names: Collection[str], calls: Budget) -> None:
         self._names = frozenset(names)
         self._status = NOT_SERVING
-        self._turned = asyncio.Event()  # set, and replaced by a new event, at every change
-        self._ending = False
+        self._changed = asyncio.Event()  # set, and replaced by a new event, at every change
+        self._stopping = False
         self._watches: Counter[str] = Counter()
-        self._entrance = Entrance(places, READER_IDLE_S)
+        self._gate = CallGate(calls, READER_IDLE_S)
 
     def methods(self) -> Methods:
         """Return the methods of the service."""
         parse = partial(messages.parse, pb.HealthCheckRequest)
         return {
-            "Check": self._entrance.unary(self.check, parse),
-            "Watch": self._entrance.one_request(self.watch, parse),
+            "Check": self._gate.unary(self.check, parse),
+            "Watch": self._gate.one_request(self.watch, parse),
         }
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Report that the server is serving."""
-        self._turn(SERVING)
+        self._set_status(SERVING)
 
-    async def end(self) -> None:
-        """Report to every watcher that the server no longer serves; return when those that read have been notified."""
-        self._ending = True
-        self._turn(NOT_SERVING)
+    async def stop(self) -> None:
+        """Report to every watcher that the server no longer serves, and wait until all that read are notified."""
+        self._stopping = True
+        self._set_status(NOT_SERVING)
         try:
-            async with asyncio.timeout(FAREWELL_S):
-                await self._entrance.emptied()
+            async with asyncio.timeout(NOTIFY_S):
+                await self._gate.wait_idle()
         except TimeoutError:
             return
 
     async def check(self, request: pb.HealthCheckRequest, _caller: Caller) -> pb.HealthCheckResponse:
         """Answer once; an unknown name is NOT_FOUND, as the protocol requires."""
         if request.service not in self._names:
-            raise UnknownServiceError("no such service")
+            raise UnknownServiceError(f"this server has no service {request.service[:128]!r}")
         return pb.HealthCheckResponse(status=self._status)
 
     async def watch(
         self, request: pb.HealthCheckRequest, call: Inbound[pb.HealthCheckRequest]
     ) -> AsyncGenerator[pb.HealthCheckResponse]:
-        """Answer now and at every change, until the server ends."""
+        """Answer now and at every change, until the server stops."""
         connection = call.caller.connection
-        if self._watches[connection] >= MAX_WATCHES_OF_A_CONNECTION:
+        if self._watches[connection] >= MAX_WATCHES_PER_CONNECTION:
             raise OverloadedError(
-                f"a connection may have at most {MAX_WATCHES_OF_A_CONNECTION} health watches"
+                f"a connection may have at most {MAX_WATCHES_PER_CONNECTION} health watches: end others first"
             )
         self._watches[connection] += 1
         try:
@@ -243,13 +246,13 @@ class Health:
 
     async def _changes(self, name: str) -> AsyncGenerator[int]:
         while True:
-            turned, ending = self._turned, self._ending
+            changed, stopping = self._changed, self._stopping
             yield self._status if name in self._names else UNKNOWN
-            if ending:
+            if stopping:
                 return
-            await turned.wait()
+            await changed.wait()
 
-    def _turn(self, status: int) -> None:
+    def _set_status(self, status: int) -> None:
         self._status = status
-        self._turned.set()
-        self._turned = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()

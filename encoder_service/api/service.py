@@ -1,4 +1,4 @@
-"""The gRPC service: Describe, Submit, Fetch and Put. Nothing here blocks the event loop."""
+"""The gRPC service: Describe, Submit, Fetch and Put. No method blocks the event loop."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -10,10 +10,9 @@ from encoder_contract.errors import ForbiddenError, InvalidRequestError, ModelMi
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.call_log import Call, CallKind
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.fetch import FetchCall, row_requests
-from encoder_service.api.inbound import Entrance, Inbound, Methods
+from encoder_service.api.inbound import CallGate, CallKind, CallRecord, Inbound, Methods
 from encoder_service.api.put import PutCall, PutMessage
 from encoder_service.api.submit import SubmitCall, Uploads
 from encoder_service.images import Images, PutLeases
@@ -25,7 +24,7 @@ SERVICE = "encoder_contract.v1.EncoderService"
 
 
 class EncoderService:
-    """The calls. One instance serves all connections, on one event loop."""
+    """Serves the calls of all connections, on one event loop."""
 
     def __init__(
         self,
@@ -56,126 +55,127 @@ class EncoderService:
 
     async def submit(self, inbound: Inbound[pb.SubmitRequest]) -> AsyncGenerator[pb.SubmitResponse]:
         """Accept images; see the contract."""
-        call = self._begun("submit", inbound)
+        record = self._begin_record("submit", inbound)
         self._info.identity.require("submit", inbound.caller)  # before anything is parsed
         first = await inbound.requests.first()
         if first.WhichOneof("message") != "open":
             raise InvalidRequestError("the first message of a Submit call must be `open`")
-        caller = self._admitted("submit", inbound.caller, first.open, call)
+        caller = self._admitted("submit", inbound.caller, first.open, record)
         if not self._info.encodes:
             raise ModelMismatchError(
                 "this server only stores rows (--store-only): submit images to a server that encodes, or put their rows"
             )
         limits = self._info.description.limits
         uploads = Uploads(
-            inbound.held.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
+            inbound.resources.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
             max_image_bytes=limits.max_image_bytes,
             max_video_bytes=limits.max_video_bytes,
             idle_s=self._budgets.upload_idle_s,
         )
-        submitting = SubmitCall(
-            self._images, uploads, call, inbound.requests, caller, self._info, self._turns
-        )
-        inbound.held.callback(submitting.close)
-        async for answer in submitting.answers():
+        call = SubmitCall(self._images, uploads, record, inbound.requests, caller, self._info, self._turns)
+        inbound.resources.callback(call.close)
+        async for answer in call.answers():
             yield answer
-        submitting.check_end()
-        # The requests of a cancelled call end just as those of a complete one, a moment before the cancellation
-        # arrives. Sending one more message tells them apart: it fails if the caller has left.
+        call.check_end()
+        # The requests of a cancelled call end like those of a complete call, just before the cancellation arrives.
+        # One more message tells the two apart: sending it fails if the caller has left.
         yield pb.SubmitResponse()
-        call.complete = True
+        record.complete = True
 
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
-        call = self._begun("fetch", inbound)
+        record = self._begin_record("fetch", inbound)
         identity, raw = self._info.identity, await inbound.requests.first()
         is_peer = identity.is_peer(raw, inbound.caller)
         if not is_peer:
             identity.require("fetch", inbound.caller)  # before anything is parsed
         request = messages.parse_fetch(raw, self._info.max_images)
-        caller = self._admitted("fetch", inbound.caller, request.caller, call, is_peer=is_peer)
-        inbound.held.enter_context(self._budgets.fetched_images.hold(caller, len(request.images)))
+        caller = self._admitted("fetch", inbound.caller, request.caller, record, is_peer=is_peer)
+        inbound.resources.enter_context(self._budgets.fetched_images.hold(caller, len(request.images)))
         wanted = await row_requests(request, caller, self._info, self._turns)
-        fetching = FetchCall(
+        call = FetchCall(
             request,
             wanted,
             self._images,
-            call,
+            record,
             caller,
             self._info,
             self._turns,
             self._budgets.pinned_bytes,
         )
-        # When the caller leaves, its pins are released now, not at garbage collection.
-        async with aclosing(fetching.answers()) as answers:
+        # When the caller disconnects, its pins are released now, not at garbage collection.
+        async with aclosing(call.answers()) as answers:
             async for message in answers:
                 yield message
 
     async def put(self, inbound: Inbound[PutMessage]) -> AsyncGenerator[pb.PutResponse]:
         """Accept rows that the caller computes; see the contract."""
-        call = self._begun("put", inbound)
+        record = self._begin_record("put", inbound)
         self._info.identity.require("put", inbound.caller)  # before anything is parsed
         first = await inbound.requests.first()
         if isinstance(first, tuple) or first.WhichOneof("message") != "open":
             raise InvalidRequestError("the first message of a Put call must be `open`")
-        caller = self._admitted("put", inbound.caller, first.open.caller, call)
-        putting = PutCall(
+        caller = self._admitted("put", inbound.caller, first.open.caller, record)
+        call = PutCall(
             self._leases,
             self._store,
-            call,
+            record,
             inbound.requests,
             caller,
             self._info,
             self._turns,
             producer=Producer.from_message(first.open.producer),
-            under_way=inbound.held.enter_context(self._budgets.put_bytes.hold(caller, 0)),
+            hold=inbound.resources.enter_context(self._budgets.put_bytes.hold(caller, 0)),
             segment=self._info.transports.open_segment(first.open, is_local=caller.is_local),
             is_draining=lambda: self.draining,
         )
-        inbound.held.callback(putting.close)
-        yield putting.opened()
-        async for answer in putting.answers():
+        inbound.resources.callback(call.close)
+        yield call.opened()
+        async for answer in call.answers():
             yield answer
-        call.complete = True
+        record.complete = True
 
-    def _begun(self, kind: CallKind, inbound: Inbound[Any]) -> Call:
-        """Return the record of a call, which ends with it."""
-        call = Call(self._metrics, kind, inbound.caller)
-        inbound.held.callback(call.close)
-        inbound.on_error = call.failed
-        return call
+    def _begin_record(self, kind: CallKind, inbound: Inbound[Any]) -> CallRecord:
+        """Begin the record of a call, and close it when the call ends."""
+        record = CallRecord(self._metrics, kind, inbound.caller)
+        inbound.resources.callback(record.close)
+        inbound.on_error = record.failed
+        return record
 
     def _admitted(
         self,
         right: CallKind,
         caller: Caller,
-        said: pb.Caller,
-        call: Call,
+        message: pb.Caller,
+        record: CallRecord,
         *,
         is_peer: bool = False,
     ) -> Caller:
-        """Return the caller with what it said, noted in the record of its call.
+        """Return the caller, completed from its `message`, and set it in the record of its call.
 
-        Raises what `Identity.admit` does, `ForbiddenError` where Put is off, `UnavailableError` during a drain, and
+        Raises as `Identity.admit` does, `ForbiddenError` where Put is off, `UnavailableError` during a drain, and
         `ModelMismatchError`.
         """
-        call.made_by(said.request_id, said.client_id or caller.host)
+        record.set_caller(message.request_id, message.client_id or caller.host)
         identity = self._info.identity
-        caller = identity.admit_peer(caller, said) if is_peer else identity.admit(right, caller, said)
-        call.made_by(caller.request_id, caller.name)
+        caller = identity.admit_peer(caller, message) if is_peer else identity.admit(right, caller, message)
+        record.set_caller(caller.request_id, caller.name)
         if right == "put" and not self._info.accepts_put:
             raise ForbiddenError("Put is off on this server: the operator turns it on with --accept-put yes")
         if self.draining:
             raise UnavailableError("the server is draining: use another server")
-        self._info.check_model(said)
+        self._info.check_model(message)
         return caller
 
 
-def methods(service: EncoderService, entrance: Entrance, submits: Entrance, max_images: int) -> Methods:
-    """Return the methods of a server whose calls name at most `max_images` images; `submits` admits Submit calls."""
+def methods(service: EncoderService, gate: CallGate, submit_gate: CallGate, max_images: int) -> Methods:
+    """Return the methods of a server whose calls name at most `max_images` images each.
+
+    `submit_gate` admits Submit calls, `gate` all others.
+    """
     return {
-        "Describe": entrance.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
-        "Submit": submits.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
-        "Put": entrance.stream(service.put, partial(messages.parse_put, max_images=max_images)),
-        "Fetch": entrance.stream(service.fetch, bytes),  # parsed once its caller is admitted
+        "Describe": gate.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
+        "Submit": submit_gate.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
+        "Put": gate.stream(service.put, partial(messages.parse_put, max_images=max_images)),
+        "Fetch": gate.stream(service.fetch, bytes),  # the handler parses it after it has admitted the caller
     }

@@ -1,6 +1,6 @@
-"""The images of one Submit call: named, uploaded if their bytes are needed, and queued.
+"""The images of one Submit call: named, uploaded if the server needs their bytes, and queued.
 
-`Uploads` reserves space before the bytes are sent, and releases it when they stop arriving.
+`Uploads` reserves space before bytes are sent, and releases it when they stop arriving.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -11,16 +11,15 @@ from time import monotonic
 from encoder_contract.errors import DeadlineError, EncoderError, ImageLimitError, InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.call_log import Call
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.exchange import Exchange
-from encoder_service.api.inbound import Requests
+from encoder_service.api.inbound import CallRecord, Requests
 from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, LookupResult, Retainer, SubmittedImage
 from encoder_service.limits import Caller, Hold, Turns
 from encoder_service.scheduler import Claim
 
-# A slower upload counts as stalled: an occasional byte must not hold space that others wait for.
+# A slower upload counts as stalled: an occasional byte must not keep space reserved that other callers wait for.
 MIN_BYTES_PER_S = 64 << 10
 
 
@@ -28,13 +27,13 @@ class Upload:
     """The pieces of one image, or of the file of a video, in order."""
 
     def __init__(self, max_bytes: int, limit: str, *, is_video: bool = False) -> None:
-        """`limit` is what messages call `max_bytes`."""
+        """`limit` is the name of `max_bytes` in error messages."""
         self.max_bytes = max_bytes
         self.limit = limit
         self.size = 0
         self.is_video = is_video
         self.video: VideoFile | None = None
-        """The file of a video, from its first piece on: it takes a descriptor."""
+        """The file of a video. Created with its first piece, as it takes a file descriptor."""
         self._pieces: list[bytes] = []
         self._began = monotonic()
 
@@ -58,69 +57,70 @@ class Upload:
 
 
 class Uploads:
-    """The images of one call that are being uploaded, by the caller's index.
+    """The incomplete uploads of one call, by the caller's index.
 
     The call reserves space for the largest of them, which is enough to send one after another. A caller that
-    interleaves images may hold more, up to the size of the largest image allowed, if there is space.
+    interleaves images may use more if there is space, up to the size of the largest image allowed.
     """
 
-    def __init__(self, room: Hold, *, max_image_bytes: int, max_video_bytes: int, idle_s: float) -> None:
-        """`room` is what the call holds of the bytes that all callers may upload."""
-        self._room = room
-        self._most = {False: min(max_image_bytes, room.most), True: min(max_video_bytes, room.most)}
+    def __init__(self, hold: Hold, *, max_image_bytes: int, max_video_bytes: int, idle_s: float) -> None:
+        """`hold` is the call's part of the upload bytes that all callers share."""
+        self._hold = hold
+        # By whether the file is a video.
+        self._max_bytes = {False: min(max_image_bytes, hold.most), True: min(max_video_bytes, hold.most)}
         self._idle_s = idle_s
-        self._images: dict[int, Upload] = {}
-        self.patience_s = idle_s
+        self._uploads: dict[int, Upload] = {}
+        self.idle_left_s = idle_s
         """How much longer to wait for the next piece."""
 
-    @property
-    def expected(self) -> list[int]:
-        """The images that are not complete."""
-        return list(self._images)
-
-    def expect(self, index: int, size_bytes: int, *, is_video: bool = False) -> None:
+    def reserve(self, index: int, size_bytes: int, *, is_video: bool = False) -> None:
         """Reserve space for an image or a video; size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`."""
-        most, limit = self._most[is_video], "max_video_bytes" if is_video else "max_image_bytes"
-        if size_bytes > most:
-            raise ImageLimitError(f"the file is larger than {limit} = {most}")
-        if not self._images:
-            self.patience_s = self._idle_s
-        self._room.resize(max(self._room.amount, size_bytes or most))
-        if 0 < size_bytes < most:
-            most, limit = size_bytes, "size_bytes of its name"
-        self._images[index] = Upload(most, limit, is_video=is_video)
+        max_bytes, limit = self._max_bytes[is_video], "max_video_bytes" if is_video else "max_image_bytes"
+        if size_bytes > max_bytes:
+            raise ImageLimitError(
+                f"the file has {size_bytes} bytes, which is larger than {limit} = {max_bytes}: send a smaller one"
+            )
+        if not self._uploads:
+            self.idle_left_s = self._idle_s
+        self._hold.resize(max(self._hold.amount, size_bytes or max_bytes))
+        if 0 < size_bytes < max_bytes:
+            max_bytes, limit = size_bytes, "the size_bytes of its name"
+        self._uploads[index] = Upload(max_bytes, limit, is_video=is_video)
 
     def add(self, index: int, piece: bytes) -> Upload:
-        """Append a piece and return the upload; raises what `expect` does, before the piece is kept."""
-        upload, size = self._images[index], len(piece)
+        """Append a piece and return the upload. Raises as `reserve` does, before the piece is stored."""
+        upload, size = self._uploads[index], len(piece)
         if upload.size + size > upload.max_bytes:
-            raise ImageLimitError(f"the file is larger than {upload.limit} = {upload.max_bytes}")
-        held = size + sum(other.size for other in self._images.values())
-        is_any_video = any(other.is_video for other in self._images.values())
-        if upload.is_video and any(other.video for other in self._images.values() if other is not upload):
-            raise ImageLimitError("the call sends two videos at a time: send them one after another")
-        if held > (most := self._most[is_any_video]):
-            limit = "max_video_bytes" if is_any_video else "max_image_bytes"
             raise ImageLimitError(
-                f"the call's incomplete images exceed {limit} = {most}: send images one after another"
+                f"the file is larger than {upload.limit} = {upload.max_bytes}: at least {upload.size + size} bytes"
             )
-        self._room.resize(max(self._room.amount, held))
-        self.patience_s = min(self.patience_s + size / MIN_BYTES_PER_S, self._idle_s)
+        total = size + sum(other.size for other in self._uploads.values())
+        any_video = any(other.is_video for other in self._uploads.values())
+        if upload.is_video and any(other.video for other in self._uploads.values() if other is not upload):
+            raise ImageLimitError("the call sends two videos at the same time: send one after another")
+        if total > (max_bytes := self._max_bytes[any_video]):
+            limit = "max_video_bytes" if any_video else "max_image_bytes"
+            raise ImageLimitError(
+                f"the call's incomplete images have {total} bytes in all, more than {limit} = {max_bytes}: "
+                "send images one after another"
+            )
+        self._hold.resize(max(self._hold.amount, total))
+        self.idle_left_s = min(self.idle_left_s + size / MIN_BYTES_PER_S, self._idle_s)
         upload.add(piece)
         return upload
 
-    def drop(self, index: int) -> None:
-        """Forget an image that is complete or failed, and release the space that the others do not need."""
-        del self._images[index]
-        largest = max((upload.max_bytes for upload in self._images.values()), default=0)
-        self._room.resize(max(largest, sum(upload.size for upload in self._images.values())))
+    def release(self, index: int) -> None:
+        """Forget a complete or failed image, and release the space that the others do not need."""
+        del self._uploads[index]
+        largest = max((upload.max_bytes for upload in self._uploads.values()), default=0)
+        self._hold.resize(max(largest, sum(upload.size for upload in self._uploads.values())))
 
 
 class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, SubmittedImage, pb.SubmitResponse]):
-    """The images of one Submit call: wanted until their bytes have arrived, and queued then.
+    """The images of one Submit call. An image is wanted until its bytes have arrived; it is queued then.
 
-    Images that the caller keeps are wanted again when a Fetch waits for them. Of the frames of one video, the first
-    that need its file are wanted, and the others are answered once that has arrived.
+    Retained images are wanted again when a Fetch waits for them. If several frames of one video need its file, the
+    first of them is wanted, and the others are answered when the file has arrived.
     """
 
     right = "submit"
@@ -129,7 +129,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         self,
         images: Images,
         uploads: Uploads,
-        call: Call,
+        record: CallRecord,
         requests: Requests[pb.SubmitRequest],
         caller: Caller,
         info: ServerInfo,
@@ -139,102 +139,114 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         super().__init__(requests, caller, info, turns)
         self._images = images
         self._uploads = uploads
-        self._call = call
+        self._record = record
         self._claims: dict[int, Claim] = {}  # by index
         self._retainer = Retainer()
-        self._keeps_names = False  # those that are being answered
-        self._kept: dict[bytes, SubmittedImage] = {}  # by address
-        self._behind: dict[bytes, list[SubmittedImage]] = {}  # by the key of a video that is wanted
-        self._refused: dict[bytes, EncoderError] = {}  # why a file did not become a source, by its key
+        self._retain_names = False  # of the message that is being answered
+        self._retained: dict[bytes, SubmittedImage] = {}  # by address
+        # Frames that wait for the file of a wanted video, by the video's key.
+        self._waiting_frames: dict[bytes, list[SubmittedImage]] = {}
+        self._file_errors: dict[bytes, EncoderError] = {}  # by the key of the rejected file
 
     def check_end(self) -> None:
-        """Raise `InvalidRequestError` if the caller must not end the call yet."""
+        """Raise `InvalidRequestError` if the caller ended the call too early."""
         if self._wanted:
             raise InvalidRequestError(
-                f"the call ended before the bytes of images {sorted(self._wanted)} arrived"
+                f"the call ended before the bytes of images {sorted(self._wanted)} arrived: send the bytes of every "
+                "image that is answered STATE_NEEDS_BYTES"
             )
 
     def close(self) -> None:
-        """Drop unfinished uploads and, unless the call is complete, the images that only this call wants."""
-        keeps = bool(self._kept) and not self._wanted
+        """Drop incomplete uploads and, unless the call is complete, the images that only this call wants."""
+        ended_normally = bool(self._retained) and not self._wanted
         super().close()
-        for address in self._kept:
+        for address in self._retained:
             self._images.waiters.release(address, self._retainer)
-        if not self._call.complete:
+        if not self._record.complete:
             for claim in self._claims.values():
                 self._images.withdraw(claim)
-            # A caller that ends a call of kept images no longer wants them: that is no failure.
-            self._call.complete = keeps
+            # A caller that ends a call with retained images no longer wants them: this is not a failure.
+            self._record.complete = ended_normally
 
-    def _due(self) -> list[pb.SubmitResponse]:
-        return [*self._wanted_again(), *self._stalled()]
+    def _unprompted_answers(self) -> list[pb.SubmitResponse]:
+        return [*self._answer_retained(), *self._time_out_uploads()]
 
-    def _wanted_again(self) -> list[pb.SubmitResponse]:
-        """Ask for the bytes of kept images that are needed again; raises the error with which the server ends."""
+    def _answer_retained(self) -> list[pb.SubmitResponse]:
+        """Ask for the bytes of retained images that are needed again; raises the error with which the server ends."""
         self._retainer.changed.clear()
         if self._retainer.error is not None:
             raise self._retainer.error
-        asked, self._retainer.requested = self._retainer.requested, {}
+        needed, self._retainer.requested = self._retainer.requested, {}
         answers = []
-        for address in asked:
-            image = self._kept[address]
-            # Bytes that arrived since the Fetch asked are queued, under the claim that this call has.
+        for address in needed:
+            image = self._retained[address]
+            # If the bytes arrived since the Fetch asked, the image is queued already, under this call's claim.
             if image.index not in self._wanted and not self._images.knows(image.key):
-                image = self._kept[address] = replace(image, claim=self._claim(image.index))
+                image = self._retained[address] = replace(image, claim=self._claim(image.index))
                 answers += self._answer(image, LookupResult(None))
         return answers
 
-    def _stalled(self) -> list[pb.SubmitResponse]:
-        if self._uploads.patience_s > 0:
+    def _time_out_uploads(self) -> list[pb.SubmitResponse]:
+        if self._uploads.idle_left_s > 0:
             return []
-        late = DeadlineError("the upload of the image stalled or is too slow: send it again")
-        behind = [image for images in self._behind.values() for image in images]
-        self._behind.clear()
+        error = DeadlineError(
+            f"the upload of the image stalled, or was slower than {MIN_BYTES_PER_S >> 10} KiB/s: send the image again"
+        )
+        frames = [image for images in self._waiting_frames.values() for image in images]
+        self._waiting_frames.clear()
         return [
-            *(self._fail(index, late) for index in tuple(self._wanted)),
-            *(self._failure(image.index, late) for image in behind),
+            *(self._fail(index, error) for index in tuple(self._wanted)),
+            *(self._refuse(image.index, error) for image in frames),
         ]
 
-    async def _next(self) -> pb.SubmitRequest:
-        turned = self._retainer.changed if self._kept else None
+    async def _next_request(self) -> pb.SubmitRequest:
+        retained_needed = self._retainer.changed if self._retained else None
         if not self._wanted:
-            return await self._requests.within(None, turned)
+            return await self._requests.next_within(None, retained_needed)
         began = monotonic()
         try:
-            return await self._requests.within(max(self._uploads.patience_s, 0.0), turned)
-        finally:  # only waiting counts: the time that we take for a piece is not the caller's
-            self._uploads.patience_s -= monotonic() - began
+            return await self._requests.next_within(max(self._uploads.idle_left_s, 0.0), retained_needed)
+        finally:  # only this wait counts as the caller's idle time, not our work on a piece
+            self._uploads.idle_left_s -= monotonic() - began
 
-    async def _answers_to(self, request: pb.SubmitRequest) -> AsyncIterator[pb.SubmitResponse]:
+    async def _handle(self, request: pb.SubmitRequest) -> AsyncIterator[pb.SubmitResponse]:
         kind = request.WhichOneof("message")
         if kind == "names":
-            self._keeps_names = request.names.kept
-            async for answer in self._names(request.names.names):
+            self._retain_names = request.names.kept
+            async for answer in self._handle_names(request.names.names):
                 yield answer
         elif kind == "bytes":
             wanted = self._wanted.get(request.bytes.index)
-            for answer in await self._piece(request.bytes.index, partial(self._bytes, request.bytes)):
+            for answer in await self._handle_piece(
+                request.bytes.index, partial(self._receive, request.bytes)
+            ):
                 yield answer
             if wanted is not None and request.bytes.index not in self._wanted:
-                for answer in await self._answers_behind(wanted.key.source_key):
+                for answer in await self._answer_waiting_frames(wanted.key.source_key):
                     yield answer
         else:
-            raise InvalidRequestError("after `open`, a Submit call may send only `names` and `bytes`")
+            raise InvalidRequestError(
+                f"after `open`, a Submit call may send only `names` and `bytes`, got {kind or 'an empty message'}"
+            )
 
-    def _take_index(self, index: int) -> None:
-        if index in self._over:
-            raise InvalidRequestError(f"index {index} is used twice in this call")
-        if len(self._over) >= (most := self._info.max_images):
-            raise InvalidRequestError(f"the call names more than max_images_per_call = {most} images")
-        self._over.add(index)
+    def _reserve_index(self, index: int) -> None:
+        if index in self._finished:
+            raise InvalidRequestError(
+                f"index {index} is used twice in this call: give each image its own index"
+            )
+        if len(self._finished) >= (most := self._info.max_images):
+            raise InvalidRequestError(
+                f"the call names more than max_images_per_call = {most} images: begin another call for the rest"
+            )
+        self._finished.add(index)
 
-    def _image(self, name: pb.ImageName) -> SubmittedImage:
+    def _parse_name(self, name: pb.ImageName) -> SubmittedImage:
         key = messages.image_key(self._info.recipe, name, self._caller.salt)
         grid = messages.claimed_grid(name)
         return SubmittedImage(name.index, key, grid, name.size_bytes, self._claim(name.index), name.video)
 
     def _claim(self, index: int) -> Claim:
-        """Return a new claim on an image, which replaces the one that ended with its rows or its failure."""
+        """Return a new claim on an image. It replaces the earlier claim, which ended with the rows or a failure."""
         if (before := self._claims.get(index)) is not None:
             self._images.withdraw(before)
         claim = self._claims[index] = self._caller.claim()
@@ -244,70 +256,67 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         answers: list[pb.SubmitResponse] = []
         for image, known in zip(images, await self._images.lookup(images), strict=True):
             if isinstance(known, EncoderError):
-                answers.append(self._failure(image.index, known))
+                answers.append(self._refuse(image.index, known))
                 continue
             answers += self._answer(image, known)
-            if self._keeps_names and not image.is_video:
-                self._kept[image.key.address] = image
+            if self._retain_names and not image.is_video:
+                self._retained[image.key.address] = image
                 self._images.waiters.retain(image.key.address, self._retainer)
         return answers
 
     def _answer(self, image: SubmittedImage, known: LookupResult) -> list[pb.SubmitResponse]:
-        """Return the answer to an image; if its bytes are needed, from now on it is wanted.
+        """Return the answer to an image. If its bytes are needed, the image is wanted from now on.
 
-        There is none yet if its bytes are on their way: those of the video that it is in.
+        Return no answer yet for a frame whose video file is being uploaded.
         """
         if known.video is not None:
             return [messages.state_message(image.index, b"", known, 0)]
         if known.grid is not None:
-            self._call.submitted("cached" if known.cached else "queued")
+            self._record.submitted("cached" if known.cached else "queued")
             tokens = self._info.geometry.tokens(known.grid)
             return [messages.state_message(image.index, image.key.address, known, tokens)]
         if image.file_is_video:
-            if (behind := self._behind.get(image.key.source_key)) is not None:
-                behind.append(image)
+            if (frames := self._waiting_frames.get(image.key.source_key)) is not None:
+                frames.append(image)
                 return []
-            self._behind[image.key.source_key] = []
+            self._waiting_frames[image.key.source_key] = []
         try:
-            self._uploads.expect(image.index, image.size_bytes, is_video=image.file_is_video)
+            self._uploads.reserve(image.index, image.size_bytes, is_video=image.file_is_video)
         except EncoderError as error:
-            self._behind.pop(image.key.source_key, None)
+            self._waiting_frames.pop(image.key.source_key, None)
             self._images.forget(image.key)
-            return [self._failure(image.index, error)]
+            return [self._refuse(image.index, error)]
         self._wanted[image.index] = image
         return [messages.state_message(image.index, image.key.address, known, 0)]
 
-    async def _answers_behind(self, source_key: bytes) -> list[pb.SubmitResponse]:
-        """Return the answers to frames that waited for the file of their video, which came or was refused."""
-        behind, refused = self._behind.pop(source_key, ()), self._refused.pop(source_key, None)
-        if refused is not None:
-            return [self._failure(image.index, refused) for image in behind]
-        return await self._look_up(behind)
+    async def _answer_waiting_frames(self, source_key: bytes) -> list[pb.SubmitResponse]:
+        """Return the answers to frames that waited for the file of their video, which has arrived or failed."""
+        frames, error = self._waiting_frames.pop(source_key, ()), self._file_errors.pop(source_key, None)
+        if error is not None:
+            return [self._refuse(image.index, error) for image in frames]
+        return await self._look_up(frames)
 
-    async def _bytes(self, piece: pb.ImageBytes, image: SubmittedImage) -> pb.SubmitResponse | None:
+    async def _receive(self, piece: pb.ImageBytes, image: SubmittedImage) -> pb.SubmitResponse | None:
         try:
-            return await self._added(piece, image)
+            upload = self._uploads.add(piece.index, piece.data)
+            if not piece.last:
+                return None
+            self._record.uploaded(upload.size, upload.seconds)
+            if upload.video is not None:
+                known = await self._images.receive_video(image, upload.video)
+            else:
+                known = await self._images.receive(image, upload.joined())
         except EncoderError as error:
-            self._refused[image.key.source_key] = error
+            self._file_errors[image.key.source_key] = error
             raise
-
-    async def _added(self, piece: pb.ImageBytes, image: SubmittedImage) -> pb.SubmitResponse | None:
-        upload = self._uploads.add(piece.index, piece.data)
-        if not piece.last:
-            return None
-        self._call.uploaded(upload.size, upload.seconds)
-        if upload.video is not None:
-            known = await self._images.receive_video(image, upload.video)
-        else:
-            known = await self._images.receive(image, upload.joined())
-        self._uploads.drop(piece.index)
+        self._uploads.release(piece.index)
         [answer] = self._answer(image, known)
         return answer
 
-    def _dropped(self, wanted: SubmittedImage) -> None:
-        self._uploads.drop(wanted.index)
+    def _release(self, wanted: SubmittedImage) -> None:
+        self._uploads.release(wanted.index)
         self._images.forget(wanted.key)
 
-    def _failed(self, index: int, error: EncoderError) -> pb.SubmitResponse:
-        self._call.submitted("failed", error)
+    def _failure_answer(self, index: int, error: EncoderError) -> pb.SubmitResponse:
+        self._record.submitted("failed", error)
         return messages.failed_state(index, error)

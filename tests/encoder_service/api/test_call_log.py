@@ -18,7 +18,7 @@ from tests.operator_view import fetches_wait_for, settled, use
 
 
 def lines_of_calls(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == "encoder_service.api.call_log"]
+    return [record for record in caplog.records if record.name == "encoder_service.api.inbound"]
 
 
 async def test_each_call_leaves_one_line_with_its_stages_and_no_image(

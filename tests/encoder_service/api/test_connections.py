@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import server as listener
-from encoder_service.api.connections import fair_most, shut_down_excess
+from encoder_service.api.connections import fair_share, shut_down_excess
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.attacks import WATCH
@@ -82,7 +82,7 @@ async def test_one_host_cannot_keep_new_clients_out(
     ],
 )
 def test_the_room_is_shared_between_hosts(counts: list[int], room: int, most: int) -> None:
-    assert fair_most(counts, room) == most
+    assert fair_share(counts, room) == most
     assert sum(min(count, most) for count in counts) <= room
 
 

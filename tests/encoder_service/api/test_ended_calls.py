@@ -34,7 +34,7 @@ HELD = (
     "Caller",
     "Requests",
     "Inbound",
-    "Call",
+    "CallRecord",
     "_ServicerContext",
     "RPCState",
 )
@@ -115,7 +115,7 @@ async def test_an_ended_call_is_freed_without_a_garbage_collection(
 async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
     server: Server, no_collections: None
 ) -> None:
-    before, places = held(), server._listener._submits._places
+    before, places = held(), server._listener._submit_gate._budget
     async with await RawConnection.open(server.endpoint) as connection:
         for _ in range(CALLS):
             stream = await connection.call(SUBMIT)
@@ -133,7 +133,7 @@ async def test_a_caller_that_leaves_during_its_refusal_is_no_error(
 ) -> None:
     """A call that ends without a request is refused; here its caller is gone by then."""
     listener = server._listener
-    places = (listener._submits if path == SUBMIT else listener._entrance)._places
+    places = (listener._submit_gate if path == SUBMIT else listener._gate)._budget
     async with await RawConnection.open(server.endpoint) as connection:
         for _ in range(CALLS):
             stream = await connection.call(path)

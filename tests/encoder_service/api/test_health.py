@@ -72,7 +72,7 @@ async def test_health_watches_are_bounded_per_connection(server: Server) -> None
         grpc.aio.insecure_channel(server.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as other,
     ):
         stub: Any = health_pb2_grpc.HealthStub(greedy)
-        watches = [stub.Watch(request(), timeout=60) for _ in range(health.MAX_WATCHES_OF_A_CONNECTION)]
+        watches = [stub.Watch(request(), timeout=60) for _ in range(health.MAX_WATCHES_PER_CONNECTION)]
         for watch in watches:
             await watch.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:

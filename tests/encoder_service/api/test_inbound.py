@@ -165,7 +165,7 @@ async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
     # Calls that send nothing have ten seconds, which may be too few on a busy machine.
     monkeypatch.setattr(inbound, "REQUEST_S", 600.0)
     async with server_of(config, model, max_calls=8) as server:
-        places = server._listener._entrance._places
+        places = server._listener._gate._budget
         raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
         # Three quarters of the places, for one host.
         held = [await raw.call(OURS + "Fetch") for _ in range(6)]
@@ -225,7 +225,7 @@ async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -
     assert await requests.first() == b"0"
     assert len(sent) == 1, "nothing is read unless it is asked for"
     for _ in range(2):  # once is enough
-        await requests.begin_next()
+        await requests.read_ahead()
         assert len(sent) == 2
     assert [request async for request in requests] == [b"1", b"2", b"3"]
 

@@ -1,4 +1,4 @@
-"""Bytes on their way in: room before they travel, bounded per image, per call, per caller and over all."""
+"""Uploads: space is reserved before bytes are sent, bounded per image, call, caller and server."""
 
 import pytest
 
@@ -8,109 +8,109 @@ from encoder_service.limits import Budget
 from tests.callers import caller
 
 
-def room_of(size_bytes: int) -> Budget:
+def budget_of(size_bytes: int) -> Budget:
     return Budget(size_bytes, "uploads", per_host=True)
 
 
-def uploads(room: Budget, *holders: str, max_image_bytes: int = 50) -> Uploads:
-    held = room.hold(caller(*holders or ("someone",)), 0)
-    return Uploads(held, max_image_bytes=max_image_bytes, max_video_bytes=0, idle_s=10)
+def uploads(budget: Budget, *holders: str, max_image_bytes: int = 50) -> Uploads:
+    hold = budget.hold(caller(*holders or ("someone",)), 0)
+    return Uploads(hold, max_image_bytes=max_image_bytes, max_video_bytes=0, idle_s=10)
 
 
-def test_pieces_are_joined_in_order_and_then_no_longer_counted() -> None:
-    room = room_of(1000)
-    ours = uploads(room)
-    ours.expect(1, 13)
+def test_pieces_are_joined_in_order_and_their_space_is_released() -> None:
+    budget = budget_of(1000)
+    call = uploads(budget)
+    call.reserve(1, 13)
     for piece in (b"one ", b"two ", b"three"):
-        upload = ours.add(1, piece)
-    assert (upload.joined(), upload.size, room.held) == (b"one two three", 13, 13)
-    ours.drop(1)
-    assert (ours.expected, room.held) == ([], 0)
+        upload = call.add(1, piece)
+    assert (upload.joined(), upload.size, budget.held) == (b"one two three", 13, 13)
+    call.release(1)
+    assert budget.held == 0
 
 
-def test_a_call_reserves_upload_space_for_what_it_still_needs() -> None:
-    room = room_of(1000)
-    ours = uploads(room)
+def test_a_call_reserves_space_only_for_its_incomplete_uploads() -> None:
+    budget = budget_of(1000)
+    call = uploads(budget)
     for index, size in enumerate((10, 50, 20)):
-        ours.expect(index, size)
-    assert room.held == 50
-    ours.add(0, bytes(10))
-    ours.drop(1)
-    assert room.held == 20
-    ours.add(2, bytes(15))
-    assert room.held == 25, "pieces of two images are held"
-    ours.drop(0)
-    ours.drop(2)
-    assert room.held == 0
+        call.reserve(index, size)
+    assert budget.held == 50
+    call.add(0, bytes(10))
+    call.release(1)
+    assert budget.held == 20
+    call.add(2, bytes(15))
+    assert budget.held == 25, "pieces of two images are held"
+    call.release(0)
+    call.release(2)
+    assert budget.held == 0
 
 
-def test_a_size_that_was_not_said_counts_as_the_largest() -> None:
-    room = room_of(100)
-    uploads(room, "a").expect(1, 0)
-    assert room.held == 50
-    tiny = room_of(30)
-    uploads(tiny, "a").expect(1, 0)
+def test_an_unknown_size_reserves_the_largest_size() -> None:
+    budget = budget_of(100)
+    uploads(budget, "a").reserve(1, 0)
+    assert budget.held == 50
+    tiny = budget_of(30)
+    uploads(tiny, "a").reserve(1, 0)
     assert tiny.held == 30
 
 
-def test_uploads_over_a_limit_are_refused_before_they_are_kept() -> None:
-    room = room_of(100)
-    first, second = uploads(room, "a"), uploads(room, "b")
+def test_uploads_over_a_limit_are_refused_before_they_are_stored() -> None:
+    budget = budget_of(100)
+    first, second = uploads(budget, "a"), uploads(budget, "b")
     with pytest.raises(ImageLimitError, match="max_image_bytes"):
-        first.expect(1, 51)
-    first.expect(1, 40)
+        first.reserve(1, 51)
+    first.reserve(1, 40)
     first.add(1, bytes(40))
     with pytest.raises(ImageLimitError, match="size_bytes"):
         first.add(1, b"x")
-    first.expect(2, 50)
+    first.reserve(2, 50)
     with pytest.raises(ImageLimitError, match="one after another"):
         first.add(2, bytes(11))
-    assert room.held == 50
-    second.expect(1, 50)
+    assert budget.held == 50
+    second.reserve(1, 50)
     with pytest.raises(OverloadedError) as caught:
-        uploads(room, "c").expect(1, 1)
+        uploads(budget, "c").reserve(1, 1)
     assert caught.value.retry_after_ms > 0
-    assert room.held == 100
+    assert budget.held == 100
 
 
-def test_one_caller_or_host_leaves_upload_space_to_others() -> None:
-    room = room_of(1000)
+def test_one_caller_or_host_leaves_upload_space_for_others() -> None:
+    budget = budget_of(1000)
     for name in range(15):
-        uploads(room, f"client {name}", "host h").expect(1, 50)
+        uploads(budget, f"client {name}", "host h").reserve(1, 50)
     with pytest.raises(OverloadedError, match="share"):
-        uploads(room, "client 15", "host h").expect(1, 50)
-    uploads(room, "client new", "host other").expect(1, 50)
+        uploads(budget, "client 15", "host h").reserve(1, 50)
+    uploads(budget, "client new", "host other").reserve(1, 50)
 
 
-def test_slow_uploads_end_and_fast_ones_continue() -> None:
-    room = room_of(10_000_000)
-    ours = uploads(room, max_image_bytes=10_000_000)
-    ours.expect(1, 0)
+def test_slow_uploads_time_out_and_fast_ones_continue() -> None:
+    budget = budget_of(10_000_000)
+    call = uploads(budget, max_image_bytes=10_000_000)
+    call.reserve(1, 0)
     for _ in range(20):
-        ours.patience_s -= 1.0
-        ours.add(1, bytes(2 * MIN_BYTES_PER_S))
-    assert ours.patience_s == 10
+        call.idle_left_s -= 1.0
+        call.add(1, bytes(2 * MIN_BYTES_PER_S))
+    assert call.idle_left_s == 10
     for _ in range(11):
-        ours.patience_s -= 1.0
-        ours.add(1, b"x")
-    assert ours.patience_s < 0
+        call.idle_left_s -= 1.0
+        call.add(1, b"x")
+    assert call.idle_left_s < 0
 
 
-def test_a_call_sends_one_video_after_another_and_each_is_bounded_as_one() -> None:
-    room = room_of(1000)
-    held = room.hold(caller("someone"), 0)
-    ours = Uploads(held, max_image_bytes=50, max_video_bytes=200, idle_s=10)
+def test_a_call_sends_one_video_at_a_time_within_the_video_limit() -> None:
+    budget = budget_of(1000)
+    hold = budget.hold(caller("someone"), 0)
+    call = Uploads(hold, max_image_bytes=50, max_video_bytes=200, idle_s=10)
     with pytest.raises(ImageLimitError, match="max_video_bytes = 200"):
-        ours.expect(0, 201, is_video=True)
+        call.reserve(0, 201, is_video=True)
     for index in (1, 2):
-        ours.expect(index, 150, is_video=True)
-    ours.add(1, bytes(100))
+        call.reserve(index, 150, is_video=True)
+    call.add(1, bytes(100))
     with pytest.raises(ImageLimitError, match="one after another"):
-        ours.add(2, bytes(1))
-    upload = ours.add(1, bytes(50))
+        call.add(2, bytes(1))
+    upload = call.add(1, bytes(50))
     assert upload.video is not None
     assert upload.video.size == 150
-    ours.drop(1)
-    ours.add(2, bytes(150))
+    call.release(1)
+    call.add(2, bytes(150))
     with pytest.raises(ImageLimitError, match="size_bytes of its name"):
-        ours.add(2, bytes(1))
+        call.add(2, bytes(1))

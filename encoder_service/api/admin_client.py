@@ -12,21 +12,21 @@ from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 
 TIMEOUT_S = 10.0
-OPTIONS = (("grpc.enable_http_proxy", 0),)  # the server is on this host, or takes no orders from here
+OPTIONS = (("grpc.enable_http_proxy", 0),)  # admin calls work only within this host
 MIB = 1 << 20
 ADDRESS_BYTES = 32
 
 
 class OperatorError(Exception):
-    """The server cannot be reached or refuses the operator call; the message says which."""
+    """The server cannot be reached, or refuses the operator call."""
 
 
 def run(command: str, server: str, address: str = "", credentials: Credentials = NO_CREDENTIALS) -> str:
-    """Carry out one command and return what to print. Raises `OperatorError`."""
+    """Run one command and return the text to print. Raises `OperatorError`."""
     try:
-        wanted = _address(address) if command == "evict" else b""
+        evicted_address = _address(address) if command == "evict" else b""
         with _channel(server, credentials) as channel:
-            limits: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": _shown(server, credentials)}
+            limits: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": _token_metadata(server, credentials)}
             proof = _proof(channel, server, limits)
             stub: AdminServiceStub = AdminServiceStub(channel)
             if command == "stats":
@@ -34,13 +34,13 @@ def run(command: str, server: str, address: str = "", credentials: Credentials =
             if command == "flush":
                 flushed = stub.Flush(admin_pb2.FlushRequest(proof=proof), **limits)
                 return f"{flushed.entries} entries dropped"
-            request = admin_pb2.EvictRequest(proof=proof, address=wanted)
+            request = admin_pb2.EvictRequest(proof=proof, address=evicted_address)
             evicted = stub.Evict(request, **limits).evicted
             return "dropped" if evicted else "not dropped: it is not held, or in use"
     except ValueError as error:
         raise OperatorError(str(error)) from error
     except grpc.RpcError as error:
-        raise OperatorError(f"{server}: {_why(error)}") from error
+        raise OperatorError(f"{server}: {_reason(error)}") from error
 
 
 def _channel(server: str, credentials: Credentials) -> grpc.Channel:
@@ -48,20 +48,20 @@ def _channel(server: str, credentials: Credentials) -> grpc.Channel:
     if certificates is None:
         return grpc.insecure_channel(server, OPTIONS)
     pem, name = certificates.pem, credentials.server_name
-    named = (("grpc.ssl_target_name_override", name),) if name else ()
+    override = (("grpc.ssl_target_name_override", name),) if name else ()
     return grpc.secure_channel(
         server,
         grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None),
-        (*OPTIONS, *named),
+        (*OPTIONS, *override),
     )
 
 
-def _shown(server: str, credentials: Credentials) -> tuple[tuple[str, str], ...]:
-    """Return what shows that we have the right; nothing that others could read on the way."""
-    shown = credentials.token().metadata()
-    if shown and not credentials.ca and not is_local(server):
+def _token_metadata(server: str, credentials: Credentials) -> tuple[tuple[str, str], ...]:
+    """Return the token as metadata. Raises `OperatorError` if it would leave this host unencrypted."""
+    metadata = credentials.token().metadata()
+    if metadata and not credentials.ca and not is_local(server):
         raise OperatorError(f"{server}: a token is sent only over TLS (--tls-ca), or within this host")
-    return shown
+    return metadata
 
 
 def _proof(channel: grpc.Channel, server: str, limits: dict[str, Any]) -> bytes:
@@ -69,13 +69,13 @@ def _proof(channel: grpc.Channel, server: str, limits: dict[str, Any]) -> bytes:
     proof = segment_proof(server, description.shm_segment)
     if not proof:
         raise OperatorError(
-            "the server's shared memory cannot be read: run this as the server's user on the server's host"
+            f"{server}: cannot read the server's shared memory: run this as the server's user on the server's host"
         )
     return proof
 
 
-def _why(error: Any) -> str:
-    """Return the reason for a failed call, without the prose of gRPC's core."""
+def _reason(error: Any) -> str:
+    """Return the reason for a failed call, without the boilerplate of gRPC's core."""
     text = str(error.details() if hasattr(error, "details") else error)
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return text
@@ -88,7 +88,9 @@ def _address(text: str) -> bytes:
     except ValueError:
         address = b""
     if len(address) != ADDRESS_BYTES:
-        raise OperatorError(f"{text} is not an address: 64 hexadecimal digits")
+        raise OperatorError(
+            f"{text!r} is not an address: give its 64 hexadecimal digits, as `stats` prints them"
+        )
     return address
 
 
@@ -98,9 +100,9 @@ def _table(stats: admin_pb2.StatsResponse) -> str:
         sizes = "".join(f"{n / MIB:>10.1f}" for n in (tier.used_bytes, tier.size_bytes, tier.pinned_bytes))
         lines.append(f"{tier.name:<8}{sizes}{tier.entries:>9}{tier.hits:>10}{tier.evictions:>9}")
     hits = sum(tier.hits for tier in stats.tiers)
-    share = f"{100 * hits / (hits + stats.misses):.1f} %" if hits + stats.misses else "nothing asked yet"
+    share = f"{100 * hits / (hits + stats.misses):.1f} %" if hits + stats.misses else "no lookups yet"
     kept = f"{stats.source_images} image files kept ({stats.source_bytes / MIB:.1f} MiB)"
-    lines += ["", f"hit rate {share}, {stats.pins} pins, {stats.queued_images} images on their way, {kept}"]
+    lines += ["", f"hit rate {share}, {stats.pins} pins, {stats.queued_images} images in progress, {kept}"]
     if stats.largest:
         lines += ["", f"{'largest':<66}{'tier':<8}{'MiB':>8}{'tokens':>8}{'pins':>6}{'hits':>8}"]
     for entry in stats.largest:

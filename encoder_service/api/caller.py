@@ -1,7 +1,7 @@
-"""The caller: who makes a call, what it may do and see, and whose share it uses.
+"""The caller of a call: who it is, what it may do and see, and whose share it uses.
 
-`caller_of` reads a call's connection and metadata, which nothing else does. `Identity` knows tenants and the replicas
-of the fleet. `ClientNames` bounds the names that get a share of their own.
+`caller_of` is the only reader of a call's connection and metadata. `Identity` knows the tenants and the replicas of the
+fleet. `ClientNames` bounds how many client names of a host have their own share.
 """
 
 import logging
@@ -25,18 +25,18 @@ from encoder_service.limits import Caller
 
 log = logging.getLogger(__name__)
 
-# How far the clocks of two replicas may differ, and how long a call that was overheard can be played back.
+# How far the clocks of two replicas may differ, and for how long an intercepted call can be replayed.
 MAX_SKEW_S = 60.0
 _BEARER = "Bearer "
-# Where gRPC puts the names of a client's certificate.
+# The keys under which gRPC has the names in a client's certificate.
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
-# What the shares of other replicas count against. Those of callers begin with another word: see `Identity.admit`.
-_PEER = ("peer",)
+# The holders of other replicas. Those of other callers begin with another word: see `Identity.admit`.
+_PEER_HOLDERS = ("peer",)
 
 
 def caller_of(context: Context) -> Caller:
-    """Return the caller that connection and metadata show; until `admit`, its shares count against its host."""
+    """Return the caller that connection and metadata identify. Until `admit`, its shares count against its host."""
     metadata = dict(context.invocation_metadata() or ())
     connection = context.peer()
     host = host_of(connection)
@@ -44,7 +44,7 @@ def caller_of(context: Context) -> Caller:
     certificate = context.auth_context() or {}
     return Caller(
         host,
-        (_of_host(host),),
+        (_host_holder(host),),
         connection=connection,
         is_local=connection.startswith(_LOCAL),
         name=host,
@@ -62,8 +62,8 @@ def caller_of(context: Context) -> Caller:
 def host_of(peer: str) -> str:
     """Return the host of a peer as gRPC writes it: an IPv4 address, or the /64 network of an IPv6 address.
 
-    A host has all addresses of its /64 network. An IPv4 address that is mapped into IPv6 is that IPv4 address. All Unix
-    sockets are one host.
+    All addresses of a /64 network count as one host, and so do all Unix sockets. An IPv4 address that is mapped into
+    IPv6 counts as that IPv4 address.
     """
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
@@ -87,10 +87,10 @@ class Identity:
         self._fleet_key = fleet_key
         self._names = ClientNames()
         self.advertised = ""
-        """The endpoint at which other replicas reach us, once it is known."""
+        """The endpoint at which other replicas reach this one, once it is known."""
 
     def is_peer(self, request: bytes, caller: Caller) -> bool:
-        """Whether another replica of the fleet makes this call, by the signature of its request as it came."""
+        """Whether another replica of the fleet makes this call: `request`, as received, has its signature."""
         if self._fleet_key is None or not caller.signature or not self.advertised:
             return False
         signed_at = self._fleet_key.request_signed_at(caller.signature, self.advertised, request)
@@ -99,24 +99,27 @@ class Identity:
         away_s = time() - signed_at
         if abs(away_s) > MAX_SKEW_S:
             log.warning(
-                "a replica's call was signed %.0f s ago by this host's clock, more than %g s off: it was played "
-                "back, or the clocks differ (NTP)",
+                "a replica's call was refused: by this host's clock it was signed %.0f s ago, more than %g s off; it "
+                "was replayed, or the clocks differ (check NTP)",
                 away_s,
                 MAX_SKEW_S,
             )
             return False
         return True
 
-    def admit(self, right: Right, caller: Caller, said: pb.Caller) -> Caller:
-        """Return the caller, completed by what it `said` about itself, as far as that counts, and by its holders.
+    def admit(self, right: Right, caller: Caller, message: pb.Caller) -> Caller:
+        """Return the caller, completed from its `message` and with its holders.
 
-        With tenants, name, salt and shares are its tenant's; the salt that it sent is mixed in, so a tenant can keep
-        its own users apart. Without, the name is what it calls itself, unless its host uses many names; names are free
-        to invent, so some shares count against the host, too. The salt is the one it sent. A priority counts up to the
-        tenant's `max_priority`, or up to 0. Raises `UnauthenticatedError`, `ForbiddenError`, and `InvalidRequestError`
-        for a field over its limit.
+        With tenants, name and shares are the tenant's. The salt is derived from the tenant and the salt in the message,
+        so that a tenant can separate its own users. A priority above the tenant's `max_priority` is lowered to it.
+
+        Without tenants, the name is the one in the message, unless the host uses too many names. A client can invent
+        names, so some shares count against its host as well. The salt is the one in the message. A priority above 0 is
+        lowered to 0.
+
+        Raises `UnauthenticatedError`, `ForbiddenError`, and `InvalidRequestError` for a field over its limit.
         """
-        messages.check_caller(said)
+        messages.check_caller(message)
         tenant = self.require(right, caller)
         if tenant is not None:
             assert self._fleet_key is not None
@@ -124,46 +127,46 @@ class Identity:
                 caller,
                 name=tenant.name,
                 holders=(f"tenant {tenant.name}",),
-                request_id=said.request_id,
-                priority=min(said.priority, tenant.max_priority),
-                salt=self._fleet_key.salt(tenant.name, said.tenant_salt),
+                request_id=message.request_id,
+                priority=min(message.priority, tenant.max_priority),
+                salt=self._fleet_key.salt(tenant.name, message.tenant_salt),
             )
-        name, own = self._names.counted(said.client_id, caller.host), _of_host(caller.host)
+        name, host = self._names.resolve(message.client_id, caller.host), _host_holder(caller.host)
         return replace(
             caller,
             name=name,
-            holders=(own,) if name == caller.host else (f"client {name} of {caller.host}", own),
-            request_id=said.request_id,
-            priority=min(said.priority, 0),
-            salt=said.tenant_salt,
+            holders=(host,) if name == caller.host else (f"client {name} of {caller.host}", host),
+            request_id=message.request_id,
+            priority=min(message.priority, 0),
+            salt=message.tenant_salt,
         )
 
-    def admit_peer(self, caller: Caller, said: pb.Caller) -> Caller:
-        """Return the caller as another replica, which speaks for its own callers."""
-        messages.check_caller(said)
+    def admit_peer(self, caller: Caller, message: pb.Caller) -> Caller:
+        """Return the caller as another replica, which calls on behalf of its own callers."""
+        messages.check_caller(message)
         return replace(
             caller,
-            name=said.client_id or caller.host,
+            name=message.client_id or caller.host,
             is_peer=True,
-            holders=_PEER,
-            request_id=said.request_id,
-            priority=said.priority,
-            salt=said.tenant_salt,
+            holders=_PEER_HOLDERS,
+            request_id=message.request_id,
+            priority=message.priority,
+            salt=message.tenant_salt,
         )
 
     def check_again(self, right: Right, admitted: Caller) -> None:
-        """Check, during a call that stays open, that its caller still is the same tenant and has the right.
+        """Check, during a call that stays open, that its caller is still the same tenant and still has the right.
 
         Raises `UnauthenticatedError`, `ForbiddenError`.
         """
         tenant = self.require(right, admitted)
         if tenant is not None and tenant.name != admitted.name:
             raise UnauthenticatedError(
-                f"tenant {admitted.name} no longer has this token or certificate: call again with a new one"
+                f"this token or certificate no longer belongs to tenant {admitted.name}: call again with a current one"
             )
 
     def require(self, right: Right | None, caller: Caller) -> Tenant | None:
-        """Return the tenant that calls, if there are tenants. Raises `UnauthenticatedError`, `ForbiddenError`."""
+        """Return the caller's tenant, None without tenants. Raises `UnauthenticatedError`, `ForbiddenError`."""
         if self._tenants is None:
             return None
         if caller.authorization is not None:
@@ -171,9 +174,12 @@ class Identity:
         elif (found := self._tenants.by_certificate(caller.certificate_names)) is not None:
             tenant = found
         else:
-            raise UnauthenticatedError("this server requires a tenant's token or certificate")
-        if right is not None and right not in tenant.rights:
-            raise ForbiddenError(f"tenant {tenant.name} lacks the right `{right}`")
+            raise UnauthenticatedError(
+                "this server requires a tenant's token or certificate, and the call has neither: set the client's "
+                "credentials"
+            )
+        if right is not None:
+            _require_right(tenant, right)
         return tenant
 
     def check_reader(self, authorization: str) -> None:
@@ -183,17 +189,22 @@ class Identity:
         """
         if self._tenants is None:
             return
-        tenant = _bearer(self._tenants, authorization)
-        if "metrics" not in tenant.rights:
-            raise ForbiddenError(f"tenant {tenant.name} lacks the right `metrics`")
+        _require_right(_bearer(self._tenants, authorization), "metrics")
 
 
-def _of_host(host: str) -> str:
+def _host_holder(host: str) -> str:
     return f"host {host}"
 
 
+def _require_right(tenant: Tenant, right: Right) -> None:
+    if right not in tenant.rights:
+        raise ForbiddenError(
+            f"tenant {tenant.name} lacks the right `{right}`: ask the server's operator for it"
+        )
+
+
 def _bearer(tenants: Tenants, authorization: str) -> Tenant:
-    """Return the tenant of the token in an authorization. Raises `UnauthenticatedError`."""
+    """Return the tenant whose token an `authorization` header has. Raises `UnauthenticatedError`."""
     is_bearer = authorization.startswith(_BEARER)
     tenant = tenants.by_token(authorization.removeprefix(_BEARER)) if is_bearer else None
     if tenant is None:
@@ -201,30 +212,31 @@ def _bearer(tenants: Tenants, authorization: str) -> Tenant:
     return tenant
 
 
-# A share leaves room for three others of its size: with a host's own, five of them leave a sixteenth to other hosts.
-MAX_NAMES_OF_A_HOST = 4
-# A name holds its place for so long after it was last used: what was queued under it has left by then.
-KEPT_S = 600.0
+# A share leaves space for three others of its size. Four names and the host itself, five shares, leave a sixteenth to
+# other hosts.
+MAX_NAMES_PER_HOST = 4
+# How long after its last use a name keeps its own share. Images that were queued under it have left the queue by then.
+KEEP_NAME_S = 600.0
 MAX_HOSTS = 4096
 
 
 class ClientNames:
-    """Client names of each host: the first few have their own share, all others share the host's."""
+    """The client names of each host: the first few have their own share, all others use the host's."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._hosts: LRUCache[str, dict[str, float]] = LRUCache(MAX_HOSTS)
 
-    def counted(self, client_id: str, host: str) -> str:
-        """Return the name that the shares of a caller count against; `client_id` is what it says, empty for nothing."""
+    def resolve(self, client_id: str, host: str) -> str:
+        """Return the name whose share a caller uses: its `client_id` (may be empty) or its host."""
         if not client_id:
             return host
         now = self._clock()
-        used = self._hosts.setdefault(host, {})
-        if client_id not in used and len(used) >= MAX_NAMES_OF_A_HOST:
-            for name in [name for name, at in used.items() if now - at > KEPT_S]:
+        used = self._hosts.setdefault(host, {})  # time of the last use, by name
+        if client_id not in used and len(used) >= MAX_NAMES_PER_HOST:
+            for name in [name for name, at in used.items() if now - at > KEEP_NAME_S]:
                 del used[name]
-            if len(used) >= MAX_NAMES_OF_A_HOST:
+            if len(used) >= MAX_NAMES_PER_HOST:
                 return host
         used[client_id] = now
         return client_id

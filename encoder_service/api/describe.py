@@ -1,4 +1,4 @@
-"""A server's description of itself: for its calls, the Describe response, the start-up banner, the status page."""
+"""What a server says about itself: to its calls, in the Describe response, in the banner, on the status page."""
 
 import socket
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from encoder_service.transport import Transports
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The facts about the server that calls need: its description, limits and transports."""
+    """The facts about the server that calls need: description, limits, transports, rights."""
 
     description: pb.DescribeResponse
     recipe: Recipe
@@ -34,18 +34,19 @@ class ServerInfo:
 
     @property
     def max_images(self) -> int:
-        """Most images in one call."""
+        """The most images that one call may name."""
         return self.description.limits.max_images_per_call
 
     def check_model(self, caller: pb.Caller) -> None:
         """Raise `ModelMismatchError` if the caller is for another model or processor than this server has."""
-        for what, theirs, ours in (
+        for kind, expected, ours in (
             ("model", caller.model_fingerprint, self.description.model_fingerprint),
             ("processor", caller.processor_fingerprint, self.description.processor_fingerprint),
         ):
-            if theirs and theirs != ours:
+            if expected and expected != ours:
                 raise ModelMismatchError(
-                    f"{what} fingerprint: the call is for {theirs.hex()}, this server has {ours.hex()}"
+                    f"{kind} fingerprint: the call is for {expected.hex()}, this server has {ours.hex()}: call a "
+                    f"server with the same {kind}"
                 )
 
 
@@ -79,7 +80,7 @@ def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) ->
 
 
 def facts(config: Config, model: Model, devices: str, replica_id: str) -> dict[str, str]:
-    """Return the settings in effect, as text for people."""
+    """Return the settings in effect, as text."""
     tower = model.tower
     return {
         "model": f"{config.model} ({tower.model_type}, {model.recipe.model.hex()[:12]})",
@@ -100,7 +101,7 @@ def facts(config: Config, model: Model, devices: str, replica_id: str) -> dict[s
 
 
 def banner(facts: Mapping[str, str]) -> str:
-    """Return the block that a server prints at start."""
+    """Return the text that a server prints at start."""
     width = max(map(len, facts))
     return "\n".join(
         [f"encoder-service {__version__}", *(f"  {name:<{width}}  {value}" for name, value in facts.items())]

@@ -1,4 +1,4 @@
-"""Translates between protobuf messages and the server's own types, and turns errors into statuses."""
+"""Converts between protobuf messages and the server's own types, and turns errors into gRPC statuses."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
@@ -20,17 +20,18 @@ from encoder_service.scheduler.policy import MAX_PRIORITY, MIN_PRIORITY
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
 
-# A request without a list holds names, proofs and addresses of tens of bytes, and a caller of some hundreds.
+# A request without a list has names, proofs and addresses of tens of bytes, and a `Caller` of some hundreds.
 SMALL_BYTES = 2048
-# A name in a Submit, Fetch or Put with every field at its largest, and the numbers before each field.
+# A name in a Submit, Fetch or Put with every field at its largest, including the tag and length of each field.
 NAME_BYTES = 256
-# Images travel in pieces of this size. Larger pieces are no faster, and what has arrived of a message counts towards no
-# limit until the message is complete.
+# Images are sent in pieces of this size. Larger pieces are no faster, and the bytes of an incomplete message count
+# towards no limit.
 PIECE_BYTES = 256 << 10
-MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; it is kept per queued image
-# Rows have a hundred times as many bytes as their image, so the cost of a message matters. For servers that accept Put.
+MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; each queued image has a copy
+# Servers that accept Put take larger pieces: rows have a hundred times as many bytes as their image, so the cost per
+# message matters.
 PUT_PIECE_BYTES = 1 << 20
-# Fields of a request beside the names of images.
+# The most fields that a request has besides the names of images.
 OTHER_FIELDS = 64
 _CODES: Mapping[Status, grpc.StatusCode] = {
     s: c for s in Status for c in grpc.StatusCode if c.value[0] == s.value
@@ -38,25 +39,27 @@ _CODES: Mapping[Status, grpc.StatusCode] = {
 
 
 def names_bytes(max_images: int) -> int:
-    """Return how large a request that names so many images may be."""
+    """Return the largest allowed size of a request that names `max_images` images."""
     return SMALL_BYTES + NAME_BYTES * max_images
 
 
 def max_request_bytes(max_images: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Return how large any request may be, where a call names so many images and sends pieces of this size."""
+    """Return the largest allowed size of any request, if calls name `max_images` images and send such pieces."""
     return max(SMALL_BYTES + piece_bytes, names_bytes(max_images))
 
 
 def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
-    """Return the message; raises `InvalidRequestError` for bytes that are no such message, or too many to parse.
+    """Return the message; raises `InvalidRequestError` for bytes that are not such a message, or too many.
 
-    For requests without a list: the size of one is bound enough for the sub-messages in it.
+    For requests without a list: a bound on their size is enough to bound the sub-messages in them.
     """
     _check_bytes(kind, raw, max_bytes)
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise InvalidRequestError(f"the request is not a valid {kind.__name__}") from error
+        raise InvalidRequestError(
+            f"the {len(raw)} bytes of the request are not a valid {kind.__name__}"
+        ) from error
 
 
 def parse_fetch(raw: bytes, max_images: int) -> pb.FetchRequest:
@@ -65,16 +68,16 @@ def parse_fetch(raw: bytes, max_images: int) -> pb.FetchRequest:
 
 
 def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
-    """Return the message of a Submit; only a piece of an image may be larger than a list of names."""
+    """Return the message of a Submit; only a piece of an image may exceed the size of a list of names."""
     if _is_piece(raw):
         return parse(pb.SubmitRequest, raw, max_request_bytes(max_images))
     return _parse_names(pb.SubmitRequest, raw, max_images, pb.SubmitRequest.NAMES_FIELD_NUMBER)
 
 
 def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryview]:
-    """Return the message of a Put, or (index, data) of a piece of rows, viewed in place.
+    """Return the message of a Put, or (index, data) of a piece of rows, without copying the rows.
 
-    Only a piece of rows may be larger than a list of names.
+    Only a piece of rows may exceed the size of a list of names.
     """
     if (piece := parse_rows(raw)) is not None and len(raw) <= SMALL_BYTES + PUT_PIECE_BYTES:
         return piece
@@ -85,25 +88,23 @@ def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryv
 
 
 def _parse_names(kind: type[M], raw: bytes, max_images: int, names_field: int = 0) -> M:
-    """Return a message that may name images, whose fields are counted before it is parsed; see `_check_count`."""
-    most = names_bytes(max_images)
-    _check_bytes(kind, raw, most)
+    """Return a message that may name images, after its fields are counted; see `_check_count`."""
+    max_bytes = names_bytes(max_images)
+    _check_bytes(kind, raw, max_bytes)
     _check_count(raw, max_images, names_field)
-    return parse(kind, raw, most)
+    return parse(kind, raw, max_bytes)
 
 
-def _check_bytes(kind: type[Message], raw: bytes, most: int) -> None:
-    if len(raw) > most:
-        raise InvalidRequestError(f"{kind.__name__} has {len(raw)} bytes, the limit is {most}")
+def _check_bytes(kind: type[Message], raw: bytes, max_bytes: int) -> None:
+    if len(raw) > max_bytes:
+        raise InvalidRequestError(f"{kind.__name__} has {len(raw)} bytes, the limit is {max_bytes}")
 
 
 def check_caller(caller: pb.Caller) -> None:
-    """Raise `InvalidRequestError` when a field of the caller is over its limit."""
-    if (
-        len(caller.request_id.encode()) > MAX_REQUEST_ID_BYTES
-        or len(caller.client_id.encode()) > MAX_REQUEST_ID_BYTES
-    ):
-        raise InvalidRequestError(f"request_id and client_id may have at most {MAX_REQUEST_ID_BYTES} bytes")
+    """Raise `InvalidRequestError` if a field of the caller exceeds its limit."""
+    for field, value in (("request_id", caller.request_id), ("client_id", caller.client_id)):
+        if (size := len(value.encode())) > MAX_REQUEST_ID_BYTES:
+            raise InvalidRequestError(f"{field} may have at most {MAX_REQUEST_ID_BYTES} bytes, got {size}")
     if not MIN_PRIORITY <= caller.priority <= MAX_PRIORITY:
         raise InvalidRequestError(
             f"priority must be from {MIN_PRIORITY} to {MAX_PRIORITY}, got {caller.priority}"
@@ -116,17 +117,21 @@ def check_caller(caller: pb.Caller) -> None:
 
 def image_key(recipe: Recipe, name: pb.ImageName | pb.FetchImage, salt: bytes) -> ImageKey:
     """Return the key of the image, or pair of frames, that a message names. Raises `InvalidRequestError`."""
-    if len(name.digest) != DIGEST_BYTES:
-        raise InvalidRequestError(f"a digest must have {DIGEST_BYTES} bytes, got {len(name.digest)}")
+    _check_digest(name.digest)
     is_video = isinstance(name, pb.ImageName) and name.video
     if (is_video or name.HasField("frames")) and not recipe.video:
         raise InvalidRequestError(
-            "this server takes no videos (`video_decoder` of its description is empty): submit images, or ask its "
-            "operator why"
+            "this server takes no videos (`video_decoder` of its description is empty): submit images, or ask "
+            "its operator"
         )
     if name.HasField("frames"):
         return recipe.frames_key(name.digest, _frames(name), salt)
     return recipe.key(name.digest, name.variant.min_pixels, name.variant.max_pixels, salt)
+
+
+def _check_digest(digest: bytes) -> None:
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequestError(f"a digest must have {DIGEST_BYTES} bytes, got {len(digest)}")
 
 
 def _frames(name: pb.ImageName | pb.FetchImage) -> Frames:
@@ -146,11 +151,10 @@ def _frames(name: pb.ImageName | pb.FetchImage) -> Frames:
 
 
 def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -> ImageKey:
-    """Return the key of rows that a producer put. Raises `InvalidRequestError` for an invalid name."""
+    """Return the key of rows from a producer. Raises `InvalidRequestError` for an invalid name."""
     variant = name.variant.min_pixels, name.variant.max_pixels
     if not name.HasField("engine_key"):
-        if len(name.digest) != DIGEST_BYTES:
-            raise InvalidRequestError(f"a digest must have {DIGEST_BYTES} bytes, got {len(name.digest)}")
+        _check_digest(name.digest)
         return put_key(by, name.digest, *variant, salt)
     if name.digest:
         raise InvalidRequestError("an image must be named by digest or by engine_key, not by both")
@@ -158,7 +162,7 @@ def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -
 
 
 def put_image(by: Producer, salt: bytes, name: pb.PutName) -> PutImage:
-    """Return an image that a caller of Put names. Raises `InvalidRequestError`."""
+    """Return the image that a name in a Put stands for. Raises `InvalidRequestError`."""
     return PutImage(name.index, put_image_key(by, name, salt), Grid(name.grid.t, name.grid.h, name.grid.w))
 
 
@@ -175,30 +179,28 @@ def geometry_message(rule: GridRule) -> pb.Geometry | None:
 
 
 def grid_message(grid: tuple[int, int, int]) -> pb.Grid:
-    """Return the message of a grid."""
     t, h, w = grid
     return pb.Grid(t=t, h=h, w=w)
 
 
 def claimed_grid(name: pb.ImageName) -> Grid | None:
-    """Return the grid the caller computed, if it said one."""
+    """Return the grid that the caller computed, None if the name has none."""
     return Grid(name.grid.t, name.grid.h, name.grid.w) if name.HasField("grid") else None
 
 
 def state_message(index: int, address: bytes, known: LookupResult, tokens: int) -> pb.SubmitResponse:
-    """Return the answer to a name or to bytes."""
     state = pb.ImageState(index=index, address=address)
     if known.video is not None:
-        said = known.video
+        video = known.video
         state.state = pb.STATE_PROBED
         state.video.CopyFrom(
             pb.VideoState(
-                frames=said.frames,
-                readable_frames=said.readable_frames,
-                fps=said.fps,
-                width=said.width,
-                height=said.height,
-                rotation=said.rotation,
+                frames=video.frames,
+                readable_frames=video.readable_frames,
+                fps=video.fps,
+                width=video.width,
+                height=video.height,
+                rotation=video.rotation,
             )
         )
     elif known.grid is None:
@@ -211,24 +213,22 @@ def state_message(index: int, address: bytes, known: LookupResult, tokens: int) 
 
 
 def error_message(index: int, error: EncoderError) -> pb.ImageError:
-    """Return the message of an image's error."""
     return pb.ImageError(
         index=index, code=error.status.value, message=error.message, retry_after_ms=error.retry_after_ms
     )
 
 
 def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
-    """Return the answer for an image that failed."""
     return pb.SubmitResponse(
         state=pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
     )
 
 
 def end_with(context: Context, error: EncoderError) -> None:
-    """Set the status of an error, with which a call ends once its handler returns.
+    """Set the status of an error; the call ends with it when its handler returns.
 
-    `context.abort` would raise an exception that gRPC keeps: a reference cycle with every frame of the handler, and so
-    with the request, until a garbage collection. It also fails when the caller has left.
+    `context.abort` is not used: gRPC keeps the exception that it raises, in a reference cycle with every frame of the
+    handler, so the request would stay in memory until a garbage collection. It also fails if the caller has left.
     """
     context.set_code(_CODES[error.status])
     context.set_details(error.message)
@@ -237,7 +237,7 @@ def end_with(context: Context, error: EncoderError) -> None:
 
 
 def _is_piece(raw: bytes) -> bool:
-    """Whether the message is one `bytes` field from end to end, so that there is no list in it."""
+    """Whether the message consists of a single `bytes` field, so that it has no list."""
     try:
         number, _, end = next(_fields(raw))
     except (InvalidRequestError, StopIteration):
@@ -245,13 +245,14 @@ def _is_piece(raw: bytes) -> bool:
     return number == pb.SubmitRequest.BYTES_FIELD_NUMBER and end == len(raw)
 
 
-def _check_count(raw: bytes, most: int, names_field: int = 0) -> None:
-    """Raise `InvalidRequestError` for a message of more fields than `most` images need, those of its list included.
+def _check_count(raw: bytes, max_images: int, names_field: int = 0) -> None:
+    """Raise `InvalidRequestError` if a message has more fields than `max_images` images need.
 
-    Two bytes can be a sub-message that takes a hundred in memory, so fields are counted before they are parsed. The
-    list is the field `names_field`, if that is not 0. Takes about 1 µs for each field, up to those that are allowed.
+    A sub-message of two bytes can take a hundred bytes in memory, so fields are counted before the message is parsed.
+    If `names_field` is not 0, that field is the list of names, and its fields count too. Takes about 1 µs for each
+    field, and stops at the limit.
     """
-    allowed = most + OTHER_FIELDS
+    allowed = max_images + OTHER_FIELDS
     for number, begin, end in _fields(raw):
         allowed -= 1
         if number == names_field:
@@ -260,13 +261,15 @@ def _check_count(raw: bytes, most: int, names_field: int = 0) -> None:
                 if allowed < 0:
                     break
         if allowed < 0:
-            raise InvalidRequestError(f"the request has more fields than a call of {most} images needs")
+            raise InvalidRequestError(
+                f"the request has more fields than a call of {max_images} images needs: name fewer images"
+            )
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the number of each field of a message, and where its content begins and ends.
 
-    Raises `InvalidRequestError` for bytes that are no message, and for groups, which the contract has none of.
+    Raises `InvalidRequestError` for bytes that are not a message, and for groups, which the contract does not use.
     """
     at = 0
     while at < len(raw):

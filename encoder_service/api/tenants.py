@@ -1,4 +1,4 @@
-"""Tenants: who may call, by which tokens and certificates, and what for; a file that is read again when it changes."""
+"""Tenants: their tokens, certificates and rights, from a file that is reloaded when it changes."""
 
 import hashlib
 import logging
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 Right = Literal["submit", "fetch", "put", "operate", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
-# Every token is compared at every call: this many cost a fifth of a millisecond.
+# Each call is compared with every token: this many take a fifth of a millisecond.
 MAX_TOKENS = 1024
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
-RESERVED = "peer"  # what other replicas call themselves
+RESERVED = "peer"  # the client name of other replicas
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who a caller is: the unit of shares and addresses, and what it may do."""
+    """The unit of shares, addresses and rights."""
 
     name: str
     rights: frozenset[str]
@@ -36,7 +36,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """The file, read."""
+    """The parsed file."""
 
     by_token: Mapping[bytes, Tenant]  # by the SHA-256 of the token
     by_certificate: Mapping[str, Tenant]
@@ -51,41 +51,43 @@ class Tenants:
         tokens = ["6b86b273…"]          # SHA-256 of each token, 64 hexadecimal digits
         certificates = ["chat.example"]  # names in client certificates
         rights = ["submit", "fetch"]     # of submit, fetch, put, operate, metrics
-        max_priority = 0                 # -8 to 8; a caller's higher one counts as this
+        max_priority = 0                 # -8 to 8; a caller's higher priority is lowered to this
 
-    It holds hashes of tokens, so a reader of the file cannot call. A file without tenants, or with one that has
-    neither a token nor a certificate, is an error. A change that is an error or cannot be read is logged, and what
-    was read before stays in force.
+    The file holds hashes of tokens, so reading it does not let anyone call. It must name at least one tenant, and each
+    tenant needs a token or a certificate. If a changed file is invalid or cannot be read, an error is logged and the
+    previous tenants stay in force.
     """
 
     def __init__(self, path: str) -> None:
-        """Read the file. Raises `ValueError`, which names it and what is wrong."""
+        """Read the file. Raises `ValueError`, which names the file and its error."""
         self._path = path
-        self._seen = self._stamp()
+        self._loaded_stamp = self._stamp()
         self._entries = self._read()
 
     def by_token(self, token: str) -> Tenant | None:
-        """Return whose token it is. Takes as long whichever of the tokens it is, or is like."""
-        asked = hashlib.sha256(token.encode()).digest()
+        """Return the tenant that has the token. Takes the same time for every token, known or not."""
+        digest = hashlib.sha256(token.encode()).digest()
         found = None
-        for known, tenant in self._now().by_token.items():
-            if compare_digest(known, asked):
+        for known, tenant in self._current().by_token.items():
+            if compare_digest(known, digest):
                 found = tenant
         return found
 
     def by_certificate(self, names: Collection[str]) -> Tenant | None:
-        """Return whose certificate it is that has these names."""
-        known = self._now().by_certificate
+        """Return the tenant of a certificate with these names."""
+        known = self._current().by_certificate
         return next((known[name] for name in names if name in known), None)
 
-    def _now(self) -> _Entries:
-        if (stamp := self._stamp()) != self._seen:
-            self._seen = stamp
+    def _current(self) -> _Entries:
+        if (stamp := self._stamp()) != self._loaded_stamp:
+            self._loaded_stamp = stamp
             try:
                 self._entries = self._read()
-                log.info("tenants: %s read again", self._path)
+                log.info("tenants: %s reloaded", self._path)
             except ValueError as error:
-                log.warning("tenants: the tenants read before stay in use: %s", error)
+                log.warning(
+                    "tenants: the changed file is not used, the previous tenants stay in force: %s", error
+                )
         return self._entries
 
     def _stamp(self) -> tuple[int, ...] | None:
@@ -93,7 +95,7 @@ class Tenants:
             found = os.stat(self._path)
         except OSError:
             return None
-        # The last changes with the rights to read it, too.
+        # The change time (ctime) also changes with the permissions to read the file.
         return found.st_ino, found.st_mtime_ns, found.st_size, found.st_ctime_ns
 
     def _read(self) -> _Entries:
@@ -105,12 +107,12 @@ class Tenants:
         except ValueError as error:
             raise ValueError(f"{self._path}: {error}") from error
         if len(entries.by_token) > MAX_TOKENS:
-            raise ValueError(f"{self._path}: more than {MAX_TOKENS} tokens")
+            raise ValueError(f"{self._path}: more than {MAX_TOKENS} tokens: {len(entries.by_token)}")
         return entries
 
 
 def read_tenants(config: Config) -> Tenants | None:
-    """Return the tenants that are configured, None without. Raises `ConfigError`."""
+    """Return the configured tenants, None if there are none. Raises `ConfigError`."""
     try:
         return Tenants(config.tenants_file) if config.tenants_file else None
     except ValueError as error:
@@ -119,34 +121,36 @@ def read_tenants(config: Config) -> Tenants | None:
 
 def _entries(tables: Mapping[str, Any]) -> _Entries:
     if not tables:
-        raise ValueError("it names no tenant, so all callers would be refused")
+        raise ValueError("it names no tenant, so every caller would be refused: add a [NAME] table")
     by_token: dict[bytes, Tenant] = {}
     by_certificate: dict[str, Tenant] = {}
     for name, table in tables.items():
         if not _NAME.fullmatch(name) or name == RESERVED or not isinstance(table, dict):
             raise ValueError(
-                f"[{name}] must be a table whose name has 1 to 64 letters, digits and any of _ . @ -"
+                f"[{name}] must be a table whose name has 1 to 64 letters, digits and any of _ . @ -, and is not "
+                f"{RESERVED}"
             )
         if unknown := table.keys() - {"tokens", "certificates", "rights", "max_priority"}:
             raise ValueError(
                 f"[{name}] has unknown keys: {', '.join(sorted(unknown))} (known: tokens, certificates, rights, "
                 "max_priority)"
             )
-        given = {key: _strings(name, key, table.get(key, [])) for key in ("tokens", "certificates", "rights")}
-        if unknown := {*given["rights"]} - {*RIGHTS}:
+        lists = {key: _strings(name, key, table.get(key, [])) for key in ("tokens", "certificates", "rights")}
+        if unknown := {*lists["rights"]} - {*RIGHTS}:
             raise ValueError(
                 f"[{name}] has unknown rights: {', '.join(sorted(unknown))} (known: {', '.join(RIGHTS)})"
             )
-        if not given["tokens"] and not given["certificates"]:
+        if not lists["tokens"] and not lists["certificates"]:
             raise ValueError(f"[{name}] needs a token or a certificate")
-        tenant = Tenant(name, frozenset(given["rights"]), _priority(name, table.get("max_priority", 0)))
-        for token in given["tokens"]:
+        tenant = Tenant(name, frozenset(lists["rights"]), _priority(name, table.get("max_priority", 0)))
+        for token in lists["tokens"]:
             if not _SHA256.fullmatch(token):
                 raise ValueError(
-                    f"[{name}] tokens must be SHA-256 hashes of tokens, 64 hexadecimal digits each"
+                    f"[{name}] tokens must be SHA-256 hashes of tokens, 64 lower-case hexadecimal digits each; one has "
+                    f"{len(token)} characters"
                 )
             _add(by_token, bytes.fromhex(token), tenant)
-        for certificate in given["certificates"]:
+        for certificate in lists["certificates"]:
             _add(by_certificate, certificate, tenant)
     return _Entries(by_token, by_certificate)
 
@@ -161,7 +165,7 @@ def _priority(tenant: str, value: object) -> int:
 
 def _strings(tenant: str, key: str, value: object) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-        raise ValueError(f"[{tenant}] {key} must be a list of strings")
+        raise ValueError(f"[{tenant}] {key} must be a list of strings, none of them empty")
     return value
 
 

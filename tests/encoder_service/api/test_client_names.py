@@ -8,7 +8,7 @@ import grpc
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.api.caller import KEPT_S, MAX_NAMES_OF_A_HOST, ClientNames
+from encoder_service.api.caller import KEEP_NAME_S, MAX_NAMES_PER_HOST, ClientNames
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
@@ -23,25 +23,25 @@ PLACES = 64
 
 def test_the_first_names_of_a_host_count_and_others_are_the_host() -> None:
     names = ClientNames()
-    first = [f"client {n}" for n in range(MAX_NAMES_OF_A_HOST)]
+    first = [f"client {n}" for n in range(MAX_NAMES_PER_HOST)]
     for _ in range(2):
-        assert [names.counted(name, "ipv4:10.0.0.1") for name in first] == first
-        assert names.counted("one more", "ipv4:10.0.0.1") == "ipv4:10.0.0.1"
-        assert names.counted("", "ipv4:10.0.0.1") == "ipv4:10.0.0.1"
-    assert names.counted("one more", "ipv4:10.0.0.2") == "one more"
+        assert [names.resolve(name, "ipv4:10.0.0.1") for name in first] == first
+        assert names.resolve("one more", "ipv4:10.0.0.1") == "ipv4:10.0.0.1"
+        assert names.resolve("", "ipv4:10.0.0.1") == "ipv4:10.0.0.1"
+    assert names.resolve("one more", "ipv4:10.0.0.2") == "one more"
 
 
 def test_a_name_gives_its_place_up_when_it_was_not_used_for_long() -> None:
     now = 0.0
     names = ClientNames(lambda: now)
-    for n in range(MAX_NAMES_OF_A_HOST):
-        names.counted(f"client {n}", "host")
-    now = KEPT_S
-    assert names.counted("client 0", "host") == "client 0"
-    assert names.counted("late", "host") == "host"
-    now = KEPT_S + 1
-    assert names.counted("late", "host") == "late"
-    assert names.counted("client 0", "host") == "client 0"
+    for n in range(MAX_NAMES_PER_HOST):
+        names.resolve(f"client {n}", "host")
+    now = KEEP_NAME_S
+    assert names.resolve("client 0", "host") == "client 0"
+    assert names.resolve("late", "host") == "host"
+    now = KEEP_NAME_S + 1
+    assert names.resolve("late", "host") == "late"
+    assert names.resolve("client 0", "host") == "client 0"
 
 
 async def submitted(endpoint: str, client_id: str, file: bytes) -> bool:

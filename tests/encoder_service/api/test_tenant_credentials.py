@@ -112,7 +112,7 @@ def test_a_file_without_tenants_is_an_error_and_the_old_ones_stay(
         assert tenants.by_token(TOKENS["chat"]) is not None
     path.write_text(text)
     assert tenants.by_token(TOKENS["chat"]) is not None
-    assert "stay in use" in caplog.text
+    assert "stay in force" in caplog.text
 
 
 def test_a_file_that_could_not_be_read_is_read_once_it_can_be(

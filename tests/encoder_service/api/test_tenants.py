@@ -82,7 +82,10 @@ async def test_a_tenant_may_do_what_its_rights_say_and_no_more(as_tenant: As) ->
         assert submitted.error is None
         assert (await fetched(chat, submitted.digest)).error is None
         call = (await stub(chat)).Put(metadata=(("authorization", f"Bearer {TOKENS['chat']}"),))
-        assert await refused(call) == (grpc.StatusCode.PERMISSION_DENIED, "tenant chat lacks the right `put`")
+        assert await refused(call) == (
+            grpc.StatusCode.PERMISSION_DENIED,
+            "tenant chat lacks the right `put`: ask the server's operator for it",
+        )
     async with as_tenant(TOKENS["reader"]) as reader:
         (submitted,) = await reader.submit([picture])
         assert isinstance(submitted.error, ForbiddenError)

@@ -6,9 +6,8 @@ from typing import Any
 
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
-from encoder_service.vision.flops import flops
 from encoder_service.vision.load import load_tower
-from encoder_service.vision.tower import Tower
+from encoder_service.vision.tower import Tower, flops
 from testing.checkpoints import write_checkpoint
 
 # Name → (width, height, images).

@@ -15,7 +15,6 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.tower_spec import TowerSpec
 from encoder_service.image.resize import Resize, to_patches
 from encoder_service.keys import Recipe
-from encoder_service.vision.flops import activation_values, batch_bytes, flops
 from encoder_service.vision.graphs import CudaCapture, Graphs, budgets
 from encoder_service.vision.layers import Attention, Layout, Segments, moved
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
@@ -167,6 +166,48 @@ def window_order(grid: Grid, spec: TowerSpec) -> tuple[Tensor, tuple[int, ...]]:
     return torch.cat(windows), tuple(len(window) * spec.merge_unit for window in windows)
 
 
+def flops(spec: TowerSpec, grid: Grid) -> int:
+    """Return the floating-point operations of one image: 2 for each multiplication with its addition.
+
+    Counts what the model needs: all products and the attention. The patch convolution counts once, because its weights
+    are summed over time for a still image. Attention counts inside windows where the model has windows. Padding and the
+    operations between the products do not count.
+    """
+    patches, rows = grid.patches, grid.patches // spec.merge_unit
+    embed = 2 * patches * spec.patch_values * spec.embed
+    products = 2 * patches * spec.embed * (4 * spec.embed + spec.mlp_products * spec.intermediate)
+    merged = spec.embed * spec.merge_unit
+    mergers = 2 * rows * merged * (merged + spec.hidden) * (1 + spec.levels)
+    return embed + spec.depth * products + mergers + _attention_flops(spec, grid)
+
+
+def _attention_flops(spec: TowerSpec, grid: Grid) -> int:
+    """Count two products (scores, mixing) for each pair of patches that attend to each other, over heads and blocks."""
+    per_pair = 2 * 2 * spec.embed
+    frame = grid.h * grid.w
+    full = per_pair * grid.t * frame**2
+    if not spec.window:
+        return spec.depth * full
+    full_blocks = len([number for number in spec.full_attention if number < spec.depth])
+    windowed = per_pair * grid.t * _square_sum(grid.h, spec.window) * _square_sum(grid.w, spec.window)
+    return full_blocks * full + (spec.depth - full_blocks) * windowed
+
+
+def _square_sum(length: int, window: int) -> int:
+    """Return the sum of the squares of the pieces that windows cut `length` into."""
+    return (length // window) * window**2 + (length % window) ** 2
+
+
+def activation_values(spec: TowerSpec) -> int:
+    """Return an upper bound on the values per patch that a forward holds at a time.
+
+    They are the residual, its norm, packed query, key and value, the attention's output, the inside of the MLP (twice
+    when it is gated), the rows of every level, and a merger's input and inside.
+    """
+    inside = (spec.mlp_products - 1) * spec.intermediate
+    return 7 * spec.embed + inside + spec.width // spec.merge_unit + 2 * spec.embed
+
+
 # On the CPU, products and the operations after them process 256 patches at a time: the widest intermediate (2.2 MB in
 # bfloat16) then stays in the second-level cache of the cores that share it.
 CPU_TILE_PATCHES = 256
@@ -250,8 +291,12 @@ class Tower:
 
     @property
     def batch_bytes(self) -> int:
-        """The most bytes that a batch takes outside of its forward."""
-        return self._largest_patches * batch_bytes(self.spec, self.dtype)
+        """The most bytes that a batch takes outside of its forward: its patches before it, its rows after it."""
+        patch_bytes = (
+            self.spec.temporal_patch_size * self.spec.patch_values
+        )  # of a pair of frames, the largest
+        row_bytes = -(-self.width * self.dtype.itemsize // self.spec.merge_unit)  # per patch
+        return self._largest_patches * (patch_bytes + row_bytes)
 
     @property
     def _largest_patches(self) -> int:

@@ -28,8 +28,7 @@ from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from encoder_service.vision import Tower, load_tower
-from encoder_service.vision.flops import activation_values
-from encoder_service.vision.tower import MAX_TABLE_PATCHES
+from encoder_service.vision.tower import MAX_TABLE_PATCHES, activation_values
 from testing.photos import photo
 from tests.engines import Changed, Gate, demanded, running
 from tests.servers import server_of

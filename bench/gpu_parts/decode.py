@@ -15,7 +15,7 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.resize import PlainResize, Resize, to_patches
-from encoder_service.image.resize_choice import make_resize
+from encoder_service.vision.load import make_resize
 from testing.decoding import decode_files, pillow_decoder
 from testing.photos import photo
 

@@ -59,9 +59,9 @@ def work(device: str, model: Path) -> None:
     from encoder_contract.geometry import Grid
     from encoder_contract.processor import ProcessorSettings
     from encoder_service.image.resize import PlainResize, to_patches
-    from encoder_service.image.resize_choice import make_resize
     from encoder_service.store import Store
     from encoder_service.vision import attention, load_tower
+    from encoder_service.vision.load import make_resize
 
     if device == "cpu":
         torch.set_num_threads(1)

@@ -18,10 +18,10 @@ from encoder_contract.checkpoint import (
     read_spec,
     vision_tensors,
 )
-from encoder_contract.geometry import Grid
+from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import Precision, TowerSpec
-from encoder_service.image.resize_choice import make_resize
+from encoder_service.image.resize import PlainResize, Resize
 from encoder_service.keys import Recipe
 from encoder_service.vision.attention import make_attention
 from encoder_service.vision.fp8 import FP8_MULTIPLE, multiplies_fp8, quantise_blocks
@@ -214,12 +214,12 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def make_pointwise(spec: TowerSpec, device: torch.device, dtype: torch.dtype) -> Pointwise:
-    """Return Triton's kernels on CUDA in a 16-bit type, or torch's operators, with a warning if something is amiss.
+# Triton needs a C compiler, and a folder (`TRITON_CACHE_DIR`) that it can write to and load libraries from. Without
+# either the server starts all the same, with torch's operators: they are slower and equally exact.
 
-    Triton needs a C compiler and a folder to which it may write and from which it may load libraries
-    (`TRITON_CACHE_DIR`): a start without either is slower, and right.
-    """
+
+def make_pointwise(spec: TowerSpec, device: torch.device, dtype: torch.dtype) -> Pointwise:
+    """Return Triton's kernels on CUDA in a 16-bit type if they compile and equal torch's operators; else the latter."""
     if device.type != "cuda" or dtype is torch.float32:
         return PlainPointwise()
     try:
@@ -231,7 +231,25 @@ def make_pointwise(spec: TowerSpec, device: torch.device, dtype: torch.dtype) ->
             logger.info("kernels between products: triton")
             return TritonPointwise(spec, device)
         reason = f"not equal to torch's: {differing}"
-    except Exception as error:  # noqa: BLE001 - a compiler that is missing shows in many ways
+    except Exception as error:  # noqa: BLE001 - a missing compiler can raise many types
         reason = f"{type(error).__name__}: {error}"
-    logger.warning("kernels between products: torch's own, for Triton's cannot be used: %s", reason)
+    logger.warning("kernels between products: using torch's, because Triton's cannot be used: %s", reason)
     return PlainPointwise()
+
+
+def make_resize(geometry: Geometry, device: torch.device) -> Resize:
+    """Return Triton's kernels on CUDA if they compile and give the bits of torch's operators; else the latter."""
+    if device.type != "cuda":
+        return PlainResize(geometry)
+    try:
+        from encoder_service.image.resize_triton import TritonResize, differs
+
+        with torch.cuda.device(device):
+            if not differs(geometry, device):
+                logger.info("resize to patches: triton")
+                return TritonResize(geometry)
+        reason = "their patches differ from torch's"
+    except Exception as error:  # noqa: BLE001 - a missing compiler can raise many types
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("resize to patches: using torch's, because Triton's cannot be used: %s", reason)
+    return PlainResize(geometry)

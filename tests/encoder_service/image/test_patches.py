@@ -18,7 +18,7 @@ from encoder_service.image.resize import (
     resized_first,
     to_patches,
 )
-from encoder_service.image.resize_choice import make_resize
+from encoder_service.vision.load import make_resize
 from testing.photos import photo, pixels
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from PIL import Image
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.image import resize as bicubic
 from encoder_service.image.resize import PlainResize, exact_patches, filter_table, resized, to_patches
-from encoder_service.image.resize_choice import make_resize
+from encoder_service.vision.load import make_resize
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ def test_the_trial_at_start_refuses_a_single_byte_that_is_not(monkeypatch, whole
 def test_a_start_without_a_compiler_falls_back_to_torch_and_says_so(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "encoder_service.image.resize_triton", None)
     assert make_resize(GEOMETRIES["qwen3_vl"], torch.device("cuda:0")).name == "torch"
-    assert "resize to patches: torch's operators are used, because Triton's kernels cannot be" in caplog.text
+    assert "resize to patches: using torch's, because Triton's cannot be used" in caplog.text
 
 
 def test_on_the_cpu_torch_resizes_and_nothing_is_said(caplog):

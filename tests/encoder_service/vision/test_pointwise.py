@@ -176,7 +176,7 @@ def test_a_tower_with_kernels_has_the_rows_of_the_plain_one(folders, model_type,
 def test_a_start_without_a_compiler_falls_back_to_torch_and_says_so(spec, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "encoder_service.vision.pointwise_triton", None)
     assert make_pointwise(spec, torch.device("cuda:0"), torch.bfloat16).name == "torch"
-    assert "kernels between products: torch's own, for Triton's cannot be used" in caplog.text
+    assert "kernels between products: using torch's, because Triton's cannot be used" in caplog.text
 
 
 def test_kernels_are_for_16_bit_types_on_cuda(spec, caplog):

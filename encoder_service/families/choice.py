@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from encoder_contract.checkpoint import OWN_TYPES, read_config
 from encoder_contract.command_line import install
-from encoder_contract.processor import read_processor
+from encoder_contract.processor import ProcessorSettings, read_processor
 from encoder_contract.settings import ConfigError, flag, require_folder
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def _load(model_type: str) -> "Load":
         load: Load = plug_in.load()
         return load
     if model_type in OWN_TYPES:
-        from encoder_service.families.own import load_own
-
-        return load_own
+        return _load_own
     try:
         from encoder_service.families.generic import load_generic
     except (ImportError, RuntimeError) as error:  # the latter: torchvision was built for another torch
@@ -77,6 +75,22 @@ def _load(model_type: str) -> "Load":
             f" and the extra transformers ({install('transformers')})"
         ) from error
     return load_generic
+
+
+def _load_own(folder: Path, options: "LoadOptions") -> "VisionModel":
+    from encoder_service.vision import load_tower
+
+    return load_tower(
+        folder,
+        device=options.device,
+        dtype=options.dtype,
+        processor=ProcessorSettings.from_folder(folder),
+        attention=options.attention,
+        batch_patches=options.batch_patches,
+        batch_invariant=options.batch_invariant,
+        graphs=options.graphs,
+        precision=options.precision,
+    )
 
 
 def _plug_in(model_type: str) -> EntryPoint | None:
